@@ -112,6 +112,22 @@ class Cutting:
         """How many pieces there are."""
         return len(self.parts)
 
+    @property
+    def all_parts(self) -> list[Part]:
+        """The variables of all pieces."""
+        return [part for own in self.parts for part in own]
+
+    def renumbered(self, numbers: Sequence[int]) -> Cutting:
+        """The same of a model that has more variables: `numbers` has the new index of each leaf."""
+        moved = lambda part: part._replace(leaf=numbers[part.leaf])
+        return replace(
+            self,
+            before=tuple(frozenset((moved(part), times) for part, times in used) for used in self.before),
+            parts=tuple(tuple(map(moved, own)) for own in self.parts),
+            ties=frozenset(map(moved, self.ties)),
+            told_by=frozenset(map(moved, self.told_by)),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -192,12 +208,13 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     by_place = _used_before(training, told_by, ties)
     before, kinds = tuple(by_place[place] for place in places), tuple(map(training.places.kinds, places))
     by_used = _places_by_used(training, told_by, ties)
-    following = [len(at := by_used[key]) - 1 - at.index(p) for p, key in zip(places, zip(before, kinds), strict=True)]
+    alike = [by_used[key] for key in zip(before, kinds, strict=True)]
+    following = [len(own) - 1 - own.index(place) for own, place in zip(alike, places, strict=True)]
     cutting = Cutting(before, kinds, tuple(following), (), tied, ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
     both = zip(pairwise(ends), pairwise(again), strict=True)
     parts = [{*training.used(*a), *evaluation.used(*b)} for a, b in both]
-    if unused := _unused(frozenset().union(*parts), shapes):
+    if unused := unused_parts(frozenset().union(*parts), shapes):
         # The first piece whose variables are its own has them: parameters that nothing uses, a count of steps.
         parts[next((i for i, first in enumerate(tied) if first is None), 0)] |= unused
     return replace(cutting, parts=tuple(tuple(sorted(own)) for own in parts))
@@ -210,8 +227,13 @@ def _told_apart(traced: Traced, places: Sequence[int], told_by: Collection[Part]
     return [min(group, key=lambda p: traced.places.bytes[p]) for group in groups]
 
 
-def _unused(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> set[Part]:
-    """The parts that no piece uses: whole leaves, or slices of leaves of which others are used."""
+def unused_parts(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> set[Part]:
+    """The parts that no piece uses: whole leaves, or slices of leaves of which others are used.
+
+    Args:
+      used: the parts that some piece uses.
+      shapes: of all leaves.
+    """
     unused: set[Part] = set()
     for leaf, shape in enumerate(shapes):
         depth = max((len(part.indices) for part in used if part.leaf == leaf), default=0)

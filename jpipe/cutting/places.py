@@ -20,8 +20,10 @@ from jpipe.cutting.marks import CUT
 from jpipe.cutting.straight import Follows, Straight, does_work
 from jpipe.jaxprs.flops import flops_of
 
-HALF, LARGEST = 1 / 2, 1 / 8
-"""A piece with more than these parts of the model's FLOPs is cut again: by all means, or if a good place is inside."""
+LARGEST = 1 / 8
+"""A piece with more than this part of the model's FLOPs is cut again, if a good place is inside."""
+SHARES, FEWEST = 2, 4
+"""A piece that takes more than so many shares of a virtual stage, of at least so many, is cut again by all means."""
 NEARLY = 3 / 4
 """A new piece with more than this part of the FLOPs of the old one is nearly the same."""
 MOST_WIDER = 2
@@ -112,7 +114,7 @@ def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -
     """The places to cut at, in order.
 
     They follow from the model alone, so that pipelines of other numbers of stages have the same layers; but where
-    these are fewer than wanted, more places are taken.
+    these are fewer than wanted, or some far larger than the others can be, more places are taken.
 
     Args:
       places: of the model.
@@ -123,9 +125,10 @@ def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -
     if places.marked:
         return [p for p in places.marked if 0 < p < end and not forbidden(p)]
     chosen = _cut(places, 0, end, forbidden)
-    # A place beside the model's path, as behind the embedding of a time, is narrow and leaves nearly all in one piece.
-    chosen = _cut_again(places, chosen, forbidden, HALF, by_all_means=True)
-    chosen = _cut_again(places, chosen, forbidden, LARGEST, by_all_means=False)
+    # A place beside the model's path, as behind the embedding of a time, is narrow and leaves nearly all in one piece;
+    # and what all blocks read may be large. Such pieces are cut by all means, and then at good places.
+    for most, by_all_means in ((LARGEST, False), (SHARES / max(wanted, FEWEST), True), (LARGEST, False)):
+        chosen = _cut_again(places, chosen, forbidden, most, by_all_means=by_all_means)
     for by_all_means in (False, True):
         if len(chosen) + 1 < wanted:
             chosen = _cut_again(places, chosen, forbidden, 1 / wanted, by_all_means=by_all_means)
@@ -168,9 +171,9 @@ def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]
     fewest = min(len(places.crossing[p]) for p in inside)
     narrow = [p for p in inside if len(places.crossing[p]) == fewest]
     # Places with no product between them are one place: the one at which crosses what crosses elsewhere, so that a cast
-    # behind the table or before the head leaves the blocks equal; of such the one with the fewest bytes; of such the one
-    # behind what is behind other products, so that a norm before the head is no part of the last block; and then the
-    # last. So a bias, an activation or a norm behind each block belongs to the product before it.
+    # behind the table or before the head leaves the blocks equal; of such the one with the fewest bytes; of such the
+    # one behind what is behind other products, so that a norm before the head is no part of the last block; and then
+    # the last. So a bias, an activation or a norm behind each block belongs to the product before it.
     choices = [list(group) for _, group in groupby(narrow, lambda p: places.products[p])]
     common = Counter(kind for choice in choices for kind in {places.kinds(p) for p in choice})
     tails = Counter(places.tails[p] for p in narrow)

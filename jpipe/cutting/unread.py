@@ -42,16 +42,11 @@ def _with_key(loss_fn: LossFn, outputs: PyTree, batch: Batch, key: jax.Array | N
     return loss_fn(outputs, batch, **({"key": key} if "key" in signature_of(loss_fn) else {}))
 
 
-def without_unread(outputs: Shapes, read: Sequence[bool], leaves: Sequence[object] | None = None) -> PyTree:
-    """A model's outputs with None for each leaf that isn't read.
-
-    Args:
-      outputs: all of them.
-      read: for each leaf, whether it is.
-      leaves: those that are read, if they aren't to be taken from `outputs`.
-    """
-    kept = iter([leaf for leaf, r in zip(jax.tree.leaves(outputs), read, strict=True) if r] if leaves is None else leaves)
-    return jax.tree.unflatten(jax.tree.structure(outputs), [next(kept) if r else None for r in read])
+def without_unread(outputs: Shapes, read: Sequence[bool]) -> Shapes:
+    """A model's outputs with None for each leaf that isn't read."""
+    leaves, structure = jax.tree.flatten(outputs)
+    pairs = zip(leaves, read, strict=True)
+    return jax.tree.unflatten(structure, [leaf if is_read else None for leaf, is_read in pairs])
 
 
 def with_zeros(loss_fn: LossFn, outputs: Shapes, batch: Shapes, read: Sequence[bool]) -> LossFn:

@@ -32,8 +32,10 @@ from jpipe.cutting.straight import INLINED, Part, Straight, straighten
 from jpipe.cutting.unread import outputs_read, with_zeros, without_unread
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
 from jpipe.jaxprs.flops import flops_of
+from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import replay, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, positional
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, describe, positional
+from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import ShownByTraces, same_value
 from jpipe.layers.shared import Shared
 from jpipe.model.alike import skeleton
@@ -42,6 +44,7 @@ from jpipe.model.groups import strong
 from jpipe.model.layer_function import trace_init
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
+from jpipe.model.trace import inputs_of, telling, warn_of_dropouts
 from jpipe.seam.inside import line_of
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import LOOPS_AND_BRANCHES
@@ -86,27 +89,43 @@ class WholeModel:
 
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
-        (training, outputs), (evaluation, _) = (self._trace(read_inputs, batch, train) for train in (True, False))
+        (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
         modes = Modes(Traced(training), Traced(evaluation), outputs)
         return modes if self.read is None else modes.reading(self.read)
 
-    def _trace(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
-        """(the model's equations, the shapes of its outputs)."""
+    def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
+        """(the model's equations in training or evaluation, the shapes of its outputs)."""
 
         def call(variables: LayerVariables, batch: Batch, key: jax.Array | None) -> tuple[Activation, LayerVariables]:
             return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
 
-        closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
+        told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
+        with telling(self.layer.name, told), self.layer.dropouts() as dropouts:
+            closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
+        if train and not uses(closed)[-1]:
+            warn_of_dropouts(self.layer.name, dropouts)
         state = [i for i, name in enumerate(self.collections) if name in updates]
         return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
 
 
 def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
-    """A model with variables for the shapes of a micro-batch `[b, ...]`."""
+    """A model with variables for the shapes of a micro-batch `[b, ...]`.
+
+    Raises:
+      ValueError: the inputs can't be read, or the model raises an error.
+    """
     if layer.ready is not None:
         return WholeModel(layer, strong(jax.eval_shape(lambda v: v, layer.ready)), None)
-    init, variables = trace_init(layer, key_shape(), trace(read_inputs, batch)[1], batch)
+    inputs = inputs_of(read_inputs, batch)
+    with telling(layer.name, lambda: told_of(inputs)):
+        init, variables = trace_init(layer, key_shape(), inputs, batch)
     return WholeModel(layer, strong(variables), init)
+
+
+def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:
+    """The lines that explain an error of a model: what it was called with, and its parameters."""
+    has = [f"it has the parameters {describe(variables['params'])}"] if variables and "params" in variables else []
+    return [f"it was called with {describe(inputs)}", *has]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,25 +176,32 @@ class CutModel:
 
     @cached_property
     def names(self) -> list[str]:
-        """A name for each piece."""
+        """A name for each piece, the same in decode mode: caches give no names."""
         sizes = [leaf.size for leaf in jax.tree.leaves(self.whole.variables)]
-        return piece_names(self.cutting.parts, self.whole.paths, sizes)
+        named = [[p for p in own if self.whole.collections[p.leaf] != CACHE] for own in self.cutting.parts]
+        return piece_names(named, self.whole.paths, sizes)
 
     @cached_property
     def trees(self) -> list[dict[str, PyTree]]:
         """For each piece its variables by collection, as nested dicts, of the indices of its parts."""
+        # Caches are named apart, so that all else has the same names in decode mode as in training.
+        return [own | caches for own, caches in zip(*map(self._trees, (False, True)), strict=True)]
+
+    def _trees(self, of_caches: bool) -> list[dict[str, PyTree]]:
         whole, leaves = self.whole, jax.tree.leaves(self.whole.variables)
-
-        def kind(part: Part) -> object:
-            leaf = leaves[part.leaf]
-            return whole.collections[part.leaf], leaf.shape[len(part.indices) :], leaf.dtype
-
-        kinds, trees = [list(map(kind, parts)) for parts in self.cutting.parts], []
-        paths = paths_below(paths_of(self.cutting.parts, whole.paths), kinds)
-        for parts, own in zip(self.cutting.parts, paths, strict=True):
-            names = [whole.collections[part.leaf] for part in parts]
-            by_name = {name: [(own[i], i) for i, n in enumerate(names) if n == name] for name in sorted(set(names))}
-            trees.append({name: nested(of_collection) for name, of_collection in by_name.items()})
+        name: Callable[[Part], str] = lambda part: whole.collections[part.leaf]
+        kind = lambda part: (name(part), leaves[part.leaf].shape[len(part.indices) :], leaves[part.leaf].dtype)
+        chosen = [
+            {i: part for i, part in enumerate(own) if (name(part) == CACHE) == of_caches} for own in self.cutting.parts
+        ]
+        parts = [list(own.values()) for own in chosen]
+        paths = paths_below(paths_of(parts, whole.paths), [list(map(kind, own)) for own in parts])
+        trees = []
+        for own, below in zip(chosen, paths, strict=True):
+            by_name: dict[str, list] = {}
+            for (i, part), path in zip(own.items(), below, strict=True):
+                by_name.setdefault(name(part), []).append((path, i))
+            trees.append({collection: nested(by_name[collection]) for collection in sorted(by_name)})
         return trees
 
     def parameter_names(self, index: int) -> list[str]:
@@ -196,15 +222,10 @@ class CutModel:
             evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
         except NoSuchPlace as error:
             raise ValueError(_another_model(self.whole, error)) from None
-        trained, evaluated = (
-            make_pieces(modes.training, cutting, training),
-            make_pieces(modes.evaluation, cutting, evaluation),
-        )
-        pairs = zip(trained, evaluated, strict=True)
-        num_leaves = len(jax.tree.leaves(batch))
-        kinds = _Kinds()
-        makers = [_PieceLayer(self, index, *pair, modes.outputs, num_leaves, kinds) for index, pair in enumerate(pairs)]
-        return CutLayers(tuple(maker.layer() for maker in makers), modes.outputs)
+        trained = make_pieces(modes.training, cutting, training)
+        evaluated = make_pieces(modes.evaluation, cutting, evaluation)
+        outputs, num_leaves = without_unread(modes.outputs, self.read), len(jax.tree.leaves(batch))
+        return CutLayers(self.as_layers(trained, evaluated, outputs, num_leaves), modes.outputs)
 
     def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
         """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
@@ -215,6 +236,29 @@ class CutModel:
         """For each leaf of the model's outputs, whether the loss reads it."""
         assert self.whole.read is not None
         return self.whole.read
+
+    def as_layers(
+        self,
+        training: Sequence[Piece],
+        evaluation: Sequence[Piece],
+        outputs: Shapes,
+        num_leaves: int,
+        writes: tuple[str, ...] = (),
+    ) -> tuple[AnyLayer, ...]:
+        """Makes layers of all pieces.
+
+        Args:
+          training, evaluation: the pieces in both modes.
+          outputs: the shapes of the model's outputs, with None for what isn't read.
+          num_leaves: how many leaves the batch has.
+          writes: the collections of which they give new values in evaluation too.
+        """
+        pairs, kinds = zip(training, evaluation, strict=True), _Kinds()
+        makers = [
+            _PieceLayer(self, index, trained, evaluated, outputs, num_leaves, writes, kinds)
+            for index, (trained, evaluated) in enumerate(pairs)
+        ]
+        return tuple(maker.layer() for maker in makers)
 
     def to_model(self, trees: Mapping[int, Mapping[str, PyTree]]) -> dict[str, PyTree]:
         """The model's own variables by collection, from the pieces' by index; collections that these lack are missing.
@@ -305,9 +349,9 @@ def cut_model(
     Raises:
       ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
     """
-    modes = whole.trace(read_inputs, batch)
+    modes, shapes = whole.trace(read_inputs, batch), [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
     read = outputs_read(loss_fn, modes.outputs, batch)
-    whole, modes, shapes = replace(whole, read=read), modes.reading(read), [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
+    whole, modes = replace(whole, read=read), modes.reading(read)
     try:
         cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
@@ -381,6 +425,7 @@ class _PieceLayer:
       training, evaluation: the piece in both modes.
       outputs: the shapes of the model's outputs.
       num_leaves: how many leaves the batch has.
+      writes: the collections of which it gives new values in evaluation too.
       kinds: of the pieces of the model.
     """
 
@@ -390,6 +435,7 @@ class _PieceLayer:
     evaluation: Piece
     outputs: Shapes
     num_leaves: int
+    writes: tuple[str, ...]
     kinds: _Kinds
 
     @property
@@ -441,14 +487,13 @@ class _PieceLayer:
         given = piece(leaves, takes, [*batch, context.key])
         outputs, new = given[: piece.num_given], iter(given[piece.num_given :])
         if self.index == self.model.cutting.num_pieces - 1:
-            gives = without_unread(self.outputs, self.model.read, outputs)
+            gives = jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
         else:
             gives = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        if not context.train:
-            return gives, {}
         updated = [next(new) if i in piece.written else leaf for i, leaf in enumerate(leaves)]
         updates = self._by_collection(updated)
-        return gives, {name: leaves for name, leaves in updates.items() if name != "params"}
+        written = [name for name in updates if (name != "params" if context.train else name in self.writes)]
+        return gives, {name: updates[name] for name in written}
 
     def bind(self, item: LayerVariables) -> Callable[..., Activation]:
         """The piece with these variables, as a function of what crosses into it, in evaluation mode."""

@@ -25,6 +25,7 @@ from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
 from jpipe.cutting.whole import CutLayers, CutModel, cut_model, make_whole
+from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import shapes_only

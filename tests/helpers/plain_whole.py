@@ -26,18 +26,23 @@ def in_float64() -> Iterator[None]:
     def after(make):
         return make and (lambda *arguments, **options: double(make(*arguments, **options)))
 
+    def double_param(self, name, make, *arguments, **options):
+        return param(self, name, after(make), *arguments, **options)
+
+    def double_variable(self, collection, name, make=None, *arguments, **options):
+        return variable(self, collection, name, after(make), *arguments, **options)
+
+    def old_clip(x, a_min=None, a_max=None, **options):
+        return clip(x, **{"min": a_min, "max": a_max} | options)
+
     with (
         jax.enable_x64(True),
         jax.numpy_dtype_promotion("standard"),
-        mock.patch.object(nn.Module, "param", lambda self, name, make, *a, **k: param(self, name, after(make), *a, **k)),
-        mock.patch.object(
-            nn.Module,
-            "variable",
-            lambda self, col, name, make=None, *a, **k: variable(self, col, name, after(make), *a, **k),
-        ),
+        mock.patch.object(nn.Module, "param", double_param),
+        mock.patch.object(nn.Module, "variable", double_variable),
         mock.patch.object(jnp, "float32", jnp.float64),
         mock.patch.object(jax.nn, "dot_product_attention", _attention),
-        mock.patch.object(jnp, "clip", lambda x, a_min=None, a_max=None, **k: clip(x, **{"min": a_min, "max": a_max} | k)),
+        mock.patch.object(jnp, "clip", old_clip),
     ):
         yield
 
@@ -62,9 +67,7 @@ def called(case, variables, batch, key=None):
     if key is None:
         return case.model.apply(variables, *arguments(case, batch), **mode), {}
     mutable = [name for name in variables if name != "params"]
-    return case.model.apply(
-        variables, *arguments(case, batch), rngs={"dropout": key}, mutable=mutable, **mode
-    )
+    return case.model.apply(variables, *arguments(case, batch), rngs={"dropout": key}, mutable=mutable, **mode)
 
 
 def made(case):

@@ -4,7 +4,6 @@ The others' come with their packages: `transformers` (before 5), `flaxmodels`, `
 """
 
 import sys
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +23,6 @@ FLOAT = jnp.float64
 
 
 # --- those of packages ------------------------------------------------------------------------------------------------
-
 
 
 def of_logits(outputs, batch):

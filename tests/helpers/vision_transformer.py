@@ -101,9 +101,7 @@ class VisionTransformer(nn.Module):
     @nn.compact
     def __call__(self, image, *, train=False):
         out = {}
-        conv = nn.Conv(
-            self.width, self.patch_size, self.patch_size, "VALID", name="embedding", param_dtype=self.dtype
-        )
+        conv = nn.Conv(self.width, self.patch_size, self.patch_size, "VALID", name="embedding", param_dtype=self.dtype)
         x = out["stem"] = conv(image)
         n, h, w, c = x.shape
         x = jnp.reshape(x, [n, h * w, c])
