@@ -77,3 +77,18 @@ def test_what_follows_from_the_batch_alone_does_not_cross():
     assert [len(trace.places.crossing[p]) for p in places] == [1, 1, 1]
     assert all(piece.data == (0,) for piece in make_pieces(trace, cutting, places))
     assert len(list(pairwise([0, *places, len(trace.straight.main)]))) == 4
+
+
+def test_a_place_before_operations_without_variables_is_found_again():
+    """A regression: a norm without a scale before the head fell to the last block, where others have none."""
+
+    def blocks(ws, x):
+        for w in ws[:3]:
+            x = x + jnp.tanh(x @ w)
+        return (x / jnp.abs(x).max()) @ ws[3]
+
+    trace = traced(blocks)
+    cutting = decide_cutting(trace, trace, SHAPES, 1)
+    places = places_again(cutting, traced(blocks, size=5), None)
+    names = [trace.straight.flat.equations[i].equation.primitive.name for i in trace.straight.main]
+    assert [names[p - 1] for p in places] == ["add"] * 3
