@@ -49,7 +49,7 @@ def check(case, options, make_mesh, num_microbatches=2):
     assert plain_whole.difference(pipe.model_variables({"params": gradients})["params"], expected) < 1e-12
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of small models: a layer over its share, nothing split over an axis
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of small models: nothing is split over an axis
 @pytest.mark.parametrize(
     ("name", "options"),
     [
