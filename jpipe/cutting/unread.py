@@ -30,16 +30,16 @@ def outputs_read(loss_fn: LossFn | None, outputs: Shapes, batch: Shapes) -> tupl
       loss_fn: the user's.
       outputs, batch: for one micro-batch.
     """
-    num_outputs, read = len(jax.tree.leaves(outputs)), set[int]()
+    read = [loss_fn is None] * len(jax.tree.leaves(outputs))
+
+    def call(outputs: PyTree, batch: Batch, key: jax.Array | None) -> PyTree:
+        return loss_fn and loss_fn(outputs, batch, **({"key": key} if "key" in signature_of(loss_fn) else {}))
+
     with suppress(Exception):
-        for key in (key_shape(), None) if loss_fn is not None else ():
-            call = functools.partial(_with_key, loss_fn)
-            read |= {i for i, is_read in enumerate(uses(trace(call, outputs, batch, key)[0])[:num_outputs]) if is_read}
-    return tuple(not read or i in read for i in range(num_outputs))
-
-
-def _with_key(loss_fn: LossFn, outputs: PyTree, batch: Batch, key: jax.Array | None) -> PyTree:
-    return loss_fn(outputs, batch, **({"key": key} if "key" in signature_of(loss_fn) else {}))
+        for key in (key_shape(), None):
+            reads = uses(trace(call, outputs, batch, key)[0])
+            read = [a or b for a, b in zip(read, reads, strict=False)]
+    return tuple(read) if any(read) else (True,) * len(read)
 
 
 def without_unread(outputs: Shapes, read: Sequence[bool]) -> Shapes:

@@ -147,7 +147,8 @@ class Modes:
         modes = [replace(traced.straight, read=read) for traced in (self.training, self.evaluation)]
         # No piece has a slice of a leaf that some place uses whole, in whichever mode.
         whole = frozenset().union(*(straight.used_whole for straight in modes))
-        return Modes(*(Traced(replace(straight, whole=whole)) for straight in modes), self.outputs)
+        training, evaluation = (Traced(replace(straight, whole=whole)) for straight in modes)
+        return Modes(training, evaluation, self.outputs)
 
 
 class CutLayers(NamedTuple):
