@@ -9,7 +9,8 @@ from typing import overload
 import jax
 
 from jpipe.batches.bare_inputs import default_inputs
-from jpipe.cutting.whole import cut_model, make_whole
+from jpipe.cutting.module import make_whole
+from jpipe.cutting.whole import cut_model
 from jpipe.jaxprs.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe

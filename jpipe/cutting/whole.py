@@ -1,7 +1,7 @@
 """A model that is one module, as the layers that it is cut into.
 
 `cut_model` finds the places once, from the shapes of the first batch. `CutModel.layers` makes an `AnyLayer` of each
-piece, for the shapes of any batch. Nothing here knows Flax: the module is one `AnyLayer` itself, and is only traced.
+piece, for the shapes of any batch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
+from jpipe.cutting.module import Read, WholeModel
 from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
 from jpipe.cutting.pieces import (
     Cutting,
@@ -28,127 +29,23 @@ from jpipe.cutting.pieces import (
     make_pieces,
     places_again,
 )
-from jpipe.cutting.straight import INLINED, Part, Straight, straighten
+from jpipe.cutting.straight import INLINED, Part
 from jpipe.cutting.unread import outputs_read, with_zeros, without_unread
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
 from jpipe.jaxprs.flops import flops_of
-from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import replay, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, describe, positional
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import ShownByTraces, same_value
 from jpipe.layers.shared import Shared
 from jpipe.model.alike import skeleton
 from jpipe.model.constants import scalars_of, without_plain_calls
-from jpipe.model.groups import strong
-from jpipe.model.layer_function import trace_init
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
-from jpipe.model.trace import inputs_of, telling, warn_of_dropouts
 from jpipe.seam.inside import line_of
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import LOOPS_AND_BRANCHES
 from jpipe.types import Batch, Leaf, PyTree, Shapes
-
-Read = Callable[[Batch], PyTree]
-"""From a batch to the model's inputs."""
-
-
-@dataclass(frozen=True, eq=False)
-class WholeModel:
-    """A model that is one module.
-
-    Attributes:
-      layer: the module as one layer.
-      variables: the shapes of its variables by collection.
-      init: takes a random key, gives the leaves of new variables; None if the module has its values already.
-      read: for each leaf of the outputs, whether the loss reads it; None before that is known.
-    """
-
-    layer: AnyLayer
-    variables: dict[str, Shapes]
-    init: ClosedJaxpr | None
-    read: tuple[bool, ...] | None = None
-
-    @cached_property
-    def collections(self) -> list[str]:
-        """The collection of each leaf of the variables."""
-        return [name for name in sorted(self.variables) for _ in jax.tree.leaves(self.variables[name])]
-
-    @cached_property
-    def paths(self) -> list[tuple[str, ...]]:
-        """The path of each leaf of the variables within its collection."""
-        # The variables of a `Layer` may be a bare array, without a path.
-        in_words = lambda path: tuple(jax.tree_util.keystr((key,), simple=True) for key in path[1:]) or ("value",)
-        return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.unboxed)]
-
-    @cached_property
-    def unboxed(self) -> dict[str, Shapes]:
-        """The shapes of the variables, without boxes of Flax's metadata."""
-        return self.layer.from_item(self.layer.to_item(self.variables))
-
-    def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
-        """The model's traces for the shapes of a micro-batch `[b, ...]`."""
-        (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
-        modes = Modes(Traced(training), Traced(evaluation), outputs)
-        return modes if self.read is None else modes.reading(self.read)
-
-    def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
-        """(the model's equations in training or evaluation, the shapes of its outputs)."""
-
-        def call(variables: LayerVariables, batch: Batch, key: jax.Array | None) -> tuple[Activation, LayerVariables]:
-            return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
-
-        told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
-        with telling(self.layer.name, told), self.layer.dropouts() as dropouts:
-            closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
-        if train and not uses(closed)[-1]:
-            warn_of_dropouts(self.layer.name, dropouts)
-        state = [i for i, name in enumerate(self.collections) if name in updates]
-        return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
-
-
-def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
-    """A model with variables for the shapes of a micro-batch `[b, ...]`.
-
-    Raises:
-      ValueError: the inputs can't be read, or the model raises an error.
-    """
-    if layer.ready is not None:
-        return WholeModel(layer, strong(jax.eval_shape(lambda v: v, layer.ready)), None)
-    inputs = inputs_of(read_inputs, batch)
-    with telling(layer.name, lambda: told_of(inputs)):
-        init, variables = trace_init(layer, key_shape(), inputs, batch)
-    return WholeModel(layer, strong(variables), init)
-
-
-def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:
-    """The lines that explain an error of a model: what it was called with, and its parameters."""
-    has = [f"it has the parameters {describe(variables['params'])}"] if variables and "params" in variables else []
-    return [f"it was called with {describe(inputs)}", *has]
-
-
-@dataclass(frozen=True, eq=False)
-class Modes:
-    """The traces of a model at some shapes.
-
-    Attributes:
-      training: in training.
-      evaluation: in evaluation.
-      outputs: the shapes of the model's outputs, `[b, ...]`.
-    """
-
-    training: Traced
-    evaluation: Traced
-    outputs: Shapes
-
-    def reading(self, read: tuple[bool, ...]) -> Modes:
-        """The same traces, of which only these outputs are read."""
-        modes = [replace(traced.straight, read=read) for traced in (self.training, self.evaluation)]
-        # No piece has a slice of a leaf that some place uses whole, in whichever mode.
-        whole = frozenset().union(*(straight.used_whole for straight in modes))
-        training, evaluation = (Traced(replace(straight, whole=whole)) for straight in modes)
-        return Modes(training, evaluation, self.outputs)
 
 
 class CutLayers(NamedTuple):

@@ -24,7 +24,8 @@ import numpy as np
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
-from jpipe.cutting.whole import CutLayers, CutModel, cut_model, make_whole
+from jpipe.cutting.module import make_whole
+from jpipe.cutting.whole import CutLayers, CutModel, cut_model
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import whole_models
-from jpipe.cutting.whole import cut_model, make_whole
+from jpipe.cutting.module import make_whole
+from jpipe.cutting.whole import cut_model
 from jpipe.layers.adapt import as_whole
 
 read = lambda batch: batch["inputs"]
