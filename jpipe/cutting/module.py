@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jpipe.cutting.pieces import Traced
 from jpipe.cutting.straight import Straight, straighten
+from jpipe.cutting.unread import outputs_read
 from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerVariables, describe, positional
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import trace_init
+from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import inputs_of, telling, warn_of_dropouts
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -53,6 +56,12 @@ class WholeModel:
         return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.unboxed)]
 
     @cached_property
+    def specs(self) -> list[PartitionSpec]:
+        """The mesh axes that the model's metadata names for each leaf of the variables."""
+        by_name = self.layer.partition_specs(self.variables)
+        return [spec for name in sorted(self.variables) for spec in by_name[name]]
+
+    @cached_property
     def unboxed(self) -> dict[str, Shapes]:
         """The shapes of the variables, without boxes of Flax's metadata."""
         return self.layer.from_item(self.layer.to_item(self.variables))
@@ -60,8 +69,18 @@ class WholeModel:
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
         (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
-        modes = Modes(Traced(training), Traced(evaluation), outputs)
+        modes = Modes(Traced(training), Traced(evaluation), outputs, len(jax.tree.leaves(batch)))
         return modes if self.read is None else modes.reading(self.read)
+
+    def read_by(self, loss_fn: LossFn | None, modes: Modes, batch: Shapes) -> tuple[WholeModel, Modes]:
+        """(the model that knows which outputs a loss reads, its traces of these).
+
+        Args:
+          loss_fn: the loss that follows, if there is one.
+          modes, batch: the model's traces of all outputs for a micro-batch, and that one.
+        """
+        read = outputs_read(loss_fn, modes.outputs, batch)
+        return replace(self, read=read), modes.reading(read)
 
     def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
         """(the model's equations in training or evaluation, the shapes of its outputs)."""
@@ -105,12 +124,14 @@ class Modes:
     Attributes:
       training: in training.
       evaluation: in evaluation.
-      outputs: the shapes of the model's outputs, `[b, ...]`.
+      outputs: the shapes of the model's outputs, `[b, ...]`, also of those that nobody reads.
+      num_leaves: how many leaves the batch has.
     """
 
     training: Traced
     evaluation: Traced
     outputs: Shapes
+    num_leaves: int
 
     def reading(self, read: tuple[bool, ...]) -> Modes:
         """The same traces, of which only these outputs are read."""
@@ -118,4 +139,4 @@ class Modes:
         # No piece has a slice of a leaf that some place uses whole, in whichever mode.
         whole = frozenset().union(*(straight.used_whole for straight in modes))
         training, evaluation = (Traced(replace(straight, whole=whole)) for straight in modes)
-        return Modes(training, evaluation, self.outputs)
+        return Modes(training, evaluation, self.outputs, self.num_leaves)

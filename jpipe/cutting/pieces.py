@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
+from jpipe.cutting.kinds import Kinds, PartJaxpr
 from jpipe.cutting.places import Places, find_places
 from jpipe.cutting.straight import Part, Straight
-from jpipe.jaxprs.flat_jaxpr import jaxpr_of
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.seam.jaxpr_types import shapes_of
 from jpipe.types import Leaf
 
 
@@ -134,7 +134,7 @@ class Piece:
     """A piece of a model in one mode, at some shapes.
 
     Attributes:
-      jaxpr: takes parts of its variables, what crosses into it, and leaves of the batch, behind which is the
+      part: its jaxpr takes parts of its variables, what crosses into it, and leaves of the batch, behind which is the
         random key; gives what crosses out of it, then the new values of the parts of its state.
       variables: which parts of its variables it takes.
       data: which leaves of the batch it takes.
@@ -142,7 +142,7 @@ class Piece:
       written: which parts of its variables the other results are new values of.
     """
 
-    jaxpr: ClosedJaxpr
+    part: PartJaxpr
     variables: tuple[int, ...]
     data: tuple[int, ...]
     num_given: int
@@ -151,13 +151,13 @@ class Piece:
     def __call__(self, variables: Sequence[Leaf], takes: Sequence[Leaf], data: Sequence[Leaf]) -> list[jax.Array]:
         """Computes what crosses out of it, then new values of its state."""
         chosen = (*(variables[i] for i in self.variables), *takes, *(data[i] for i in self.data))
-        results = zip(self.run(*chosen), shapes_of(self.jaxpr.jaxpr.outvars), strict=True)
+        results = zip(self.run(*chosen), shapes_of(self.part.closed.jaxpr.outvars), strict=True)
         return [jnp.asarray(leaf, shape.dtype) for leaf, shape in results]
 
     @cached_property
     def run(self) -> Callable[..., list[Leaf]]:
         """The jaxpr as a function."""
-        return jaxpr_as_fun(self.jaxpr)
+        return jaxpr_as_fun(self.part.closed)
 
 
 class TiedTogether(ValueError):
@@ -309,13 +309,14 @@ def _places_by_used(
     return by_used
 
 
-def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int]) -> list[Piece]:
+def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int], kinds: Kinds) -> list[Piece]:
     """The pieces of a trace.
 
     Args:
       traced: the trace.
       cutting: where the model is cut.
       places: the same in this trace.
+      kinds: of the model's jaxprs so far.
     """
     straight, pieces = traced.straight, []
     for index, (start, stop) in enumerate(pairwise([0, *places, len(straight.main)])):
@@ -335,6 +336,6 @@ def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int]) -> list
             *traced.places.crossing[start],
             *(straight.data[i] for i in leaves),
         ]
-        jaxpr = jaxpr_of(straight.flat, equations, takes, [*gives, *new])
-        pieces.append(Piece(jaxpr, tuple(variables), tuple(leaves), len(gives), tuple(written)))
+        part = kinds.part(straight.flat, equations, takes, [*gives, *new])
+        pieces.append(Piece(part, tuple(variables), tuple(leaves), len(gives), tuple(written)))
     return pieces

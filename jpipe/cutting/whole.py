@@ -1,23 +1,25 @@
 """A model that is one module, as the layers that it is cut into.
 
 `cut_model` finds the places once, from the shapes of the first batch. `CutModel.layers` makes an `AnyLayer` of each
-piece, for the shapes of any batch.
+piece, for the shapes of any batch. Nothing here knows Flax: the module is one `AnyLayer` itself, and is only traced.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
-from jpipe.cutting.module import Read, WholeModel
+from jpipe.cutting.kinds import Kinds, PartJaxpr
+from jpipe.cutting.module import Modes, WholeModel
 from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
 from jpipe.cutting.pieces import (
     Cutting,
@@ -30,34 +32,21 @@ from jpipe.cutting.pieces import (
     places_again,
 )
 from jpipe.cutting.straight import INLINED, Part
-from jpipe.cutting.unread import outputs_read, with_zeros, without_unread
-from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
+from jpipe.cutting.unread import with_zeros, without_unread
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.flops import flops_of
 from jpipe.jaxprs.tracing import replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE
-from jpipe.layers.fingerprint import ShownByTraces, same_value
+from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.layers.shared import Shared
-from jpipe.model.alike import skeleton
-from jpipe.model.constants import scalars_of, without_plain_calls
+from jpipe.model.groups import EVALUATION, INIT, TRAIN
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.seam.inside import line_of
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import LOOPS_AND_BRANCHES
 from jpipe.types import Batch, Leaf, PyTree, Shapes
-
-
-class CutLayers(NamedTuple):
-    """The pieces of a model as layers, for some shapes.
-
-    Attributes:
-      layers: of each piece.
-      outputs: the shapes of the model's outputs `[b, ...]`, also of those that nobody reads.
-    """
-
-    layers: tuple[AnyLayer, ...]
-    outputs: Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,28 +101,33 @@ class CutModel:
         """Stand-ins for tied parameters, by index of the first piece that has them."""
         return {first: Shared(self.whole.layer) for first in self.cutting.tied if first is not None}
 
-    def layers(self, read_inputs: Read, batch: Shapes) -> CutLayers:
-        """The pieces as layers, for the shapes of a micro-batch `[b, ...]`."""
-        modes, cutting = self.whole.trace(read_inputs, batch), self.cutting
+    def layers(self, modes: Modes) -> tuple[AnyLayer, ...]:
+        """The pieces as layers, from the model's traces for the shapes of a micro-batch.
+
+        Raises:
+          ValueError: the model does other things there than in the traces in which its places were found.
+        """
+        cutting = self.cutting
         try:
             training = places_again(cutting, modes.training, None)
             evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
         except NoSuchPlace as error:
             raise ValueError(_another_model(self.whole, error)) from None
-        trained = make_pieces(modes.training, cutting, training)
-        evaluated = make_pieces(modes.evaluation, cutting, evaluation)
-        outputs, num_leaves = without_unread(modes.outputs, self.read), len(jax.tree.leaves(batch))
-        return CutLayers(self.as_layers(trained, evaluated, outputs, num_leaves), modes.outputs)
-
-    def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
-        """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
-        return with_zeros(loss_fn, outputs, batch, self.read)
+        kinds = Kinds()
+        trained = make_pieces(modes.training, cutting, training, kinds)
+        evaluated = make_pieces(modes.evaluation, cutting, evaluation, kinds)
+        outputs = without_unread(modes.outputs, self.read)
+        return self.as_layers(trained, evaluated, outputs, modes.num_leaves)
 
     @property
     def read(self) -> tuple[bool, ...]:
         """For each leaf of the model's outputs, whether the loss reads it."""
         assert self.whole.read is not None
         return self.whole.read
+
+    def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
+        """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
+        return with_zeros(loss_fn, outputs, batch, self.read)
 
     def as_layers(
         self,
@@ -151,9 +145,9 @@ class CutModel:
           num_leaves: how many leaves the batch has.
           writes: the collections of which they give new values in evaluation too.
         """
-        pairs, kinds = zip(training, evaluation, strict=True), _Kinds()
+        pairs = zip(training, evaluation, strict=True)
         makers = [
-            _PieceLayer(self, index, trained, evaluated, outputs, num_leaves, writes, kinds)
+            _PieceLayer(self, index, trained, evaluated, outputs, num_leaves, writes)
             for index, (trained, evaluated) in enumerate(pairs)
         ]
         return tuple(maker.layer() for maker in makers)
@@ -198,16 +192,19 @@ class CutModel:
         return trees
 
     @cached_property
-    def inits(self) -> list[ClosedJaxpr]:
+    def inits(self) -> list[PartJaxpr]:
         """For each piece the initialisation of its variables: takes a random key, gives its parts."""
         assert self.whole.init is not None
         flat = flatten(self.whole.init, calls=INLINED, unrolls=lambda scan: bool(scan.outvars)).folded
-        inits = []
+        inits, kinds = [], Kinds()
         for parts in self.cutting.parts:
             numbers = [flat.element(flat.results[part.leaf], part.indices) for part in parts]
             equations = [flat.equations[i] for i in flat.needed_for(number for number, _ in numbers)]
-            jaxpr = jaxpr_of(flat, equations, flat.arguments, [number for number, _ in numbers])
-            inits.append(without_plain_calls(_sliced(jaxpr, [indices for _, indices in numbers])))
+            made = kinds.part(flat, equations, flat.arguments, [number for number, _ in numbers])
+            if any(indices for _, indices in numbers):
+                sliced = flatten(_sliced(made.closed, [indices for _, indices in numbers]), calls=INLINED)
+                made = kinds.part(sliced, sliced.equations, sliced.arguments, sliced.results)
+            inits.append(made)
         return inits
 
 
@@ -222,34 +219,23 @@ def _stacked(parts: Mapping[tuple[int, ...], Leaf]) -> Leaf:
 
 
 def _sliced(jaxpr: ClosedJaxpr, indices: Sequence[tuple[int, ...]]) -> ClosedJaxpr:
-    """A jaxpr of which each result is sliced once more."""
-    if not any(indices):
-        return jaxpr
+    """A jaxpr of which each result is sliced once more, by numbers: others make it another only in these."""
+    at = lambda leaf, index: jax.lax.dynamic_index_in_dim(leaf, np.int32(index), keepdims=False)
 
     def run(key: jax.Array) -> list[Leaf]:
-        return [leaf[at] for leaf, at in zip(replay(jaxpr, [0] * len(indices))(key), indices, strict=True)]
+        pairs = zip(replay(jaxpr, [0] * len(indices))(key), indices, strict=True)
+        return [functools.reduce(at, of_leaf, leaf) for leaf, of_leaf in pairs]
 
     return trace(run, key_shape())[0]
 
 
-def cut_model(
-    whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int, loss_fn: LossFn | None = None
-) -> CutModel:
-    """Cuts a model into pieces.
-
-    Args:
-      whole: the model.
-      read_inputs: from a batch to the model's inputs.
-      batch: the shapes of a micro-batch `[b, ...]`.
-      wanted: how many pieces there have to be at least.
-      loss_fn: the loss that follows it, if there is one.
+def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
+    """Cuts a model, from its traces for the shapes of a micro-batch, into at least `wanted` pieces.
 
     Raises:
       ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
     """
-    modes, shapes = whole.trace(read_inputs, batch), [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
-    read = outputs_read(loss_fn, modes.outputs, batch)
-    whole, modes = replace(whole, read=read), modes.reading(read)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
     try:
         cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
@@ -296,23 +282,6 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     )
 
 
-class _Kinds:
-    """One object for all jaxprs that are the same but for numbers, so that pieces are compared at once."""
-
-    def __init__(self):
-        self._known: dict[object, list[object]] = {}
-
-    def of(self, jaxpr: ClosedJaxpr) -> object:
-        """The object that stands for a jaxpr without its numbers."""
-        names, shape = tuple(equation.primitive.name for equation in jaxpr.jaxpr.eqns), skeleton(jaxpr)
-        known = self._known.setdefault(names, [])
-        for other in known:
-            if same_value(other, shape):
-                return other
-        known.append(shape)
-        return shape
-
-
 @dataclass(frozen=True, eq=False)
 class _PieceLayer:
     """Makes a layer of a piece.
@@ -324,7 +293,6 @@ class _PieceLayer:
       outputs: the shapes of the model's outputs.
       num_leaves: how many leaves the batch has.
       writes: the collections of which it gives new values in evaluation too.
-      kinds: of the pieces of the model.
     """
 
     model: CutModel
@@ -334,7 +302,6 @@ class _PieceLayer:
     outputs: Shapes
     num_leaves: int
     writes: tuple[str, ...]
-    kinds: _Kinds
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -344,23 +311,27 @@ class _PieceLayer:
     def layer(self) -> AnyLayer:
         """The layer, whose variables are named as the model names them."""
         model, cutting = self.model.whole, self.model.cutting
-        jaxprs = [
-            self.training.jaxpr,
-            self.evaluation.jaxpr,
-            *([] if model.init is None else [self.model.inits[self.index]]),
+        parts = {TRAIN: self.training.part, EVALUATION: self.evaluation.part}
+        parts |= {} if model.init is None else {INIT: self.model.inits[self.index]}
+        scalars = {mode: part.scalars for mode, part in parts.items()}
+        numbers = str([(str(n.dtype), n.tobytes()) for of_mode in scalars.values() for n in of_mode])
+        reads = [
+            (piece.variables, piece.data, piece.num_given, piece.written) for piece in (self.training, self.evaluation)
         ]
-        numbers = str([(str(n.dtype), n.tobytes()) for jaxpr in jaxprs for n in scalars_of(jaxpr)])
-        reads = [(piece.variables, piece.data, piece.num_given) for piece in (self.training, self.evaluation)]
-        tied, specs = cutting.tied[self.index], str(self.partition_specs({}))
+        kinds = [part.kind for part in parts.values()]
+        tied = cutting.tied[self.index]
+        # In words, since layers that differ in numbers may be one function.
+        described = str((reads, kinds, self.tree, self.partition_specs({})))
         return AnyLayer(
             name=self.model.names[self.index],
-            made_of=("piece", reads, specs, list(map(self.kinds.of, jaxprs)), ShownByTraces(numbers)),
+            made_of=("piece", described, ShownByTraces(numbers)),
+            scalars=scalars,
             init=self.init,
             apply=self.apply,
             bind=self.bind,
             partition_specs=self.partition_specs,
             ready=None if model.layer.ready is None else self.chosen(model.layer.ready),
-            reads_batch=any(i < self.num_leaves for _, data, _ in reads for i in data),
+            reads_batch=any(i < self.num_leaves for piece in (self.training, self.evaluation) for i in piece.data),
             shared=None if tied is None else self.model.shared[tied],
             has_model_key=True,
         )
@@ -372,7 +343,7 @@ class _PieceLayer:
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
-        return self._by_collection(replay(self.model.inits[self.index], [0] * len(self.parts))(key))
+        return self._by_collection(replay(self.model.inits[self.index].closed, [0] * len(self.parts))(key))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Computes what crosses out of the piece, and the new state."""
@@ -399,9 +370,7 @@ class _PieceLayer:
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         """The mesh axes that the model's metadata names for these parts."""
-        model = self.model.whole
-        specs = model.layer.partition_specs(model.variables)
-        leaves = [spec for name in sorted(model.variables) for spec in specs[name]]
+        leaves = self.model.whole.specs
         own = [PartitionSpec(*leaves[part.leaf][len(part.indices) :]) for part in self.parts]
         return {name: [own[i] for i in jax.tree.leaves(tree)] for name, tree in self.tree.items()}
 

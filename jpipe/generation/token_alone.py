@@ -40,7 +40,7 @@ def on_inputs(plan: Plan, cut: CutModel | None) -> Sequence[LayerFunction]:
     """Each group in evaluation, on the model's inputs instead of the batch, which may be longer than they are."""
     traced, remat = plan.traced, plan.request.remat
     if cut is not None:
-        layers = cut.layers(lambda inputs: inputs, traced.inputs).layers
+        layers = cut.layers(cut.whole.trace(lambda inputs: inputs, traced.inputs))
         groups = [replace(group, layer=layers[group.indices[0]]) for group in traced.groups]
         return [LayerFunction(group, None, remat, traced.inputs) for group in groups]
     first, *others = traced.groups

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import jax
 import numpy as np
@@ -24,8 +24,8 @@ import numpy as np
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
-from jpipe.cutting.module import make_whole
-from jpipe.cutting.whole import CutLayers, CutModel, cut_model
+from jpipe.cutting.module import Modes, WholeModel, make_whole
+from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
@@ -75,13 +75,23 @@ class Planner:
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
         self.layers, self.on_device = cache(self._layers), cache(partition_layer)
-        self.pieces = cache(self._pieces)
+        self._whole: WholeModel | None = None
+        self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
         self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
         steps = self.step, self.evaluation_step
-        for kept in (self.model, self.pieces, self.loss, self.output_axes, self.layers, self.on_device, *steps):
+        for kept in (
+            self.model,
+            self._modes,
+            self.pieces,
+            self.loss,
+            self.output_axes,
+            self.layers,
+            self.on_device,
+            *steps,
+        ):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
@@ -160,7 +170,7 @@ class Planner:
         asked = self.request
         read = _no_change if micro.bare else asked.read_inputs
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
-            layers = asked.layers if self.cut is None else self.pieces(micro).layers
+            layers = asked.layers if self.cut is None else self.pieces(micro)
             like = None if self.plan is None else self.plan.traced
             return trace_model(layers, read, micro.shapes, splits, asked.rules, like)
 
@@ -184,7 +194,7 @@ class Planner:
         loss_fn, outputs = self.request.loss_fn, self.model(micro).groups[-1].gives
         with self.tracing():
             if self.cut is not None:
-                loss_fn = self.cut.loss(loss_fn, self.pieces(micro).outputs, micro.shapes)
+                loss_fn = self.cut.loss(loss_fn, self._modes(micro).outputs, micro.shapes)
             return trace_loss(loss_fn, outputs, micro.shapes)
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
@@ -258,9 +268,16 @@ class Planner:
             self.clear_cache()  # what was traced before the error may be traced under other rules next time
             raise
 
-    def _pieces(self, micro: MicroBatch) -> CutLayers:
+    def _pieces(self, micro: MicroBatch) -> tuple[AnyLayer, ...]:
         assert self.cut is not None
-        return self.cut.layers(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
+        return self.cut.layers(self._modes(micro))
+
+    def _trace_whole(self, micro: MicroBatch) -> Modes:
+        assert self._whole is not None
+        modes = self._whole.trace(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
+        if self._whole.read is None:
+            self._whole, modes = self._whole.read_by(self.request.loss_fn, modes, micro.shapes)
+        return modes
 
     def _cut_whole(self, micro: MicroBatch) -> None:
         """Cuts a model that is one module, at the shapes of the first batch."""
@@ -268,9 +285,10 @@ class Planner:
         virtual_stages = asked.schedule.num_stages * asked.schedule.num_chunks
         assert asked.whole is not None
         with self.tracing(), task("cutting the model"):
-            whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
-            self.cut = cut_model(whole, asked.read_inputs, micro.shapes, virtual_stages, asked.loss_fn)
-            layers = self.pieces(micro).layers
+            self._whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
+            modes = self._modes(micro)
+            self.cut = cut_model(self._whole, modes, virtual_stages)
+            layers = self.pieces(micro)
         self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
 
     def _first_plan(self, micro: MicroBatch) -> Plan:

@@ -20,7 +20,8 @@ def embed():
 def cut(model: nn.Module) -> CutModel:
     """A model, cut at the shapes of two sequences of six tokens."""
     layer, read = as_whole(model), lambda tokens: tokens
-    return cut_model(make_whole(layer, read, TOKENS), read, TOKENS, 2)
+    whole = make_whole(layer, read, TOKENS)
+    return cut_model(*whole.read_by(None, whole.trace(read, TOKENS), TOKENS), 2)
 
 
 class Blocks(nn.Module):
