@@ -295,7 +295,7 @@ class Pipeline(Tabular):
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
     def apply(self, variables: Variables, batch: Batch, *, bare: bool | None = None) -> PyTree:
-        """The model's outputs in evaluation mode, pipelined, forward only; each leaf has a batch axis of B, wherever.
+        """The outputs in evaluation mode, each with a batch axis of B; None for those of one module that no loss reads.
 
         Args:
           variables: by collection.

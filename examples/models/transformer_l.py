@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .precision import dtypes
+
 
 def transformer_l(
     num_layers: int,
@@ -58,7 +60,8 @@ class Embedding(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         hidden = nn.Embed(self.vocab, self.width, dtype=self.dtype)(tokens)
-        return hidden * math.sqrt(self.width) + sinusoids(tokens.shape[1], self.width).astype(self.dtype)
+        positions = sinusoids(tokens.shape[1], self.width, dtypes(self.dtype)["param_dtype"])
+        return hidden * math.sqrt(self.width) + positions.astype(self.dtype)
 
 
 class Block(nn.Module):

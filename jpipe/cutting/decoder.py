@@ -9,9 +9,10 @@ from itertools import pairwise
 import jax
 
 from jpipe.cutting.kinds import Kinds
+from jpipe.cutting.module import Read, WholeModel, told_of
 from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, make_pieces, places_again, unused_parts
 from jpipe.cutting.straight import Part
-from jpipe.cutting.whole import CutModel, Read, WholeModel, told_of
+from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.model.groups import strong

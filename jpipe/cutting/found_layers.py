@@ -9,11 +9,13 @@ from typing import overload
 import jax
 
 from jpipe.batches.bare_inputs import default_inputs
-from jpipe.cutting.whole import cut_model, make_whole
+from jpipe.cutting.module import make_whole
+from jpipe.cutting.whole import cut_model
 from jpipe.jaxprs.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe
 from jpipe.model.layer_function import trace_call
+from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import trace_model
 from jpipe.terminal.tables import Table, Tabular
@@ -78,14 +80,19 @@ class FoundLayers(Sequence[FoundLayer], Tabular):
 
 
 def layers_of(
-    model: object, batch: Batch, *, inputs: Callable[[Batch], PyTree] | None = None, num_layers: int = 1
+    model: object,
+    batch: Batch,
+    loss_fn: LossFn | None = None,
+    *,
+    inputs: Callable[[Batch], PyTree] | None = None,
+    num_layers: int = 1,
 ) -> FoundLayers:
     """The layers that a pipeline would cut a model into.
 
     Args:
       model: one module, a factory of one, or a `jpipe.Layer`, as for `jpipe.Pipeline`.
       batch: a micro-batch `[b, ...]` or its shapes; its values don't matter.
-      inputs: as for `jpipe.Pipeline`.
+      loss_fn, inputs: as for `jpipe.Pipeline`. What a loss doesn't read isn't carried to the last layer.
       num_layers: how many layers are needed at least; a pipeline needs K * V.
 
     Raises:
@@ -98,7 +105,7 @@ def layers_of(
     wanted = as_integer("num_layers", num_layers, "ask for a count of layers")
     read, shapes = inputs or default_inputs, jax.eval_shape(lambda batch: batch, batch)
     whole = make_whole(layer, read, shapes)
-    modes = whole.trace(read, shapes)
+    whole, modes = whole.read_by(loss_fn, whole.trace(read, shapes), shapes)
     cut = cut_model(whole, modes, wanted)
     traced = trace_model(cut.layers(modes), read, shapes)
     found = []

@@ -92,6 +92,7 @@ class Cutting:
     Attributes:
       before: for each place, the variables that are used before it, of those in `told_by`.
       kinds: for each place, the dimensions and dtypes of what crosses it (`Places.kinds`).
+      following: for each place, how many of those like it follow behind the same variables.
       parts: for each piece, the variables that it has.
       tied: for each piece, the index of the first one with the same ones, if there are several; else None.
       ties: the variables that several pieces have.
@@ -100,6 +101,7 @@ class Cutting:
 
     before: tuple[Before, ...]
     kinds: tuple[object, ...]
+    following: tuple[int, ...]
     parts: tuple[tuple[Part, ...], ...]
     tied: tuple[int | None, ...]
     ties: frozenset[Part]
@@ -205,7 +207,10 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     ties = frozenset().union(*(parts for parts, first in zip(used, tied, strict=True) if first is not None))
     by_place = _used_before(training, told_by, ties)
     before, kinds = tuple(by_place[place] for place in places), tuple(map(training.places.kinds, places))
-    cutting = Cutting(before, kinds, (), tied, ties, told_by)
+    by_used = _places_by_used(training, told_by, ties)
+    alike = [by_used[key] for key in zip(before, kinds, strict=True)]
+    following = [len(own) - 1 - own.index(place) for own, place in zip(alike, places, strict=True)]
+    cutting = Cutting(before, kinds, tuple(following), (), tied, ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
     both = zip(pairwise(ends), pairwise(again), strict=True)
     parts = [{*training.used(*a), *evaluation.used(*b)} for a, b in both]
@@ -280,25 +285,28 @@ def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[
     Raises:
       NoSuchPlace: a place has no counterpart.
     """
-    by_used: dict[Before, list[int]] = {}
-    for p, used in enumerate(_used_before(traced, cutting.told_by, cutting.ties)[:-1]):
-        if p > 0 and not traced.is_inside_of_state(p):
-            by_used.setdefault(used, []).append(p)
+    by_used = _places_by_used(traced, cutting.told_by, cutting.ties)
     places = [0]
     for index, used in enumerate(cutting.before):
-        candidates = [p for p in by_used.get(used, ()) if p > places[-1]]
-        candidates = [p for p in candidates if traced.places.kinds(p) == cutting.kinds[index]]
+        candidates = [p for p in by_used.get((used, cutting.kinds[index]), ()) if p > places[-1]]
         if like is not None:
             wanted = like[0].places.shapes(like[1][index])
             candidates = [p for p in candidates if traced.places.shapes(p) == wanted]
         if not candidates:
             raise NoSuchPlace(index)
-        fewest = min(len(traced.places.crossing[p]) for p in candidates)
-        narrow = [p for p in candidates if len(traced.places.crossing[p]) == fewest]
-        # As the place was chosen: the last one of a run, and of several runs the first (`find_places`).
-        lasts = [min(reversed(run), key=lambda p: traced.places.bytes[p]) for run in traced.places.runs(narrow)]
-        places.append(min(lasts, key=lambda p: traced.places.bytes[p]))
+        places.append(candidates[max(-1 - cutting.following[index], -len(candidates))])
     return places[1:]
+
+
+def _places_by_used(
+    traced: Traced, told_by: Collection[Part], ties: Collection[Part]
+) -> dict[tuple[Before, object], list[int]]:
+    """The places where a model may be cut, by the variables used before them and the kinds of what crosses them."""
+    by_used: dict[tuple[Before, object], list[int]] = {}
+    for p, used in enumerate(_used_before(traced, told_by, ties)[:-1]):
+        if p > 0 and not traced.is_inside_of_state(p):
+            by_used.setdefault((used, traced.places.kinds(p)), []).append(p)
+    return by_used
 
 
 def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int], kinds: Kinds) -> list[Piece]:

@@ -20,8 +20,12 @@ from jpipe.cutting.marks import CUT
 from jpipe.cutting.straight import Follows, Straight, does_work
 from jpipe.jaxprs.flops import flops_of
 
-LARGEST = 8
-"""A piece with more than this part of the model's FLOPs is cut again."""
+LARGEST = 1 / 8
+"""A piece with more than this part of the model's FLOPs is cut again, if a good place is inside."""
+SHARES, FEWEST = 2, 4
+"""A piece that takes more than so many shares of a virtual stage, of at least so many, is cut again by all means."""
+NEARLY = 3 / 4
+"""A new piece with more than this part of the FLOPs of the old one is nearly the same."""
 MOST_WIDER = 2
 """A piece is cut at an inner place that bears at most so many times the bytes of its wider end."""
 
@@ -85,14 +89,18 @@ class Places:
         """For each main equation, whether it is a product or a convolution."""
         return [does_work(self.straight.flat.equations[i].equation) for i in self.straight.main]
 
-    def runs(self, chosen: Sequence[int]) -> list[list[int]]:
-        """Places in order, in runs of such as are next to each other, with nothing but elementwise work between."""
-        runs: list[list[int]] = []
-        for p in chosen:
-            if not runs or p > runs[-1][-1] + 1 or self.works[p - 1]:
-                runs.append([])
-            runs[-1].append(p)
-        return runs
+    @cached_property
+    def products(self) -> np.ndarray:
+        """For each place, how many products and convolutions are before it."""
+        return np.cumsum([0, *self.works])
+
+    @cached_property
+    def tails(self) -> list[int]:
+        """For each place, a number that stands for the operations between the last product before it and itself."""
+        equations, tails = self.straight.flat.equations, [0]
+        for i, works in zip(self.straight.main, self.works, strict=True):
+            tails.append(0 if works else hash((tails[-1], equations[i].equation.primitive.name)))
+        return tails
 
     @cached_property
     def marked(self) -> list[int]:
@@ -106,7 +114,7 @@ def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -
     """The places to cut at, in order.
 
     They follow from the model alone, so that pipelines of other numbers of stages have the same layers; but where
-    these are fewer than wanted, more places are taken.
+    these are fewer than wanted, or some far larger than the others can be, more places are taken.
 
     Args:
       places: of the model.
@@ -117,33 +125,42 @@ def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -
     if places.marked:
         return [p for p in places.marked if 0 < p < end and not forbidden(p)]
     chosen = _cut(places, 0, end, forbidden)
-    for pieces, most_wider in ((LARGEST, MOST_WIDER), (wanted, MOST_WIDER), (wanted, np.inf)):
-        chosen = _cut_again(places, chosen, forbidden, places.flops[-1] / pieces, most_wider)
-        if len(chosen) + 1 >= wanted:
-            break
+    # A place beside the model's path, as behind the embedding of a time, is narrow and leaves nearly all in one piece;
+    # and what all blocks read may be large. Such pieces are cut by all means, and then at good places.
+    for most, by_all_means in ((LARGEST, False), (SHARES / max(wanted, FEWEST), True), (LARGEST, False)):
+        chosen = _cut_again(places, chosen, forbidden, most, by_all_means=by_all_means)
+    for by_all_means in (False, True):
+        if len(chosen) + 1 < wanted:
+            chosen = _cut_again(places, chosen, forbidden, 1 / wanted, by_all_means=by_all_means)
     return chosen
 
 
 def _cut_again(
-    places: Places, chosen: Sequence[int], forbidden: Callable[[int], bool], most_flops: float, most_wider: float
+    places: Places, chosen: Sequence[int], forbidden: Callable[[int], bool], most: float, *, by_all_means: bool
 ) -> list[int]:
-    """The places chosen so far, and those inside of pieces that have more than so many FLOPs."""
-    found, todo, end = set(chosen), list(pairwise([0, *chosen, len(places.straight.main)])), len(places.straight.main)
-    while todo:
-        start, stop = todo.pop()
-        if places.flops[stop] - places.flops[start] <= most_flops:
-            continue
+    """The places chosen so far, and those inside of pieces that have more than such a part of the model's FLOPs.
+
+    Unless it is to be by all means, not where much more crosses, or where what comes of a piece is nearly itself.
+    """
+    flops, end = places.flops, len(places.straight.main)
+    size = lambda pair: flops[pair[1]] - flops[pair[0]]
+
+    def inside(start: int, stop: int) -> list[int]:
+        if size((start, stop)) <= most * flops[-1]:
+            return []
         ends = max(places.bytes[start], places.bytes[stop] if stop < end else 0)
-        inner = _cut(
-            places, start, stop, lambda p, ends=ends: forbidden(p) or places.bytes[p] > most_wider * max(ends, 1)
-        )
-        found.update(inner)
-        todo += pairwise([start, *inner, stop]) if inner else []
-    return sorted(found)
+        limit = np.inf if by_all_means else MOST_WIDER * max(ends, 1)
+        inner = _cut(places, start, stop, lambda p: forbidden(p) or places.bytes[p] > limit)
+        pieces = pairwise([start, *inner, stop]) if inner else ()
+        inner = sorted([*inner, *(p for piece in pieces for p in inside(*piece))])
+        is_nearly = max(map(size, pairwise([start, *inner, stop]))) > NEARLY * size((start, stop))
+        return [] if is_nearly and not by_all_means else inner
+
+    return sorted([*chosen, *(p for piece in pairwise([0, *chosen, end]) for p in inside(*piece))])
 
 
 def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]) -> list[int]:
-    """The narrowest places inside of a piece: those that the fewest values cross, one for each run of such places."""
+    """The narrowest places inside of a piece: those that the fewest values cross, one between two products."""
     # Where no work lies between a place and an end, the two are one. A model begins with a look-up, which is none.
     begins = places.works if start else [a or b for a, b in zip(places.works, places.uses_variables, strict=True)]
     first = next((p + 1 for p in range(start, stop) if begins[p]), stop)
@@ -153,14 +170,15 @@ def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]
         return []
     fewest = min(len(places.crossing[p]) for p in inside)
     narrow = [p for p in inside if len(places.crossing[p]) == fewest]
-    # Places next to each other, or with nothing but elementwise work between, are one place: the one at which crosses
-    # what crosses elsewhere, so that a cast behind the table or before the head leaves the blocks equal; of such the
-    # one with the fewest bytes, and then the last. So a bias, a scale or an activation belongs to what is before it.
-    choices = places.runs(narrow)
+    # Places with no product between them are one place: the one at which crosses what crosses elsewhere, so that a cast
+    # behind the table or before the head leaves the blocks equal; of such the one with the fewest bytes; of such the
+    # one behind what is behind other products, so that a norm before the head is no part of the last block; and then
+    # the last. So a bias, an activation or a norm behind each block belongs to the product before it.
+    choices = [list(group) for _, group in groupby(narrow, lambda p: places.products[p])]
     common = Counter(kind for choice in choices for kind in {places.kinds(p) for p in choice})
-    rank = lambda p: (-common[places.kinds(p)], places.bytes[p])
-    candidates = [min(reversed(choice), key=rank) for choice in choices]
-    return _without_idle(places, start, stop, _without_peaks(places, candidates))
+    tails = Counter(places.tails[p] for p in narrow)
+    rank = lambda p: (-common[places.kinds(p)], places.bytes[p], -tails[places.tails[p]])
+    return _without_peaks(places, [min(reversed(choice), key=rank) for choice in choices])
 
 
 def _without_peaks(places: Places, candidates: list[int]) -> list[int]:
@@ -173,18 +191,3 @@ def _without_peaks(places: Places, candidates: list[int]) -> list[int]:
         return bool(neighbours) and size(runs[i]) > max(neighbours)
 
     return [p for i, run in enumerate(runs) if not is_peak(i) for p in run]
-
-
-def _without_idle(places: Places, start: int, stop: int, candidates: list[int]) -> list[int]:
-    """Without the places behind which nothing but elementwise work without weights is done before the next one."""
-    kept: list[int] = []
-    before = start
-    for p in candidates:
-        if any(places.works[before:p]) or any(places.uses_variables[before:p]):
-            kept.append(p)
-            before = p
-        elif kept and places.bytes[p] < places.bytes[kept[-1]]:
-            kept[-1] = before = p
-    while kept and not (any(places.works[kept[-1] : stop]) or any(places.uses_variables[kept[-1] : stop])):
-        kept.pop()
-    return kept

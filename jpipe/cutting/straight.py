@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
 from functools import cached_property
+from itertools import compress
 from typing import NamedTuple
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
@@ -59,21 +60,26 @@ class Straight:
       flat: the trace without calls.
       num_variables: how many arguments, the first ones, are leaves of the model's variables; the others are leaves of
         the batch, and the random key.
-      num_outputs: how many results, the first ones, are the model's outputs.
       state: the leaves of the variables of which the other results are new values.
+      read: for each output, whether anybody reads it.
       whole: the leaves of the variables of which no piece has a slice, because some place uses them whole.
     """
 
     flat: FlatJaxpr
     num_variables: int
-    num_outputs: int
     state: tuple[int, ...]
+    read: tuple[bool, ...]
     whole: frozenset[int] = frozenset()
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[int, ...]:
-        """The numbers of the model's outputs."""
-        return self.flat.results[: self.num_outputs]
+        """The numbers of the model's outputs that are read."""
+        return tuple(compress(self.flat.results, self.read))
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs the model has."""
+        return len(self.read)
 
     @property
     def data(self) -> tuple[int, ...]:
@@ -198,7 +204,7 @@ def straighten(closed: ClosedJaxpr, num_variables: int, num_outputs: int, state:
     is_over_blocks = lambda scan: id(scan) in over_blocks
     while True:
         flat = flatten(closed, calls=INLINED, unrolls=is_over_blocks)
-        straight = Straight(flat, num_variables, num_outputs, tuple(state))
+        straight = Straight(flat, num_variables, tuple(state), (True,) * num_outputs)
         # A scan inside of another is seen once that one is unrolled.
         unrolled = {id(e.equation) for e in flat.equations if straight.is_over_blocks(e)}
         if not unrolled:

@@ -7,7 +7,7 @@ piece, for the shapes of any batch. Nothing here knows Flax: the module is one `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
 from jpipe.cutting.kinds import Kinds, PartJaxpr
+from jpipe.cutting.module import Modes, WholeModel
 from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
 from jpipe.cutting.pieces import (
     Cutting,
@@ -29,123 +30,21 @@ from jpipe.cutting.pieces import (
     places_again,
 )
 from jpipe.cutting.stack_rows import rows_of
-from jpipe.cutting.straight import INLINED, Part, Straight, straighten
+from jpipe.cutting.straight import INLINED, Part
+from jpipe.cutting.unread import with_zeros, without_unread
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.flops import flops_of
-from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import replay, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, describe, positional
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.layers.shared import Shared
-from jpipe.model.groups import EVALUATION, INIT, TRAIN, strong
-from jpipe.model.layer_function import trace_init
+from jpipe.model.groups import EVALUATION, INIT, TRAIN
+from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
-from jpipe.model.trace import inputs_of, telling, warn_of_dropouts
 from jpipe.seam.inside import line_of
-from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import LOOPS_AND_BRANCHES
 from jpipe.types import Batch, Leaf, PyTree, Shapes
-
-Read = Callable[[Batch], PyTree]
-"""From a batch to the model's inputs."""
-
-
-@dataclass(frozen=True, eq=False)
-class WholeModel:
-    """A model that is one module.
-
-    Attributes:
-      layer: the module as one layer.
-      variables: the shapes of its variables by collection.
-      init: takes a random key, gives the leaves of new variables; None if the module has its values already.
-    """
-
-    layer: AnyLayer
-    variables: dict[str, Shapes]
-    init: ClosedJaxpr | None
-
-    @cached_property
-    def collections(self) -> list[str]:
-        """The collection of each leaf of the variables."""
-        return [name for name in sorted(self.variables) for _ in jax.tree.leaves(self.variables[name])]
-
-    @cached_property
-    def paths(self) -> list[tuple[str, ...]]:
-        """The path of each leaf of the variables within its collection."""
-        # The variables of a `Layer` may be a bare array, without a path.
-        in_words = lambda path: tuple(jax.tree_util.keystr((key,), simple=True) for key in path[1:]) or ("value",)
-        return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.unboxed)]
-
-    @cached_property
-    def specs(self) -> list[PartitionSpec]:
-        """The mesh axes that the model's metadata names for each leaf of the variables."""
-        by_name = self.layer.partition_specs(self.variables)
-        return [spec for name in sorted(self.variables) for spec in by_name[name]]
-
-    @cached_property
-    def unboxed(self) -> dict[str, Shapes]:
-        """The shapes of the variables, without boxes of Flax's metadata."""
-        return self.layer.from_item(self.layer.to_item(self.variables))
-
-    def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
-        """The model's traces for the shapes of a micro-batch `[b, ...]`."""
-        (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
-        # No piece has a slice of a leaf that some place uses whole, in whichever mode.
-        whole = training.used_whole | evaluation.used_whole
-        training, evaluation = (Traced(replace(straight, whole=whole)) for straight in (training, evaluation))
-        return Modes(training, evaluation, outputs, len(jax.tree.leaves(batch)))
-
-    def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
-        """(the model's equations in training or evaluation, the shapes of its outputs)."""
-
-        def call(variables: LayerVariables, batch: Batch, key: jax.Array | None) -> tuple[Activation, LayerVariables]:
-            return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
-
-        told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
-        with telling(self.layer.name, told), self.layer.dropouts() as dropouts:
-            closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
-        if train and not uses(closed)[-1]:
-            warn_of_dropouts(self.layer.name, dropouts)
-        state = [i for i, name in enumerate(self.collections) if name in updates]
-        return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
-
-
-def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
-    """A model with variables for the shapes of a micro-batch `[b, ...]`.
-
-    Raises:
-      ValueError: the inputs can't be read, or the model raises an error.
-    """
-    if layer.ready is not None:
-        return WholeModel(layer, strong(jax.eval_shape(lambda v: v, layer.ready)), None)
-    inputs = inputs_of(read_inputs, batch)
-    with telling(layer.name, lambda: told_of(inputs)):
-        init, variables = trace_init(layer, key_shape(), inputs, batch)
-    return WholeModel(layer, strong(variables), init)
-
-
-def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:
-    """The lines that explain an error of a model: what it was called with, and its parameters."""
-    has = [f"it has the parameters {describe(variables['params'])}"] if variables and "params" in variables else []
-    return [f"it was called with {describe(inputs)}", *has]
-
-
-@dataclass(frozen=True, eq=False)
-class Modes:
-    """The traces of a model at some shapes.
-
-    Attributes:
-      training: in training.
-      evaluation: in evaluation.
-      outputs: the shapes of the model's outputs, `[b, ...]`.
-      num_leaves: how many leaves the batch has.
-    """
-
-    training: Traced
-    evaluation: Traced
-    outputs: Shapes
-    num_leaves: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +114,18 @@ class CutModel:
         kinds = Kinds()
         trained = make_pieces(modes.training, cutting, training, kinds)
         evaluated = make_pieces(modes.evaluation, cutting, evaluation, kinds)
-        return self.as_layers(trained, evaluated, modes.outputs, modes.num_leaves)
+        outputs = without_unread(modes.outputs, self.read)
+        return self.as_layers(trained, evaluated, outputs, modes.num_leaves)
+
+    @property
+    def read(self) -> tuple[bool, ...]:
+        """For each leaf of the model's outputs, whether the loss reads it."""
+        assert self.whole.read is not None
+        return self.whole.read
+
+    def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
+        """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
+        return with_zeros(loss_fn, outputs, batch, self.read)
 
     def as_layers(
         self,
@@ -229,7 +139,7 @@ class CutModel:
 
         Args:
           training, evaluation: the pieces in both modes.
-          outputs: the shapes of the model's outputs.
+          outputs: the shapes of the model's outputs, with None for what isn't read.
           num_leaves: how many leaves the batch has.
           writes: the collections of which they give new values in evaluation too.
         """

@@ -149,15 +149,18 @@ def describe(tree: PyTree) -> str:
     >>> describe({"a": jax.numpy.zeros((2, 3)), "b": (jax.numpy.zeros(4), jax.numpy.zeros(4))})
     "{'a': float32[2,3], 'b': (float32[4], float32[4])}"
     """
-    short: Callable[[Leaf], _Text] = lambda leaf: _Text(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
+    short: Callable[[Leaf], _Shape] = lambda leaf: _Shape(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
     return str(jax.tree.map(short, tree))
 
 
-class _Text(str):
-    """A string that prints without quotes."""
+@dataclass(frozen=True)
+class _Shape:
+    """An array's shape in words, printed without quotes. It is no string, as some outputs' classes take these apart."""
+
+    words: str
 
     def __repr__(self) -> str:
-        return str(self)
+        return self.words
 
 
 def positional(inputs: Activation) -> Inputs:

@@ -24,7 +24,8 @@ import numpy as np
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
-from jpipe.cutting.whole import CutModel, Modes, WholeModel, cut_model, make_whole
+from jpipe.cutting.module import Modes, WholeModel, make_whole
+from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
@@ -190,9 +191,11 @@ class Planner:
     def _loss(self, micro: MicroBatch) -> TracedLoss | None:
         if self.request.loss_fn is None:
             return None
-        outputs = self.model(micro).groups[-1].gives
+        loss_fn, outputs = self.request.loss_fn, self.model(micro).groups[-1].gives
         with self.tracing():
-            return trace_loss(self.request.loss_fn, outputs, micro.shapes)
+            if self.cut is not None:
+                loss_fn = self.cut.loss(loss_fn, self._modes(micro).outputs, micro.shapes)
+            return trace_loss(loss_fn, outputs, micro.shapes)
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         functions, layers = self._functions(micro, key, with_loss=True), []
@@ -271,7 +274,10 @@ class Planner:
 
     def _trace_whole(self, micro: MicroBatch) -> Modes:
         assert self._whole is not None
-        return self._whole.trace(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
+        modes = self._whole.trace(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
+        if self._whole.read is None:
+            self._whole, modes = self._whole.read_by(self.request.loss_fn, modes, micro.shapes)
+        return modes
 
     def _cut_whole(self, micro: MicroBatch) -> None:
         """Cuts a model that is one module, at the shapes of the first batch."""
@@ -280,7 +286,8 @@ class Planner:
         assert asked.whole is not None
         with self.tracing(), task("cutting the model"):
             self._whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
-            self.cut = cut_model(self._whole, self._modes(micro), virtual_stages)
+            modes = self._modes(micro)
+            self.cut = cut_model(self._whole, modes, virtual_stages)
             layers = self.pieces(micro)
         self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from jpipe.cutting.decoder import cut_decoder
-from jpipe.cutting.whole import CutModel, cut_model, make_whole
+from jpipe.cutting.module import make_whole
+from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.layers.adapt import as_whole
 
 TOKENS = jax.ShapeDtypeStruct((2, 6), jnp.int32)
@@ -20,7 +21,7 @@ def cut(model: nn.Module) -> CutModel:
     """A model, cut at the shapes of two sequences of six tokens."""
     layer, read = as_whole(model), lambda tokens: tokens
     whole = make_whole(layer, read, TOKENS)
-    return cut_model(whole, whole.trace(read, TOKENS), 2)
+    return cut_model(*whole.read_by(None, whole.trace(read, TOKENS), TOKENS), 2)
 
 
 class Blocks(nn.Module):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jpipe.cutting.kinds import Kinds
-from jpipe.cutting.whole import cut_model, make_whole
+from jpipe.cutting.module import make_whole
+from jpipe.cutting.whole import cut_model
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import trace
 from jpipe.layers.adapt import as_whole
@@ -100,7 +101,7 @@ def test_one_block_of_many_is_traced(scanned, monkeypatch):
     monkeypatch.setattr(alike, "trace_modes", counted)
     layer, read = as_whole(Deep(scanned)), lambda x: x
     whole = make_whole(layer, read, X)
-    modes = whole.trace(read, X)
+    whole, modes = whole.read_by(None, whole.trace(read, X), X)
     cut = cut_model(whole, modes, 4)
     groups = trace_model(cut.layers(modes), read, X).groups
     assert sorted(len(group.indices) for group in groups)[-1] >= 18

@@ -77,3 +77,76 @@ def test_all_of_an_elementwise_run_belongs_to_what_is_before_it():
     places, found = places_of(lambda ws, x: jax.nn.relu(2.0 * (x @ ws[0]) + 1.0) @ ws[1], 2)
     names = [places.straight.flat.equations[i].equation.primitive.name for i in places.straight.main]
     assert names[found[0]] == "dot_general"
+
+
+def scaled(x, w):
+    """A norm with a scale."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w[0]
+
+
+def operations_before(places, place):
+    """The operations since the last product."""
+    names = [places.straight.flat.equations[i].equation.primitive.name for i in places.straight.main[:place]]
+    return names[len(names) - names[::-1].index("dot_general") :]
+
+
+def test_a_norm_behind_each_block_belongs_to_it():
+    def post_norm(ws, x):
+        x = x @ ws[0]
+        for i in range(1, 28, 3):
+            x = scaled(residual(x, ws[i], ws[i + 1]), ws[i + 2])
+        return x @ ws[28]
+
+    places, found = places_of(post_norm, 29)
+    assert products_between(places, found) == [1, *[2] * 9, 1]
+    assert [operations_before(places, p)[0] for p in found[1:]] == ["add"] * 9
+    assert [operations_before(places, p)[-1] for p in found[1:]] == ["mul"] * 9
+
+
+def test_a_norm_before_the_head_is_no_part_of_the_last_block():
+    def pre_norm(ws, x):
+        x = x @ ws[0]
+        for i in range(1, 10, 3):
+            x = x + residual(scaled(x, ws[i]), ws[i + 1], ws[i + 2])
+        return scaled(x, ws[10]) @ ws[11]
+
+    places, found = places_of(pre_norm, 12)
+    assert products_between(places, found) == [1, 2, 2, 2, 1]
+    assert [operations_before(places, p) for p in found[1:]] == [["add", "add"]] * 3
+
+
+def test_a_place_beside_the_path_does_not_leave_nearly_all_in_one_piece():
+    """An embedding of a time, which all blocks read, is narrower than any place between them."""
+
+    def with_time(ws, x):
+        time = jnp.tanh(x[:1, :1] @ ws[0][:1, :1]) @ ws[1][:1, :1]
+        x = x @ ws[2]
+        for w in ws[3:]:
+            x = x + jnp.tanh(x @ w) * time
+        return x
+
+    places, found = places_of(with_time, 12)
+    assert products_between(places, found) == [1] * 12
+    assert [len(places.crossing[p]) for p in found] == [1, 1, *[2] * 9]
+
+
+def test_nothing_is_cut_off_that_is_next_to_nothing():
+    def lopsided(ws, x):
+        x = x @ ws[0]
+        for i in range(1, 11, 2):
+            x = x + jnp.tanh(jnp.tanh(x @ jnp.tile(ws[i], (1, 9))) @ jnp.tile(ws[i], (9, 1))) @ ws[i + 1]
+        return x
+
+    places, found = places_of(lopsided, 11)
+    assert products_between(places, found) == [1, *[3] * 5]
+
+
+def test_a_piece_of_twice_the_share_of_a_stage_is_cut_by_all_means():
+    def wide(ws, x):
+        x = x @ ws[0]
+        for w in ws[1:4]:
+            x = x + jnp.tanh(x @ jnp.tile(w, (1, 4))) @ jnp.tile(w, (4, 1))
+        return x
+
+    assert products_between(*places_of(wide, 4, wanted=4)) == [1, 2, 2, 2]
+    assert products_between(*places_of(wide, 4, wanted=8)) == [1] * 7

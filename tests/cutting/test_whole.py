@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import whole_models
-from jpipe.cutting.whole import cut_model, make_whole
+from jpipe.cutting.module import make_whole
+from jpipe.cutting.whole import cut_model
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import may_differ_in_numbers
 
@@ -20,7 +21,7 @@ def scanned():
         batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype), whole_models.tokens("inputs"))
         model = whole_models.Transformer(style="scan")
         whole = make_whole(as_whole(model), read, batch)
-        yield model, cut_model(whole, whole.trace(read, batch), 1), batch
+        yield model, cut_model(*whole.read_by(None, whole.trace(read, batch), batch), 1), batch
 
 
 def test_variables_are_named_below_their_block(scanned):

@@ -1,0 +1,89 @@
+"""Models that people have, and those of the examples as one module each, train in a pipeline as in plain JAX."""
+
+import jax
+import numpy as np
+import pytest
+
+import jpipe
+import plain_whole
+from registry_models import MODELS
+
+KEY = jax.random.key(3)
+OPTIONS = {
+    "1f1b": {"num_stages": 4},
+    "zero_bubble": {"num_stages": 3, "schedule": "zero_bubble", "remat": "none"},
+    "interleaved": {"num_stages": 2, "schedule": "interleaved", "num_chunks": 2, "remat": "stage"},
+    "data": {"num_stages": 2, "axes": ("data",)},
+    "model": {"num_stages": 2, "axes": ("model",)},
+    "shard_over": {"num_stages": 2, "axes": ("data",), "shard_over": ("data",)},
+}
+BY_DEFAULT = {
+    ("big_vision ViT", "model"), ("Transformer-L", "interleaved"), ("U-Net", "zero_bubble"),
+}  # fmt: skip
+WITH_DROPOUT = ("FlaxGPT2", "FlaxBert", "FlaxT5", "big_vision ViT")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with plain_whole.in_float64():
+        yield
+
+
+def case_of(name, **options):
+    package, make = MODELS[name]
+    if package:
+        pytest.importorskip(package)
+    return make(**options)
+
+
+def check(case, options, make_mesh, num_microbatches=2):
+    """Compares loss and every gradient with plain JAX."""
+    options = dict(options)
+    if axes := options.pop("axes", ()):
+        options["mesh"] = make_mesh((options["num_stages"], 2), ("stage", *axes))
+    pipe = jpipe.Pipeline(case.model, case.loss, inputs=case.inputs, num_microbatches=num_microbatches, **options)
+    variables = plain_whole.made(case)
+    expected_loss, _, expected = plain_whole.plain(case, variables, num_microbatches, KEY)
+    (loss, _), gradients = pipe.value_and_grad(pipe.from_model_variables(variables, case.batch), case.batch, KEY)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+    assert plain_whole.difference(pipe.model_variables({"params": gradients})["params"], expected) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of small models: nothing is split over an axis
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=[] if (name, options) in BY_DEFAULT else pytest.mark.slow)
+        for name in MODELS
+        for options in OPTIONS
+    ],
+)
+def test_equals_the_plain_model(name, options, make_mesh):
+    check(case_of(name), OPTIONS[options], make_mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_dropout_is_that_of_a_loop_over_micro_batches(name, make_mesh):
+    check(case_of(name, rate=0.2), OPTIONS["zero_bubble"], make_mesh, num_microbatches=4)
+
+
+def test_blocks_of_a_scan_that_returns_pairs_are_equal():
+    case = case_of("big_vision ViT")
+    found = jpipe.layers_of(case.model, jax.tree.map(lambda a: a[:2], case.batch), case.loss)
+    assert [layer.same_as for layer in found] == [0, 1, 2, 1, 2, 1, 2, 7]
+
+
+def test_outputs_that_the_loss_does_not_read_are_none():
+    case = case_of("big_vision ViT")
+    pipe = jpipe.Pipeline(case.model, case.loss, num_stages=2, num_microbatches=2)
+    variables = plain_whole.made(case)
+    placed = pipe.from_model_variables(variables, case.batch)
+    (expected, others), _ = plain_whole.called(case, variables, case.batch)
+    logits, rest = pipe.apply(placed, case.batch)
+    np.testing.assert_allclose(logits, expected, rtol=1e-12)
+    assert not jax.tree.leaves(rest)
+    without_loss = jpipe.Pipeline(case.model, None, num_stages=2, num_microbatches=2)
+    _, rest = without_loss.apply(without_loss.from_model_variables(variables, case.batch), case.batch)
+    assert plain_whole.difference(rest["encoder"]["block01"], others["encoder"]["block01"]) < 1e-12
