@@ -34,6 +34,7 @@ from jpipe.jaxprs.tracing import replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, positional
 from jpipe.layers.fingerprint import ShownByTraces, same_value
 from jpipe.layers.shared import Shared
+from jpipe.memory.layout import ModelTree
 from jpipe.model.alike import skeleton
 from jpipe.model.constants import scalars_of, without_plain_calls
 from jpipe.model.groups import strong
@@ -155,6 +156,22 @@ class CutModel:
             by_name = {name: [(own[i], i) for i, n in enumerate(names) if n == name] for name in sorted(set(names))}
             trees.append({name: nested(of_collection) for name, of_collection in by_name.items()})
         return trees
+
+    def model_tree(self, name: str, users: Sequence[Sequence[Sequence[int]]]) -> ModelTree:
+        """The model's own tree of a collection, and what of it the variables of pieces are.
+
+        Args:
+          name: of the collection.
+          users: for each set of variables and instance, the pieces that have it.
+        """
+        start = self.whole.collections.index(name) if name in self.whole.collections else 0
+
+        def parts_of(index: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+            own = [self.cutting.parts[index][i] for i in jax.tree.leaves(self.trees[index].get(name))]
+            return tuple((part.leaf - start, part.indices) for part in own)
+
+        parts = tuple(tuple(parts_of(layers[0]) for layers in instances) for instances in users)
+        return ModelTree(jax.tree.structure(self.whole.unboxed.get(name, {})), parts)
 
     def parameter_names(self, index: int) -> list[str]:
         """The paths of a piece's variables; slices end with their indices."""
