@@ -32,6 +32,11 @@ from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.placement import Placement
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
+ModelPart = tuple[int, tuple[int, ...]]
+"""(The index of a leaf of a model's tree, where it is sliced along its first dimensions if it is only a slice)."""
+NO_PART: ModelPart = (-1, ())
+"""Room in which nothing lies."""
+
 
 @dataclass(frozen=True)
 class ModelTree:
@@ -39,12 +44,11 @@ class ModelTree:
 
     Attributes:
       treedef: the structure of the tree.
-      parts: for each set, instance and leaf, (the index of a leaf of the tree, where it is sliced along its first
-        dimensions if only a slice of it lies there); None for room that nothing lies in.
+      parts: for each set, instance and leaf, what lies there.
     """
 
     treedef: Structure
-    parts: tuple[tuple[tuple[tuple[int, tuple[int, ...]] | None, ...], ...], ...]
+    parts: tuple[tuple[tuple[ModelPart, ...], ...], ...]
 
     def __hash__(self) -> int:
         return self._hash

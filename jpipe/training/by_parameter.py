@@ -5,9 +5,9 @@ parameter has those equations of the trace that its update needs. Parameters who
 numbers, in layers that are one function, are one function here too; the numbers are a table by layer.
 
     state leaf          whose path ends with that of a parameter: it belongs to this one, and lies with it
-                        other                                   : it belongs to none ("shared"), such as a count
+                        other                                           it belongs to none ("shared"), such as a count
 
-The slices of a stacked parameter lie on several stages, so each is shown as a parameter, without the stacked dimensions.
+The slices of a stacked parameter lie on several stages. So each is shown as a parameter, without the stacked dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jpipe.arrays.indexing import Index, look_up
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
 from jpipe.jaxprs.tracing import no_mesh, replay
 from jpipe.layers.fingerprint import same_value
-from jpipe.memory.layout import Layout, ModelTree
+from jpipe.memory.layout import NO_PART, Layout, ModelPart, ModelTree
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import build_storage
 from jpipe.model.alike import skeleton
@@ -91,7 +91,7 @@ class StateTree:
 
     @cached_property
     def _given(self) -> list[tuple[list, list]]:
-        """Leaves of one shape of layers of a set have the same place, whatever they are called: layers' rates differ."""
+        """Leaves of one shape have the same place in all layers of a set, whatever their names: rates may differ."""
         leaves, given = jax.tree.leaves(self.shapes), []
         for instances in self.tree.parts:
             rooms: list[tuple[int, jax.ShapeDtypeStruct]] = []
@@ -99,7 +99,7 @@ class StateTree:
             given.append((rooms, places))
         return given
 
-    def _placed(self, rooms: list, k: int, part: tuple, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+    def _placed(self, rooms: list, k: int, part: ModelPart, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         places: list[int] = []
         for leaf in self.owned[part[0]]:
             wanted = k, jax.ShapeDtypeStruct(leaves[leaf].shape, leaves[leaf].dtype)
@@ -147,8 +147,8 @@ class StateTree:
     def _shared_paths(self) -> list[Path]:
         return [path or ("state",) for path, owner in zip(self.paths, self.owners, strict=True) if owner is None]
 
-    def _parts(self, v: int, j: int) -> tuple[tuple[int, tuple[int, ...]] | None, ...]:
-        parts: list[tuple[int, tuple[int, ...]] | None] = [None] * len(self.rooms[v])
+    def _parts(self, v: int, j: int) -> tuple[ModelPart, ...]:
+        parts = [NO_PART] * len(self.rooms[v])
         for (owner, indices), places in zip(self.tree.parts[v][j], self.rooms_of[v][j], strict=True):
             for leaf, place in zip(self.owned[owner], places, strict=True):
                 parts[place] = leaf, indices
@@ -157,11 +157,12 @@ class StateTree:
 
 def model_shapes(layout: Layout) -> Shapes:
     """The tree of a whole model as a transformation sees it, of a slice of each stacked parameter."""
-    assert (tree := layout.model_tree) is not None
+    tree = layout.model_tree
+    assert tree is not None
     leaves: dict[int, jax.ShapeDtypeStruct] = {}
     for instances, record_type in zip(tree.parts, layout.storage.record_types, strict=True):
         for parts in instances:
-            leaves |= {part[0]: leaf for part, leaf in zip(parts, record_type.leaves, strict=True) if part}
+            leaves |= {part[0]: leaf for part, leaf in zip(parts, record_type.leaves, strict=True)}
     return jax.tree.unflatten(tree.treedef, [leaves[i] for i in range(tree.treedef.num_leaves)])
 
 

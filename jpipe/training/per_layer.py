@@ -49,7 +49,8 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     It is for transformations that look at one parameter's shape, path or norm: adafactor, lamb, muon, weight-decay
     masks, `optax.multi_transform`. A sum over a tree (a clipped norm) is then a sum over one layer, and in a model that
-    is one module an error; keep global norms outside: `optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.adamw(1e-3, mask=mask)))`. Keep
+    is one module an error; keep global norms outside:
+    `optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.adamw(1e-3, mask=mask)))`. Keep
     `optax.apply_if_finite` outside too: inside, each layer would skip updates for itself.
 
     Args:
@@ -164,7 +165,7 @@ def _for_each_layer(
         """One device's part: its buffers `[1, size, ...]` by tree -> new ones."""
         taken = drop_stage_axis(arrays)
         carry = {name: layouts[name].zeros() for name in results if name not in taken} | taken
-        updated = records.updated(lambda *layer: function(*layer, records, extra), carry, taken)
+        updated = records.updated(lambda v, i, leaves: function(v, i, leaves, records, extra), carry, taken)
         return add_stage_axis(tuple(updated[name] for name in results))
 
     specs = records.specs
