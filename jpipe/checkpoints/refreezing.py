@@ -88,7 +88,8 @@ def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
             one = next(p for p in names if parameter_of(p)[0] == layer)
             raise ValueError(
                 f"{'/'.join(path)} belongs to no single parameter by its name, while {layer} had other parameters "
-                f"frozen in the checkpoint ({'/'.join(one[2:])} is one that changed), so what the optimiser kept can't be told apart; freeze the same parameters"
+                f"frozen in the checkpoint ({'/'.join(one[2:])} is one that changed), so what the optimiser kept can't "
+                "be told apart; freeze the same parameters"
             )
         if owner in names:
             (fresh if path in here else dropped).add(path)

@@ -29,7 +29,7 @@ from jpipe.memory.layout import NO_PART, Layout, ModelPart, ModelTree
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import build_storage
 from jpipe.model.alike import skeleton
-from jpipe.model.constants import Constants, differing, scalars_of, without_plain_calls
+from jpipe.model.constants import Constants, differing, scalars_of
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -226,7 +226,7 @@ class ByParameter:
                 self._refuse(owner, whose)
         takes = [number for number, whose in self._arguments.items() if whose == owner and owner is not None]
         takes += [number for number, whose in self._arguments.items() if whose is None]
-        return without_plain_calls(jaxpr_of(self._flat, equations, takes, gives))
+        return jaxpr_of(self._flat, equations, takes, gives)
 
     def _refuse(self, owner: int | None, other: int) -> None:
         paths = ["/".join(path) for path in self._state.tree.paths]
