@@ -31,7 +31,7 @@ from jpipe.cutting.straight import INLINED, Part, Straight, straighten
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
 from jpipe.jaxprs.flops import flops_of
 from jpipe.jaxprs.tracing import replay, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, positional
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, Specs, positional
 from jpipe.layers.fingerprint import ShownByTraces, same_value
 from jpipe.layers.shared import Shared
 from jpipe.memory.layout import ModelTree
@@ -92,7 +92,10 @@ class WholeModel:
         """(the model's equations, the shapes of its outputs)."""
 
         def call(variables: LayerVariables, batch: Batch, key: jax.Array | None) -> tuple[Activation, LayerVariables]:
-            return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
+            try:
+                return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
+            except LayerError as error:
+                raise ValueError(f"{self.layer.name} {error}") from error
 
         closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
         state = [i for i, name in enumerate(self.collections) if name in updates]
