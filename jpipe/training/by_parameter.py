@@ -168,7 +168,7 @@ def model_shapes(layout: Layout) -> Shapes:
 
 @dataclass(frozen=True, eq=False)
 class _Kind:
-    """The functions of one parameter of some layers of a set: one but for numbers.
+    """The function of one parameter of some layers of a set, the same but for numbers.
 
     Attributes:
       places: where the layers' state lies among the room for that of this parameter.
@@ -213,11 +213,11 @@ class ByParameter:
         self._shared = jaxpr_as_fun(self._of(None))
 
     def of_shared(self, shared: Sequence[Leaf]) -> list[jax.Array]:
-        """What the function gives that belongs to no parameter; `shared` as of `on_device`."""
+        """Computes the results that belong to no parameter; `shared` as of `on_device`."""
         return list(map(jnp.asarray, self._shared(*shared)))
 
     def _needed(self, owner: int | None) -> ClosedJaxpr:
-        """What one parameter's results need; None for what is shared."""
+        """Cuts off the equations that the results of one parameter need, or of None, the shared ones."""
         gives = [number for number, whose in self._results if whose == owner]
         equations = [self._flat.equations[i] for i in self._flat.needed_for(gives)]
         read = {*gives, *(number for equation in equations for number in equation.reads)}

@@ -127,9 +127,9 @@ def two(tmp_path_factory, saved_run):
         "there and back",
         "ready modules",
         "resumed",
+        "whole model",
         "errors",
         "late",
-        "whole model",
     ]
     return once(tmp_path_factory, "two", lambda: run_all(saved_run[0], 2, 2, cases))
 
