@@ -68,7 +68,7 @@ def collectives_in_loops(text: str) -> Counter:
 
 
 def demo(topology: str) -> None:
-    """The example's own layers, options and optimiser."""
+    """The example's own model, options and optimiser."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import lm
 
@@ -78,7 +78,7 @@ def demo(topology: str) -> None:
     rows = []
     for dtype in ("float32", "bfloat16"):
         options.dtype = dtype
-        pipe = lm.make_pipeline(lm.make_layers(options), options, mesh)
+        pipe = lm.make_pipeline(lm.make_model(options), options, mesh)
         rows.append((dtype, *figures(compiled_step(pipe, lm.make_optimizer(options), batch))))
     caption = settings(
         mesh.devices.flat[0], topology, f"K={options.stages}", f"M={options.microbatches}", "examples/lm.py"

@@ -1,13 +1,14 @@
 """Llama 3 of google-tunix, a model that nobody here wrote, in pipeline stages: `python examples/llama.py`, or `--help`.
 
-Modules, shardings and loss are tunix's own. A tiny model is compared with tunix's, trained on a CPU and put back into
-it; `--compile` compiles the 8B for TPUs that needn't be there. Needs `pip install -e '.[llama]'`.
+The module is handed over as it is, with its shardings; the loss is tunix's own too. A tiny model is compared with
+tunix's, trained on a CPU and put back into it; `--compile` compiles the 8B for TPUs that needn't be there. Needs
+`pip install -e '.[llama]'`.
 """
 
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -37,50 +38,33 @@ console = Console()
 Batch = dict[str, Any]
 
 
-# --- the conversion: tunix's modules as layers, its loss, its weights ---
+# --- tunix's module as it is, its loss, its weights ---
 
 
-class Embed(llama.Embedder):
-    def __call__(self, tokens):
-        return self.encode(tokens)
+def inputs_of(batch: Batch) -> tuple[Any, ...]:
+    """What tunix's model is called with: tokens, positions, no cache, mask."""
+    return batch["input_tokens"], batch["positions"], None, batch["attention_mask"]
 
 
-class Block(llama.DecoderLayer):
-    def __call__(self, x, batch):
-        return super().__call__(x, batch["positions"], None, batch["attention_mask"])[1]
-
-
-def make_layers(config: llama.ModelConfig, make_block: Callable[..., nnx.Module] = Block) -> list[Any]:
-    width, words, split = config.embed_dim, config.vocab_size, config.shd_config
-    embed = lambda rngs: Embed(words, width, rngs=rngs, shd_config=split)
-    block = jpipe.reads(lambda rngs: make_block(config, rngs=rngs), lambda batch: batch)  # the micro-batch at hand
-    norm = lambda rngs: llama.RMSNorm(width, norm_eps=config.norm_eps, rngs=rngs, shd_config=split)
-    head = lambda rngs: llama.Einsum("BTD,DV->BTV", (width, words), rngs=rngs, sharding=split.emb_dv)
-    table = jpipe.Shared(embed)
-    first, last = (table, table.using("decode")) if config.weight_tying else (embed, head)
-    return [first, *[block] * config.num_layers, norm, last]
-
-
-def loss_fn(logits: Any, batch: Batch) -> tuple[Any, Any]:
+def loss_fn(outputs: Any, batch: Batch) -> tuple[Any, Any]:
     """Tunix's loss of a micro-batch, which is a mean over its tokens, as their sum and their number."""
     tokens = jnp.sum(batch["input_mask"][:, 1:])
-    return tunix_loss(lambda *_: (logits, None), **batch) * (tokens + 1e-8), tokens  # as tunix divides
+    return tunix_loss(lambda *_: outputs, **batch) * (tokens + 1e-8), tokens  # as tunix divides
 
 
-def to_layers(state: Any, config: llama.ModelConfig) -> list[Any]:
-    """Each layer's variables, from the state of a `llama.Llama3` or from gradients of one."""
-    parts = nnx.to_pure_dict(state)
-    last = parts["embedder" if config.weight_tying else "lm_head"]
-    blocks = [parts["layers"][i] for i in range(config.num_layers)]
-    return [{"params": part} for part in (parts["embedder"], *blocks, parts["final_norm"], last)]
+def make_pipeline(config: llama.ModelConfig, **chosen: Any) -> jpipe.Pipeline:
+    return jpipe.Pipeline(lambda rngs: llama.Llama3(config, rngs=rngs), loss_fn, inputs=inputs_of, **chosen)
 
 
-def from_layers(trees: list[Any], model: llama.Llama3) -> None:
-    """Puts each layer's variables back into tunix's model."""
-    first, *blocks, norm, last = (tree["params"] for tree in trees)
-    parts = {"embedder": first, "layers": dict(enumerate(blocks)), "final_norm": norm, "lm_head": last}
+def tree_of(model: llama.Llama3) -> Any:
+    """A model's variables, as the pipeline takes and gives them."""
+    return {"params": nnx.to_pure_dict(nnx.state(model))}
+
+
+def put_back(tree: Any, model: llama.Llama3) -> None:
+    """Puts variables into a model."""
     state = nnx.state(model)
-    nnx.replace_by_pure_dict(state, {name: part for name, part in parts.items() if name in state})
+    nnx.replace_by_pure_dict(state, tree["params"])
     nnx.update(model, state)
 
 
@@ -121,14 +105,6 @@ def make_batch(tokens: np.ndarray, mask: np.ndarray | None = None) -> Batch:
     return {"input_tokens": tokens, "input_mask": mask, **jax.device_get(made)}
 
 
-def tokens_of(batch: Batch) -> Any:
-    return batch["input_tokens"]
-
-
-def make_pipeline(config: llama.ModelConfig, make_block: Any = Block, **chosen: Any) -> jpipe.Pipeline:
-    return jpipe.Pipeline(make_layers(config, make_block), loss_fn, inputs=tokens_of, **chosen)
-
-
 def difference(got: Any, wanted: Any) -> float:
     """The largest difference of two arrays, of the largest value."""
     got, wanted = np.asarray(got), np.asarray(wanted)
@@ -139,41 +115,15 @@ def check(pipe: jpipe.Pipeline, variables: Any, model: llama.Llama3, batch: Batc
     """Compares loss and gradients with those of tunix's model; ends the program if they differ."""
     (loss, _), grads = pipe.value_and_grad(variables, batch)
     wanted_loss, wanted = nnx.value_and_grad(tunix_loss)(model, **batch)
-    got, wanted = pipe.layer_variables({"params": grads}), to_layers(wanted, model.config)
+    got, wanted = pipe.model_variables({"params": grads}), {"params": nnx.to_pure_dict(wanted)}
     differences = jax.tree.leaves(jax.tree.map(difference, got, wanted))
     worst = float(np.max(differences))  # NaN if one of them is
     console.print(
         f"Loss {float(loss):.6f}, of tunix's own model {float(wanted_loss):.6f}. Gradients of all "
-        f"{len(jax.tree.leaves(nnx.state(model)))} parameters are equal within {worst:.0e} (float32)."
+        f"{len(differences)} parameters are equal within {worst:.0e} (float32)."
     )
     if not (worst <= TOLERANCE and difference(loss, wanted_loss) <= TOLERANCE):
         raise SystemExit(f"the pipeline isn't tunix's model: they differ by more than {TOLERANCE}")
-
-
-def show_stages(pipe: jpipe.Pipeline, trees: list[Any], config: llama.ModelConfig) -> None:
-    """The table of stages."""
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees]
-    sizes[-1] *= not config.weight_tying  # the table is the first layer's
-    table = Table(title=f"Llama 3 of {sum(sizes):,} parameters ({jax.devices()[0].device_kind})")
-    for name in ("stage", "layers", "parameters", "share of cost"):
-        table.add_column(name, justify="left" if name == "layers" else "right")
-    total = sum(pipe.partition.costs)
-    rows = zip(pipe.partition.bounds, pipe.partition.costs, cut(pipe), strict=True)
-    for stage, ((start, stop), cost, layers) in enumerate(rows):
-        table.add_row(str(stage), layers, f"{sum(sizes[start:stop]):,}", f"{cost / total:.1%}")
-    console.print(table)
-
-
-def cut(pipe: jpipe.Pipeline) -> list[str]:
-    """The layers of each stage, in words."""
-    (_, end), words = pipe.partition.bounds[-1], []
-    for start, stop in pipe.partition.bounds:
-        blocks = min(stop, end - 2) - max(start, 1)
-        parts = [f"{blocks} block{'s' * (blocks > 1)}"] if blocks > 0 else []
-        ends = {0: "embed", end - 2: "norm", end - 1: "head"}
-        before, *after = (name if start <= i < stop else "" for i, name in ends.items())
-        words.append(", ".join(filter(None, [before, *parts, *after])))
-    return words
 
 
 def windows_of(text: np.ndarray, part: tuple[int, int] = WHOLE) -> Iterator[Batch]:
@@ -197,16 +147,15 @@ def train(options: argparse.Namespace) -> None:
 
     model = make_model(config)
     pipe = make_pipeline(config, num_stages=options.stages, num_microbatches=options.microbatches)
-    trees = to_layers(nnx.state(model), config)
-    variables = pipe.from_layer_variables(trees, held_out)
-    show_stages(pipe, trees, config)
+    variables = pipe.from_model_variables(tree_of(model), held_out)
+    console.print(str(pipe), highlight=False, soft_wrap=True)
     check(pipe, variables, model, held_out)
 
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
     state = pipe.create_state(jax.random.key(0), held_out, tx, variables)
     state = fit(pipe, state, windows_of(text), options.steps)
 
-    from_layers(pipe.layer_variables(state.variables), model)
+    put_back(pipe.model_variables(state.variables), model)
     reached = float(pipe.evaluate(state.variables, held_out))
     wanted = float(tunix_loss(model, **held_out))
     console.print(f"On text held out: loss {reached:.4f}; tunix's model with these weights: {wanted:.4f}.")
@@ -251,7 +200,7 @@ def compile_large(options: argparse.Namespace) -> None:
         begin = time.perf_counter()
         pipe, lowered = lower(config, mesh, options)
         row = f"{bubble(pipe):.1%}", *memory(lowered), f"{time.perf_counter() - begin:.0f}"
-        table.add_row(", ".join(map(str, shape)), "\n".join(cut(pipe)), *row)
+        table.add_row(", ".join(map(str, shape)), layers_by_stage(pipe), *row)
     console.print(table)
 
 
@@ -259,6 +208,11 @@ CAPTION = (
     "Mesh: stage, fsdp, tp. GiB a chip, of which state: parameters and adamw in float32. s: seconds to compile. "
     "{microbatches} micro-batches of {microbatch} x {sequence} tokens, 1f1b, remat layer, gather {gather}."
 )
+
+
+def layers_by_stage(pipe: jpipe.Pipeline) -> str:
+    """How many layers each stage has: the embedding, attention and feed-forward of each block, the norm, the head."""
+    return ", ".join(str(stop - start) for start, stop in pipe.partition.bounds)
 
 
 def bubble(pipe: jpipe.Pipeline) -> float:

@@ -1,11 +1,12 @@
 """Text by google-tunix's Llama 3 where it lies, in stages: `python examples/llama_decoding.py`, or `--help`.
 
-Each stage keeps keys and values of its own layers, as tunix's cache holds them. A tiny model learns, continues text
-that it hasn't seen, and is compared with tunix's own sampler. Needs `pip install -e '.[llama]'`.
+Here the model is a list of layers, of which the blocks have caches: each stage keeps keys and values of its own blocks,
+as tunix's cache holds them. A tiny model learns, continues text that it hasn't seen, and is compared with tunix's own
+sampler. Needs `pip install -e '.[llama]'`.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +29,16 @@ except ModuleNotFoundError as error:
 console = llama.console
 
 
-# --- a block with a cache ---
+# --- tunix's modules as layers, a block with a cache, the weights ---
 
 
-class Block(llama.Block):
-    """`llama.Block`; as it decodes, called with some tokens, it keeps what tunix's sampler keeps of those before."""
+class Embed(llama.llama.Embedder):
+    def __call__(self, tokens: Any) -> Any:
+        return self.encode(tokens)
+
+
+class Block(llama.llama.DecoderLayer):
+    """As it decodes, called with some tokens, it keeps what tunix's sampler keeps of those before."""
 
     decode = False  # `pipe.generate` sets it, and calls `init_cache`
 
@@ -44,14 +50,47 @@ class Block(llama.Block):
 
     def __call__(self, x: Any, batch: Any) -> Any:
         if not self.decode:
-            return super().__call__(x, batch)
+            return super().__call__(x, batch["positions"], None, batch["attention_mask"])[1]
         (size, count, _), length, place = x.shape, self.keys.shape[1], self.place[...]
         positions = jnp.broadcast_to(place + jnp.arange(count), (size, count))
         mask = jnp.arange(length) <= positions[..., None]  # [b, T, length]: a token sees itself and those before
         cache = {"k": self.keys[...], "v": self.values[...], "end_index": jnp.broadcast_to(place, (size,))}
-        cache, x = llama.llama.DecoderLayer.__call__(self, x, positions, cache, mask)
+        cache, x = super().__call__(x, positions, cache, mask)
         self.keys[...], self.values[...], self.place[...] = cache["k"], cache["v"], place + count
         return x
+
+
+def make_layers(config: llama.llama.ModelConfig, make_block: Callable[..., nnx.Module] = Block) -> list[Any]:
+    width, words, split = config.embed_dim, config.vocab_size, config.shd_config
+    embed = lambda rngs: Embed(words, width, rngs=rngs, shd_config=split)
+    block = jpipe.reads(lambda rngs: make_block(config, rngs=rngs), lambda batch: batch)  # the micro-batch at hand
+    norm = lambda rngs: llama.llama.RMSNorm(width, norm_eps=config.norm_eps, rngs=rngs, shd_config=split)
+    head = lambda rngs: llama.llama.Einsum("BTD,DV->BTV", (width, words), rngs=rngs, sharding=split.emb_dv)
+    table = jpipe.Shared(embed)
+    first, last = (table, table.using("decode")) if config.weight_tying else (embed, head)
+    return [first, *[block] * config.num_layers, norm, last]
+
+
+def make_pipeline(config: llama.llama.ModelConfig, make_block: Any = Block, **chosen: Any) -> jpipe.Pipeline:
+    """A pipeline of tunix's layers."""
+    tokens_of = lambda batch: batch["input_tokens"]
+    loss_fn = lambda logits, batch: llama.loss_fn((logits, None), batch)
+    return jpipe.Pipeline(make_layers(config, make_block), loss_fn, inputs=tokens_of, **chosen)
+
+
+def to_layers(tree: Any, config: llama.llama.ModelConfig) -> list[Any]:
+    """Each layer's variables, from those of tunix's model (`llama.tree_of`)."""
+    parts = tree["params"]
+    last = parts["embedder" if config.weight_tying else "lm_head"]
+    blocks = [parts["layers"][i] for i in range(config.num_layers)]
+    return [{"params": part} for part in (parts["embedder"], *blocks, parts["final_norm"], last)]
+
+
+def from_layers(trees: list[Any], config: llama.llama.ModelConfig) -> Any:
+    """The variables of tunix's model, from each layer's."""
+    first, *blocks, norm, last = (tree["params"] for tree in trees)
+    head = {} if config.weight_tying else {"lm_head": last}
+    return {"params": {"embedder": first, "layers": dict(enumerate(blocks)), "final_norm": norm, **head}}
 
 
 # --- what it is compared with ---
@@ -87,12 +126,12 @@ def train(options: argparse.Namespace, text: np.ndarray) -> tuple[jpipe.Pipeline
     """A pipeline of such blocks, what it has learnt, and tunix's model with that."""
     config = replace(llama.TINY, num_layers=options.layers)
     chosen = {"num_stages": options.stages, "num_microbatches": options.microbatches}
-    pipe = llama.make_pipeline(config, Block, mesh=cluster.make_mesh(options.stages), **chosen)
+    pipe = make_pipeline(config, mesh=cluster.make_mesh(options.stages), **chosen)
     model, example = llama.make_model(config), next(llama.windows_of(text))
-    variables = pipe.from_layer_variables(llama.to_layers(nnx.state(model), config), example)
+    variables = pipe.from_layer_variables(to_layers(llama.tree_of(model), config), example)
     state = pipe.create_state(jax.random.key(0), example, optax.adamw(3e-3), variables)
     state = llama.fit(pipe, state, llama.windows_of(text, pipe.data_shard), options.steps)
-    llama.from_layers(cluster.to_host(pipe.layer_variables(state.variables)), model)
+    llama.put_back(from_layers(cluster.to_host(pipe.layer_variables(state.variables)), config), model)
     return pipe, state.variables, model
 
 

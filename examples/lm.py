@@ -20,7 +20,6 @@ import optax
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 import jpipe
 
@@ -63,13 +62,14 @@ class Block(nn.Module):
         width = x.shape[-1]
         h = nn.LayerNorm(dtype=self.dtype)(x)
         into, out = split(None, None, "model", None), split("model", None, None)
-        qkv = nn.DenseGeneral((3, self.heads, width // self.heads), kernel_init=into, dtype=self.dtype)(h)
+        sizes = 3, self.heads, width // self.heads
+        qkv = nn.DenseGeneral(sizes, kernel_init=into, dtype=self.dtype, name="qkv")(h)
         query, key, value = (qkv[:, :, i] for i in range(3))
         h = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        x = x + nn.DenseGeneral(width, axis=(-2, -1), kernel_init=out, dtype=self.dtype)(h)
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), kernel_init=out, dtype=self.dtype, name="out")(h)
         h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.gelu(nn.Dense(4 * width, kernel_init=split(None, "model"), dtype=self.dtype)(h))
-        return x + nn.Dense(width, kernel_init=split("model", None), dtype=self.dtype)(h)
+        h = nn.gelu(nn.Dense(4 * width, kernel_init=split(None, "model"), dtype=self.dtype, name="up")(h))
+        return x + nn.Dense(width, kernel_init=split("model", None), dtype=self.dtype, name="down")(h)
 
 
 class Head(nn.Module):
@@ -82,10 +82,25 @@ class Head(nn.Module):
         return nn.Dense(VOCABULARY, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
 
 
-def make_layers(options: argparse.Namespace) -> list[nn.Module]:
-    dtype = jnp.dtype(options.dtype)
-    blocks = [Block(options.heads, dtype) for _ in range(options.layers)]
-    return [Embed(options.width, options.seq, dtype), *blocks, Head(dtype)]
+class Transformer(nn.Module):
+    """Bytes `[B, T]` to logits `[B, T, 256]`."""
+
+    layers: int
+    width: int
+    heads: int
+    seq: int
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = Embed(self.width, self.seq, self.dtype)(tokens)
+        for _ in range(self.layers):
+            x = Block(self.heads, self.dtype)(x)
+        return Head(self.dtype)(x)
+
+
+def make_model(options: argparse.Namespace) -> Transformer:
+    return Transformer(options.layers, options.width, options.heads, options.seq, jnp.dtype(options.dtype))
 
 
 def loss_fn(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
@@ -94,9 +109,9 @@ def loss_fn(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
-def make_pipeline(layers: list[nn.Module], options: argparse.Namespace, mesh: Mesh | None = None) -> jpipe.Pipeline:
+def make_pipeline(model: nn.Module, options: argparse.Namespace, mesh: Mesh | None = None) -> jpipe.Pipeline:
     return jpipe.Pipeline(
-        layers,
+        model,
         loss_fn,
         num_stages=options.stages,
         num_microbatches=options.microbatches,
@@ -139,24 +154,19 @@ def batches(
         yield {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
 
 
-def sequential_steps(layers, trees, tx, checked) -> list[tuple[float, float]]:
+def sequential_steps(model, variables, tx, checked) -> list[tuple[float, float]]:
     """Loss and gradient norm by step of the plain Flax model on one device, with the same optimiser and batches."""
 
     @jax.jit
     def step(variables, opt_state, batch):
-        def loss_of(variables):
-            x = batch["inputs"]
-            for layer, item in zip(layers, variables, strict=True):
-                x = layer.apply(item, x)
-            return loss_fn(x, batch)
-
+        loss_of = lambda variables: loss_fn(model.apply(variables, batch["inputs"]), batch)
         loss, grads = jax.value_and_grad(loss_of)(variables)
         updates, opt_state = tx.update(grads, opt_state, variables)
         return optax.apply_updates(variables, updates), opt_state, (loss, optax.global_norm(grads))
 
-    opt_state, figures = tx.init(trees), []
+    opt_state, figures = tx.init(variables), []
     for batch in checked:
-        trees, opt_state, (loss, norm) = step(trees, opt_state, batch)
+        variables, opt_state, (loss, norm) = step(variables, opt_state, batch)
         figures.append((float(loss), float(norm)))
     return figures
 
@@ -176,17 +186,9 @@ def check(figures: list[tuple[float, float]], expected: list[tuple[float, float]
     )
 
 
-def show_pipeline(pipe: jpipe.Pipeline, sizes: list[int], options: argparse.Namespace) -> None:
+def show_pipeline(pipe: jpipe.Pipeline, options: argparse.Namespace) -> None:
     """The table of stages, the schedule and its bubble."""
-    table = Table(title=f"{sum(sizes):,} parameters in {options.stages} stages ({jax.devices()[0].device_kind})")
-    for name in ("stage", "layers", "parameters", "share of cost"):
-        table.add_column(name, justify="left" if name == "layers" else "right")
-    total = sum(pipe.partition.costs)
-    names = ["embedding", *(f"block {i}" for i in range(options.layers)), "head"]
-    for part, ((start, stop), cost) in enumerate(zip(pipe.partition.bounds, pipe.partition.costs, strict=True)):
-        ends = names[start] if stop - start == 1 else f"{names[start]} to {names[stop - 1]}"
-        table.add_row(str(part % options.stages), ends, f"{sum(sizes[start:stop]):,}", f"{cost / total:.1%}")
-    console.print(table)
+    console.print(str(pipe), markup=False, highlight=False, soft_wrap=True)
     console.print(pipe.schedule.grid(width=max(console.width, 120)), markup=False, highlight=False, soft_wrap=True)
     timeline = jpipe.simulate(pipe.schedule)
     console.print(
@@ -276,20 +278,20 @@ def main() -> None:
     if len(end) <= options.seq:
         size = len(text) + len(end)
         raise SystemExit(f"the text has {size} bytes, too few for --seq {options.seq}: give a longer one")
-    layers, tx = make_layers(options), make_optimizer(options)
-    pipe = make_pipeline(layers, options, cluster.make_mesh(options.stages))
+    model, tx = make_model(options), make_optimizer(options)
+    pipe = make_pipeline(model, options, cluster.make_mesh(options.stages))
     stream = batches(text, options, options.seed, pipe.data_shard)
     checked = list(islice(batches(text, options, options.seed), CHECKED_STEPS))
     state = pipe.create_state(jax.random.key(options.seed), checked[0], tx)
-    trees = cluster.to_host(pipe.layer_variables(state.variables))
-    show_pipeline(pipe, [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees], options)
+    variables = cluster.to_host(pipe.model_variables(state.variables))
+    show_pipeline(pipe, options)
 
     figures = []
     for batch in islice(stream, CHECKED_STEPS):
         state, metrics = pipe.train_step(state, pipe.place(batch))
         figures.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    check(figures, sequential_steps(layers, trees, tx, checked), options.dtype)
-    del trees
+    check(figures, sequential_steps(model, variables, tx, checked), options.dtype)
+    del variables
 
     losses = [loss for loss, _ in figures]
     state = train(pipe, state, stream, losses, options)

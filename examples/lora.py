@@ -8,7 +8,7 @@ changes into a checkpoint and reads it. Needs `pip install -e '.[llama]'`.
 import argparse
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 import cluster
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -38,41 +37,23 @@ except ModuleNotFoundError as error:
 console = llama.console
 CHECKED_STEPS, TOLERANCE = 3, 1e-4
 CHANGED = ".*(q|k|v|o|gate|up|down)_proj"
-"""The modules of a block that are changed, by their path: all that have a kernel."""
+"""The modules that are changed, by their path: all that have a kernel."""
 
 
-# --- a block with low-rank changes; the rest is frozen ---
+# --- low-rank changes of tunix's whole model; the rest is frozen ---
 
 
-def lora_blocks(rank: int, alpha: float, kind: Callable[..., nnx.Module] = llama.Block) -> Callable[..., nnx.Module]:
-    """What makes such blocks, with the `nnx.LoRAParam`s that qwix gives them."""
-    provider, kinds = qwix.LoraProvider(module_path=CHANGED, rank=rank, alpha=alpha), []
-
-    def make(config: Any, *, rngs: nnx.Rngs) -> nnx.Module:
-        batch = {"positions": jnp.zeros((1, 2), jnp.int32), "attention_mask": jnp.ones((1, 2, 2), bool)}
-        x = jnp.zeros((1, 2, config.embed_dim))  # qwix calls a module once to see what it computes
-        block = qwix.apply_lora_to_model(kind(config, rngs=rngs), provider, x, batch, rngs=rngs)
-        kinds.append(type(block))
-        block.__class__ = kinds[0]  # qwix makes a class for each block, but layers of one class are compiled once
-        return block
-
-    return make
-
-
-def frozen(layer: Any) -> Any:
-    """The layer, of which the changes alone are trained."""
-    return jpipe.freeze(layer, lambda path: "lora" not in path)
+def with_lora(model: Any, rngs: nnx.Rngs, rank: int, alpha: float) -> Any:
+    """tunix's model with `nnx.LoRAParam`s, as its users make it."""
+    provider = qwix.LoraProvider(module_path=CHANGED, rank=rank, alpha=alpha)
+    return qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=rngs)
 
 
 def make_pipeline(config: Any, rank: int, alpha: float, **chosen: Any) -> jpipe.Pipeline:
-    layers = [frozen(layer) for layer in llama.make_layers(config, lora_blocks(rank, alpha))]
-    return jpipe.Pipeline(layers, llama.loss_fn, inputs=llama.tokens_of, **chosen)
-
-
-def with_lora(model: Any, rank: int, alpha: float, seed: int = 0) -> Any:
-    """tunix's whole model with the same changes, as its users make it."""
-    provider = qwix.LoraProvider(module_path=CHANGED, rank=rank, alpha=alpha)
-    return qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(seed))
+    """A pipeline that trains the changes alone."""
+    changed = lambda rngs: with_lora(llama.llama.Llama3(config, rngs=rngs), rngs, rank, alpha)
+    model = jpipe.freeze(changed, lambda path: "lora" not in path)
+    return jpipe.Pipeline(model, llama.loss_fn, inputs=llama.inputs_of, **chosen)
 
 
 # --- what it is compared with ---
@@ -97,7 +78,7 @@ def sizes_of(pipe: jpipe.Pipeline, batch: llama.Batch, tx: optax.GradientTransfo
     """How many parameters are trained; bytes of all weights, of the gradients and of the optimiser's state."""
     state = pipe.abstract_state(batch, tx)
     _, grads = jax.eval_shape(pipe.value_and_grad, state.variables, batch)
-    trained = jax.eval_shape(pipe.layer_variables, {"params": state.variables["params"]})
+    trained = jax.eval_shape(pipe.model_variables, {"params": state.variables["params"]})
     size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return [sum(leaf.size for leaf in jax.tree.leaves(trained)), *map(size, (state.variables, grads, state.opt_state))]
 
@@ -159,8 +140,8 @@ def say_losses(when: str, pipe: jpipe.Pipeline, variables: Any, held_out: dict[s
 def tune(pipe: jpipe.Pipeline, model: Any, text: np.ndarray, options: argparse.Namespace) -> Any:
     """The variables after LoRA on a text. tunix's trainer does the first steps too, and leaves them in the model."""
     checked, tx = list(islice(llama.windows_of(text), CHECKED_STEPS)), optax.adamw(options.lr)
-    trees = jax.device_get(llama.to_layers(nnx.state(model), model.config))
-    state = pipe.create_state(jax.random.key(0), checked[0], tx, pipe.from_layer_variables(trees, checked[0]))
+    variables = pipe.from_model_variables(jax.device_get(llama.tree_of(model)), checked[0])
+    state = pipe.create_state(jax.random.key(0), checked[0], tx, variables)
     windows, losses = llama.windows_of(text, pipe.data_shard), []
     for batch in islice(windows, CHECKED_STEPS):
         state, metrics = pipe.train_step(state, pipe.place(batch))
@@ -181,20 +162,20 @@ def run(options: argparse.Namespace, folder: Path) -> None:
 
     console.print("All parameters learn English.")
     model = llama.make_model(config)
-    variables = whole.from_layer_variables(llama.to_layers(nnx.state(model), config), example)
+    variables = whole.from_model_variables(llama.tree_of(model), example)
     state = whole.create_state(jax.random.key(0), example, tx, variables)
     windows = llama.windows_of(texts["English"][0], whole.data_shard)
     variables = llama.fit(whole, state, windows, options.base_steps).variables
     say_losses("Before LoRA", whole, variables, held_out)
-    llama.from_layers(cluster.to_host(whole.layer_variables(variables)), model)
+    llama.put_back(cluster.to_host(whole.model_variables(variables)), model)
 
     console.print("Low-rank changes of them learn Python.")
-    changed = with_lora(model, **lora)
+    changed = with_lora(model, nnx.Rngs(0), **lora)
     variables = tune(pipe, changed, texts["Python"][0], options)
     say_losses("After LoRA", pipe, variables, held_out)
-    llama.from_layers(cluster.to_host(pipe.layer_variables(variables)), changed)
+    llama.put_back(cluster.to_host(pipe.model_variables(variables)), changed)
     batch = held_out["Python"]
-    logits = cluster.to_host(pipe.apply(variables, batch))
+    logits, _ = cluster.to_host(pipe.apply(variables, batch))
     if jax.process_index() == 0:  # tunix reads onto the first device of all
         save_base(model, folder / "base")
         merged = export(changed, folder, **lora)

@@ -6,6 +6,7 @@ from jpipe.cutting.found_layers import layers_of
 from jpipe.cutting.marks import cut
 from jpipe.forecasting.forecaster import Forecast, forecast
 from jpipe.forecasting.search import plan
+from jpipe.layers.arguments import Arguments
 from jpipe.layers.connections import pop, reads, stash
 from jpipe.layers.frozen import freeze
 from jpipe.layers.plain import Layer
@@ -31,10 +32,10 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Action", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
-    "Timeline", "TrainState", "compare", "cut", "forecast", "freeze", "initialize", "layers_of", "load_layers",
-    "load_model", "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads",
-    "show_progress", "simulate", "stash", "watch", "zero_bubble",
+    "Action", "Arguments", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule",
+    "Shared", "Timeline", "TrainState", "compare", "cut", "forecast", "freeze", "initialize", "layers_of",
+    "load_layers", "load_model", "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile",
+    "reads", "show_progress", "simulate", "stash", "watch", "zero_bubble",
 ]  # fmt: skip
 
 

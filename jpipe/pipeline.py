@@ -88,7 +88,8 @@ class Pipeline(Tabular):
       mesh: a mesh with an axis `stage` of K devices. Micro-batches are split over its data axes, weights over any of
         its axes, as their Flax metadata says. Default: the first K devices.
       batch_axes: the mesh's data axes, a name or several in order. Default: its "replica", "data" and "fsdp".
-      inputs: batch -> what the first layer takes. Default: `batch["inputs"]`, the first of a tuple, or a bare array.
+      inputs: batch -> what the model takes, `jpipe.Arguments` if by keyword. Default: `batch["inputs"]`, the first of
+        a tuple, or a bare array.
       merge: rules by collection for variables other than parameters (`jpipe.model.merging`): "mean", "sum", "last",
         "moments", "keep" (only read) or "gradient" (its gradient is its new value). Default: "moments" for
         "batch_stats", "keep" for "frozen", "gradient" for "_overwrite_with_gradient", else the mean of floats and the

@@ -58,6 +58,9 @@ class FoundLayers(Sequence[FoundLayer], Tabular):
     def __len__(self) -> int:
         return len(self._layers)
 
+    def __repr__(self) -> str:
+        return f"<{self._title}>"
+
     def _table(self) -> Table:
         total = sum(layer.flops for layer in self._layers) or 1.0
         rows = [
@@ -94,8 +97,10 @@ def layers_of(
         raise TypeError(f"model is a {type(model).__name__}; pass one module, a factory of one, or a jpipe.Layer")
     wanted = as_integer("num_layers", num_layers, "ask for a count of layers")
     read, shapes = inputs or default_inputs, jax.eval_shape(lambda batch: batch, batch)
-    cut = cut_model(make_whole(layer, read, shapes), read, shapes, wanted)
-    traced = trace_model(cut.layers(read, shapes), read, shapes)
+    whole = make_whole(layer, read, shapes)
+    modes = whole.trace(read, shapes)
+    cut = cut_model(whole, modes, wanted)
+    traced = trace_model(cut.layers(modes), read, shapes)
     found = []
     for index in range(traced.num_layers):
         group = traced.group_at(index)

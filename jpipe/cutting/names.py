@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 from jpipe.cutting.straight import Part
@@ -23,8 +23,10 @@ def piece_names(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: 
       paths: of each leaf of the variables, its path in the model.
       sizes: of each leaf, its elements.
     """
+    own = paths_of(pieces, paths)
+    everything = {path for of_piece in own for path in of_piece}
     weights = [[sizes[part.leaf] for part in parts] for parts in pieces]
-    names = [_name(list(zip(*pair, strict=True))) for pair in zip(paths_of(pieces, paths), weights, strict=True)]
+    names = [_name(list(zip(*pair, strict=True)), everything) for pair in zip(own, weights, strict=True)]
     for i, name in enumerate(names):
         names[i] = name or (f"behind {names[i - 1]}" if i else "start")
     return names
@@ -79,14 +81,21 @@ def _path(part: Part, paths: Sequence[Path], stack: Path) -> Path:
     return (*path[:at], *map(str, part.indices), *path[at:]) if part.indices else path
 
 
-def _name(leaves: Sequence[tuple[Path, int]]) -> str:
-    """The modules that most of the weights are in, below what all have in common."""
+def _name(leaves: Sequence[tuple[Path, int]], everything: Collection[Path]) -> str:
+    """The module of which these are all variables; else those that most of the weights are in, below a common one.
+
+    Variables that are in no module give their own names.
+    """
     modules = [path[:-1] for path, _ in leaves]
     common = _common(modules)
+    if common and sum(path[: len(common)] == common for path in everything) == len(leaves):
+        return "/".join(common)
     sizes: dict[str, int] = {}
     for (_, size), module in zip(leaves, modules, strict=True):
         if len(module) > len(common):
             sizes[module[len(common)]] = sizes.get(module[len(common)], 0) + size
+    if not common and not sizes:
+        return "+".join(path[-1] for path, _ in leaves)
     largest: list[str] = []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         if sum(sizes[n] for n in largest) < MOST * sum(sizes.values()):

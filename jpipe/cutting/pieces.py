@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
+from jpipe.cutting.kinds import Kinds, PartJaxpr
 from jpipe.cutting.places import Places, find_places
 from jpipe.cutting.straight import Part, Straight
-from jpipe.jaxprs.flat_jaxpr import jaxpr_of
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.seam.jaxpr_types import shapes_of
 from jpipe.types import Leaf
 
 
@@ -110,13 +110,29 @@ class Cutting:
         """How many pieces there are."""
         return len(self.parts)
 
+    @property
+    def all_parts(self) -> list[Part]:
+        """The variables of all pieces."""
+        return [part for own in self.parts for part in own]
+
+    def renumbered(self, numbers: Sequence[int]) -> Cutting:
+        """The same of a model that has more variables: `numbers` has the new index of each leaf."""
+        moved = lambda part: part._replace(leaf=numbers[part.leaf])
+        return replace(
+            self,
+            before=tuple(frozenset((moved(part), times) for part, times in used) for used in self.before),
+            parts=tuple(tuple(map(moved, own)) for own in self.parts),
+            ties=frozenset(map(moved, self.ties)),
+            told_by=frozenset(map(moved, self.told_by)),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
     """A piece of a model in one mode, at some shapes.
 
     Attributes:
-      jaxpr: takes parts of its variables, what crosses into it, and leaves of the batch, behind which is the
+      part: its jaxpr takes parts of its variables, what crosses into it, and leaves of the batch, behind which is the
         random key; gives what crosses out of it, then the new values of the parts of its state.
       variables: which parts of its variables it takes.
       data: which leaves of the batch it takes.
@@ -124,7 +140,7 @@ class Piece:
       written: which parts of its variables the other results are new values of.
     """
 
-    jaxpr: ClosedJaxpr
+    part: PartJaxpr
     variables: tuple[int, ...]
     data: tuple[int, ...]
     num_given: int
@@ -133,13 +149,13 @@ class Piece:
     def __call__(self, variables: Sequence[Leaf], takes: Sequence[Leaf], data: Sequence[Leaf]) -> list[jax.Array]:
         """Computes what crosses out of it, then new values of its state."""
         chosen = (*(variables[i] for i in self.variables), *takes, *(data[i] for i in self.data))
-        results = zip(self.run(*chosen), shapes_of(self.jaxpr.jaxpr.outvars), strict=True)
+        results = zip(self.run(*chosen), shapes_of(self.part.closed.jaxpr.outvars), strict=True)
         return [jnp.asarray(leaf, shape.dtype) for leaf, shape in results]
 
     @cached_property
     def run(self) -> Callable[..., list[Leaf]]:
         """The jaxpr as a function."""
-        return jaxpr_as_fun(self.jaxpr)
+        return jaxpr_as_fun(self.part.closed)
 
 
 class TiedTogether(ValueError):
@@ -193,7 +209,7 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
     both = zip(pairwise(ends), pairwise(again), strict=True)
     parts = [{*training.used(*a), *evaluation.used(*b)} for a, b in both]
-    if unused := _unused(frozenset().union(*parts), shapes):
+    if unused := unused_parts(frozenset().union(*parts), shapes):
         # The first piece whose variables are its own has them: parameters that nothing uses, a count of steps.
         parts[next((i for i, first in enumerate(tied) if first is None), 0)] |= unused
     return replace(cutting, parts=tuple(tuple(sorted(own)) for own in parts))
@@ -206,8 +222,13 @@ def _told_apart(traced: Traced, places: Sequence[int], told_by: Collection[Part]
     return [min(group, key=lambda p: traced.places.bytes[p]) for group in groups]
 
 
-def _unused(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> set[Part]:
-    """The parts that no piece uses: whole leaves, or slices of leaves of which others are used."""
+def unused_parts(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> set[Part]:
+    """The parts that no piece uses: whole leaves, or slices of leaves of which others are used.
+
+    Args:
+      used: the parts that some piece uses.
+      shapes: of all leaves.
+    """
     unused: set[Part] = set()
     for leaf, shape in enumerate(shapes):
         depth = max((len(part.indices) for part in used if part.leaf == leaf), default=0)
@@ -274,17 +295,20 @@ def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[
             raise NoSuchPlace(index)
         fewest = min(len(traced.places.crossing[p]) for p in candidates)
         narrow = [p for p in candidates if len(traced.places.crossing[p]) == fewest]
-        places.append(min(reversed(narrow), key=lambda p: traced.places.bytes[p]))
+        # As the place was chosen: the last one of a run, and of several runs the first (`find_places`).
+        lasts = [min(reversed(run), key=lambda p: traced.places.bytes[p]) for run in traced.places.runs(narrow)]
+        places.append(min(lasts, key=lambda p: traced.places.bytes[p]))
     return places[1:]
 
 
-def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int]) -> list[Piece]:
+def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int], kinds: Kinds) -> list[Piece]:
     """The pieces of a trace.
 
     Args:
       traced: the trace.
       cutting: where the model is cut.
       places: the same in this trace.
+      kinds: of the model's jaxprs so far.
     """
     straight, pieces = traced.straight, []
     for index, (start, stop) in enumerate(pairwise([0, *places, len(straight.main)])):
@@ -304,6 +328,6 @@ def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int]) -> list
             *traced.places.crossing[start],
             *(straight.data[i] for i in leaves),
         ]
-        jaxpr = jaxpr_of(straight.flat, equations, takes, [*gives, *new])
-        pieces.append(Piece(jaxpr, tuple(variables), tuple(leaves), len(gives), tuple(written)))
+        part = kinds.part(straight.flat, equations, takes, [*gives, *new])
+        pieces.append(Piece(part, tuple(variables), tuple(leaves), len(gives), tuple(written)))
     return pieces

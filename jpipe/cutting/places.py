@@ -85,6 +85,15 @@ class Places:
         """For each main equation, whether it is a product or a convolution."""
         return [does_work(self.straight.flat.equations[i].equation) for i in self.straight.main]
 
+    def runs(self, chosen: Sequence[int]) -> list[list[int]]:
+        """Places in order, in runs of such as are next to each other, with nothing but elementwise work between."""
+        runs: list[list[int]] = []
+        for p in chosen:
+            if not runs or p > runs[-1][-1] + 1 or self.works[p - 1]:
+                runs.append([])
+            runs[-1].append(p)
+        return runs
+
     @cached_property
     def marked(self) -> list[int]:
         """The places that the user marked by `jpipe.cut`."""
@@ -147,14 +156,7 @@ def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]
     # Places next to each other, or with nothing but elementwise work between, are one place: the one at which crosses
     # what crosses elsewhere, so that a cast behind the table or before the head leaves the blocks equal; of such the
     # one with the fewest bytes, and then the last. So a bias, a scale or an activation belongs to what is before it.
-    runs = [[p for _, p in run] for _, run in groupby(enumerate(narrow), lambda pair: pair[1] - pair[0])]
-    choices: list[list[int]] = []
-    for run in runs:
-        choices.append([])
-        for p in run:
-            if places.works[p - 1] and choices[-1]:
-                choices.append([])
-            choices[-1].append(p)
+    choices = places.runs(narrow)
     common = Counter(kind for choice in choices for kind in {places.kinds(p) for p in choice})
     rank = lambda p: (-common[places.kinds(p)], places.bytes[p])
     candidates = [min(reversed(choice), key=rank) for choice in choices]

@@ -96,10 +96,21 @@ class Straight:
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """The indices of the equations that the results need, or that have an effect."""
+        """The indices of the equations that the outputs and new values of the state need, or that have an effect."""
         effects = {i for i, equation in enumerate(self.flat.equations) if equation.equation.effects}
         read = [number for i in effects for number in self.flat.equations[i].reads]
-        return frozenset([*self.flat.needed_for([*self.flat.results, *read]), *effects])
+        return frozenset([*self.flat.needed_for([*self.outputs, *self._new_values, *read]), *effects])
+
+    @cached_property
+    def _new_values(self) -> list[int]:
+        """The numbers of the state's new values: of those that a scan stacks its trips', if pieces have slices."""
+
+        def values(number: int) -> list[int]:
+            return (
+                [n for trip in self.flat.trips[number] for n in values(trip)] if number in self.flat.trips else [number]
+            )
+
+        return [n for leaf, new in self.new_state.items() for n in ([new] if leaf in self.whole else values(new))]
 
     @cached_property
     def main(self) -> list[int]:

@@ -6,6 +6,7 @@ piece, for the shapes of any batch. Nothing here knows Flax: the module is one `
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,9 +14,11 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
+from jpipe.cutting.kinds import Kinds, PartJaxpr
 from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
 from jpipe.cutting.pieces import (
     Cutting,
@@ -28,18 +31,19 @@ from jpipe.cutting.pieces import (
     places_again,
 )
 from jpipe.cutting.straight import INLINED, Part, Straight, straighten
-from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.flops import flops_of
+from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import replay, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, Specs, positional
-from jpipe.layers.fingerprint import ShownByTraces, same_value
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, describe, positional
+from jpipe.layers.decode_mode import CACHE
+from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.layers.shared import Shared
 from jpipe.memory.layout import ModelTree
-from jpipe.model.alike import skeleton
-from jpipe.model.constants import scalars_of, without_plain_calls
-from jpipe.model.groups import strong
+from jpipe.model.groups import EVALUATION, INIT, TRAIN, strong
 from jpipe.model.layer_function import trace_init
 from jpipe.model.random_keys import key_shape
+from jpipe.model.trace import inputs_of, telling, warn_of_dropouts
 from jpipe.seam.inside import line_of
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import LOOPS_AND_BRANCHES
@@ -76,38 +80,57 @@ class WholeModel:
         return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.unboxed)]
 
     @cached_property
+    def specs(self) -> list[PartitionSpec]:
+        """The mesh axes that the model's metadata names for each leaf of the variables."""
+        by_name = self.layer.partition_specs(self.variables)
+        return [spec for name in sorted(self.variables) for spec in by_name[name]]
+
+    @cached_property
     def unboxed(self) -> dict[str, Shapes]:
         """The shapes of the variables, without boxes of Flax's metadata."""
         return self.layer.from_item(self.layer.to_item(self.variables))
 
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
-        (training, outputs), (evaluation, _) = (self._trace(read_inputs, batch, train) for train in (True, False))
+        (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
         # No piece has a slice of a leaf that some place uses whole, in whichever mode.
         whole = training.used_whole | evaluation.used_whole
         training, evaluation = (Traced(replace(straight, whole=whole)) for straight in (training, evaluation))
-        return Modes(training, evaluation, outputs)
+        return Modes(training, evaluation, outputs, len(jax.tree.leaves(batch)))
 
-    def _trace(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
-        """(the model's equations, the shapes of its outputs)."""
+    def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
+        """(the model's equations in training or evaluation, the shapes of its outputs)."""
 
         def call(variables: LayerVariables, batch: Batch, key: jax.Array | None) -> tuple[Activation, LayerVariables]:
-            try:
-                return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
-            except LayerError as error:
-                raise ValueError(f"{self.layer.name} {error}") from error
+            return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
 
-        closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
+        told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
+        with telling(self.layer.name, told), self.layer.dropouts() as dropouts:
+            closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
+        if train and not uses(closed)[-1]:
+            warn_of_dropouts(self.layer.name, dropouts)
         state = [i for i, name in enumerate(self.collections) if name in updates]
         return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
 
 
 def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
-    """A model with variables for the shapes of a micro-batch `[b, ...]`."""
+    """A model with variables for the shapes of a micro-batch `[b, ...]`.
+
+    Raises:
+      ValueError: the inputs can't be read, or the model raises an error.
+    """
     if layer.ready is not None:
         return WholeModel(layer, strong(jax.eval_shape(lambda v: v, layer.ready)), None)
-    init, variables = trace_init(layer, key_shape(), trace(read_inputs, batch)[1], batch)
+    inputs = inputs_of(read_inputs, batch)
+    with telling(layer.name, lambda: told_of(inputs)):
+        init, variables = trace_init(layer, key_shape(), inputs, batch)
     return WholeModel(layer, strong(variables), init)
+
+
+def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:
+    """The lines that explain an error of a model: what it was called with, and its parameters."""
+    has = [f"it has the parameters {describe(variables['params'])}"] if variables and "params" in variables else []
+    return [f"it was called with {describe(inputs)}", *has]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,11 +141,13 @@ class Modes:
       training: in training.
       evaluation: in evaluation.
       outputs: the shapes of the model's outputs, `[b, ...]`.
+      num_leaves: how many leaves the batch has.
     """
 
     training: Traced
     evaluation: Traced
     outputs: Shapes
+    num_leaves: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,25 +164,32 @@ class CutModel:
 
     @cached_property
     def names(self) -> list[str]:
-        """A name for each piece."""
+        """A name for each piece, the same in decode mode: caches give no names."""
         sizes = [leaf.size for leaf in jax.tree.leaves(self.whole.variables)]
-        return piece_names(self.cutting.parts, self.whole.paths, sizes)
+        named = [[p for p in own if self.whole.collections[p.leaf] != CACHE] for own in self.cutting.parts]
+        return piece_names(named, self.whole.paths, sizes)
 
     @cached_property
     def trees(self) -> list[dict[str, PyTree]]:
         """For each piece its variables by collection, as nested dicts, of the indices of its parts."""
+        # Caches are named apart, so that all else has the same names in decode mode as in training.
+        return [own | caches for own, caches in zip(*map(self._trees, (False, True)), strict=True)]
+
+    def _trees(self, of_caches: bool) -> list[dict[str, PyTree]]:
         whole, leaves = self.whole, jax.tree.leaves(self.whole.variables)
-
-        def kind(part: Part) -> object:
-            leaf = leaves[part.leaf]
-            return whole.collections[part.leaf], leaf.shape[len(part.indices) :], leaf.dtype
-
-        kinds, trees = [list(map(kind, parts)) for parts in self.cutting.parts], []
-        paths = paths_below(paths_of(self.cutting.parts, whole.paths), kinds)
-        for parts, own in zip(self.cutting.parts, paths, strict=True):
-            names = [whole.collections[part.leaf] for part in parts]
-            by_name = {name: [(own[i], i) for i, n in enumerate(names) if n == name] for name in sorted(set(names))}
-            trees.append({name: nested(of_collection) for name, of_collection in by_name.items()})
+        name: Callable[[Part], str] = lambda part: whole.collections[part.leaf]
+        kind = lambda part: (name(part), leaves[part.leaf].shape[len(part.indices) :], leaves[part.leaf].dtype)
+        chosen = [
+            {i: part for i, part in enumerate(own) if (name(part) == CACHE) == of_caches} for own in self.cutting.parts
+        ]
+        parts = [list(own.values()) for own in chosen]
+        paths = paths_below(paths_of(parts, whole.paths), [list(map(kind, own)) for own in parts])
+        trees = []
+        for own, below in zip(chosen, paths, strict=True):
+            by_name: dict[str, list] = {}
+            for (i, part), path in zip(own.items(), below, strict=True):
+                by_name.setdefault(name(part), []).append((path, i))
+            trees.append({collection: nested(by_name[collection]) for collection in sorted(by_name)})
         return trees
 
     def model_tree(self, name: str, users: Sequence[Sequence[Sequence[int]]]) -> ModelTree:
@@ -186,22 +218,44 @@ class CutModel:
         """Stand-ins for tied parameters, by index of the first piece that has them."""
         return {first: Shared(self.whole.layer) for first in self.cutting.tied if first is not None}
 
-    def layers(self, read_inputs: Read, batch: Shapes) -> tuple[AnyLayer, ...]:
-        """The pieces as layers, for the shapes of a micro-batch `[b, ...]`."""
-        modes, cutting = self.whole.trace(read_inputs, batch), self.cutting
+    def layers(self, modes: Modes) -> tuple[AnyLayer, ...]:
+        """The pieces as layers, from the model's traces for the shapes of a micro-batch.
+
+        Raises:
+          ValueError: the model does other things there than in the traces in which its places were found.
+        """
+        cutting = self.cutting
         try:
             training = places_again(cutting, modes.training, None)
             evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
         except NoSuchPlace as error:
             raise ValueError(_another_model(self.whole, error)) from None
-        trained, evaluated = (
-            make_pieces(modes.training, cutting, training),
-            make_pieces(modes.evaluation, cutting, evaluation),
-        )
-        pairs = zip(trained, evaluated, strict=True)
-        num_leaves = len(jax.tree.leaves(batch))
-        kinds = _Kinds()
-        makers = [_PieceLayer(self, index, *pair, modes.outputs, num_leaves, kinds) for index, pair in enumerate(pairs)]
+        kinds = Kinds()
+        trained = make_pieces(modes.training, cutting, training, kinds)
+        evaluated = make_pieces(modes.evaluation, cutting, evaluation, kinds)
+        return self.as_layers(trained, evaluated, modes.outputs, modes.num_leaves)
+
+    def as_layers(
+        self,
+        training: Sequence[Piece],
+        evaluation: Sequence[Piece],
+        outputs: Shapes,
+        num_leaves: int,
+        writes: tuple[str, ...] = (),
+    ) -> tuple[AnyLayer, ...]:
+        """Makes layers of all pieces.
+
+        Args:
+          training, evaluation: the pieces in both modes.
+          outputs: the shapes of the model's outputs.
+          num_leaves: how many leaves the batch has.
+          writes: the collections of which they give new values in evaluation too.
+        """
+        pairs = zip(training, evaluation, strict=True)
+        makers = [
+            _PieceLayer(self, index, trained, evaluated, outputs, num_leaves, writes)
+            for index, (trained, evaluated) in enumerate(pairs)
+        ]
         return tuple(maker.layer() for maker in makers)
 
     def to_model(self, trees: Mapping[int, Mapping[str, PyTree]]) -> dict[str, PyTree]:
@@ -244,16 +298,19 @@ class CutModel:
         return trees
 
     @cached_property
-    def inits(self) -> list[ClosedJaxpr]:
+    def inits(self) -> list[PartJaxpr]:
         """For each piece the initialisation of its variables: takes a random key, gives its parts."""
         assert self.whole.init is not None
         flat = flatten(self.whole.init, calls=INLINED, unrolls=lambda scan: bool(scan.outvars)).folded
-        inits = []
+        inits, kinds = [], Kinds()
         for parts in self.cutting.parts:
             numbers = [flat.element(flat.results[part.leaf], part.indices) for part in parts]
             equations = [flat.equations[i] for i in flat.needed_for(number for number, _ in numbers)]
-            jaxpr = jaxpr_of(flat, equations, flat.arguments, [number for number, _ in numbers])
-            inits.append(without_plain_calls(_sliced(jaxpr, [indices for _, indices in numbers])))
+            made = kinds.part(flat, equations, flat.arguments, [number for number, _ in numbers])
+            if any(indices for _, indices in numbers):
+                sliced = flatten(_sliced(made.closed, [indices for _, indices in numbers]), calls=INLINED)
+                made = kinds.part(sliced, sliced.equations, sliced.arguments, sliced.results)
+            inits.append(made)
         return inits
 
 
@@ -268,23 +325,23 @@ def _stacked(parts: Mapping[tuple[int, ...], Leaf]) -> Leaf:
 
 
 def _sliced(jaxpr: ClosedJaxpr, indices: Sequence[tuple[int, ...]]) -> ClosedJaxpr:
-    """A jaxpr of which each result is sliced once more."""
-    if not any(indices):
-        return jaxpr
+    """A jaxpr of which each result is sliced once more, by numbers: others make it another only in these."""
+    at = lambda leaf, index: jax.lax.dynamic_index_in_dim(leaf, np.int32(index), keepdims=False)
 
     def run(key: jax.Array) -> list[Leaf]:
-        return [leaf[at] for leaf, at in zip(replay(jaxpr, [0] * len(indices))(key), indices, strict=True)]
+        pairs = zip(replay(jaxpr, [0] * len(indices))(key), indices, strict=True)
+        return [functools.reduce(at, of_leaf, leaf) for leaf, of_leaf in pairs]
 
     return trace(run, key_shape())[0]
 
 
-def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) -> CutModel:
-    """Cuts a model, from the shapes of a micro-batch `[b, ...]`, into at least `wanted` pieces.
+def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
+    """Cuts a model, from its traces for the shapes of a micro-batch, into at least `wanted` pieces.
 
     Raises:
       ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
     """
-    modes, shapes = whole.trace(read_inputs, batch), [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
     try:
         cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
@@ -331,23 +388,6 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     )
 
 
-class _Kinds:
-    """One object for all jaxprs that are the same but for numbers, so that pieces are compared at once."""
-
-    def __init__(self):
-        self._known: dict[object, list[object]] = {}
-
-    def of(self, jaxpr: ClosedJaxpr) -> object:
-        """The object that stands for a jaxpr without its numbers."""
-        names, shape = tuple(equation.primitive.name for equation in jaxpr.jaxpr.eqns), skeleton(jaxpr)
-        known = self._known.setdefault(names, [])
-        for other in known:
-            if same_value(other, shape):
-                return other
-        known.append(shape)
-        return shape
-
-
 @dataclass(frozen=True, eq=False)
 class _PieceLayer:
     """Makes a layer of a piece.
@@ -358,7 +398,7 @@ class _PieceLayer:
       training, evaluation: the piece in both modes.
       outputs: the shapes of the model's outputs.
       num_leaves: how many leaves the batch has.
-      kinds: of the pieces of the model.
+      writes: the collections of which it gives new values in evaluation too.
     """
 
     model: CutModel
@@ -367,7 +407,7 @@ class _PieceLayer:
     evaluation: Piece
     outputs: Shapes
     num_leaves: int
-    kinds: _Kinds
+    writes: tuple[str, ...]
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -377,23 +417,27 @@ class _PieceLayer:
     def layer(self) -> AnyLayer:
         """The layer, whose variables are named as the model names them."""
         model, cutting = self.model.whole, self.model.cutting
-        jaxprs = [
-            self.training.jaxpr,
-            self.evaluation.jaxpr,
-            *([] if model.init is None else [self.model.inits[self.index]]),
+        parts = {TRAIN: self.training.part, EVALUATION: self.evaluation.part}
+        parts |= {} if model.init is None else {INIT: self.model.inits[self.index]}
+        scalars = {mode: part.scalars for mode, part in parts.items()}
+        numbers = str([(str(n.dtype), n.tobytes()) for of_mode in scalars.values() for n in of_mode])
+        reads = [
+            (piece.variables, piece.data, piece.num_given, piece.written) for piece in (self.training, self.evaluation)
         ]
-        numbers = str([(str(n.dtype), n.tobytes()) for jaxpr in jaxprs for n in scalars_of(jaxpr)])
-        reads = [(piece.variables, piece.data, piece.num_given) for piece in (self.training, self.evaluation)]
-        tied, specs = cutting.tied[self.index], str(self.partition_specs({}))
+        kinds = [part.kind for part in parts.values()]
+        tied = cutting.tied[self.index]
+        # In words, since layers that differ in numbers may be one function.
+        described = str((reads, kinds, self.tree, self.partition_specs({})))
         return AnyLayer(
             name=self.model.names[self.index],
-            made_of=("piece", reads, specs, list(map(self.kinds.of, jaxprs)), ShownByTraces(numbers)),
+            made_of=("piece", described, ShownByTraces(numbers)),
+            scalars=scalars,
             init=self.init,
             apply=self.apply,
             bind=self.bind,
             partition_specs=self.partition_specs,
             ready=None if model.layer.ready is None else self.chosen(model.layer.ready),
-            reads_batch=any(i < self.num_leaves for _, data, _ in reads for i in data),
+            reads_batch=any(i < self.num_leaves for piece in (self.training, self.evaluation) for i in piece.data),
             shared=None if tied is None else self.model.shared[tied],
             has_model_key=True,
         )
@@ -405,7 +449,7 @@ class _PieceLayer:
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
-        return self._by_collection(replay(self.model.inits[self.index], [0] * len(self.parts))(key))
+        return self._by_collection(replay(self.model.inits[self.index].closed, [0] * len(self.parts))(key))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Computes what crosses out of the piece, and the new state."""
@@ -421,11 +465,10 @@ class _PieceLayer:
             gives = jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
         else:
             gives = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        if not context.train:
-            return gives, {}
         updated = [next(new) if i in piece.written else leaf for i, leaf in enumerate(leaves)]
         updates = self._by_collection(updated)
-        return gives, {name: leaves for name, leaves in updates.items() if name != "params"}
+        written = [name for name in updates if (name != "params" if context.train else name in self.writes)]
+        return gives, {name: updates[name] for name in written}
 
     def bind(self, item: LayerVariables) -> Callable[..., Activation]:
         """The piece with these variables, as a function of what crosses into it, in evaluation mode."""
@@ -433,9 +476,7 @@ class _PieceLayer:
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         """The mesh axes that the model's metadata names for these parts."""
-        model = self.model.whole
-        specs = model.layer.partition_specs(model.variables)
-        leaves = [spec for name in sorted(model.variables) for spec in specs[name]]
+        leaves = self.model.whole.specs
         own = [PartitionSpec(*leaves[part.leaf][len(part.indices) :]) for part in self.parts]
         return {name: [own[i] for i in jax.tree.leaves(tree)] for name, tree in self.tree.items()}
 

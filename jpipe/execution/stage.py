@@ -27,7 +27,7 @@ from jpipe.arrays.loops import Carry, each, of_trip
 from jpipe.memory.memory_order import compact_order, in_order
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.specs import on_all_stages
-from jpipe.model.layer_function import Arguments
+from jpipe.model.layer_function import LayerArguments
 from jpipe.model.random_keys import Key, layer_key
 from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
@@ -299,7 +299,7 @@ class Stage:
 
         return jax.tree.map(row, self.batch)
 
-    def arguments(self, turn: Turn, batch: Batch) -> Arguments:
+    def arguments(self, turn: Turn, batch: Batch) -> LayerArguments:
         """The arguments of a layer besides its activation, in forward and backward."""
         group, key = self.step.model.groups[turn.g], None
         if self.key is not None:
@@ -307,7 +307,7 @@ class Stage:
             key = layer_key(self.key, index, turn.microbatch, of_model=of_model)
         params, fixed = self.weights(turn)
         state = self._read(self.variables, group.state_names, turn.g, turn.position)
-        return Arguments(params, state, fixed, key, batch)
+        return LayerArguments(params, state, fixed, key, batch)
 
     def weights(self, turn: Turn) -> tuple[list[Leaf], list[Leaf]]:
         """(a layer's parameters, the leaves of collections that it only reads and its constants)."""

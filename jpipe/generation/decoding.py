@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.generation.token_alone import warn_of_uncached
+from jpipe.cutting.decoder import cut_decoder
+from jpipe.cutting.whole import CutModel
+from jpipe.generation.token_alone import on_inputs, warn_of_uncached
 from jpipe.jaxprs.tracing import no_mesh
 from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.decode_mode import CACHE, decoding
@@ -52,11 +54,14 @@ class Decoding:
     logits: Callable[[list[Leaf]], jax.Array]
 
 
-def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
+def make_decoding(
+    plan: Plan, cut: CutModel | None, size: int, length: int, prefill: int, logits: PickLogits | None = None
+) -> Decoding:
     """Traces the layers in decode mode and lays out their caches.
 
     Args:
       plan: the pipeline's.
+      cut: where a model that is one module is cut; None for a list of layers.
       size: b, the sequences of a micro-batch.
       length: the longest sequence that is fed: what caches are made for.
       prefill: the tokens of a prompt that layers take at a time.
@@ -68,13 +73,12 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     """
     tokens = _check_tokens(plan, logits)
     plan = _with_ends_apart(plan) if plan.shares_ends else plan
-    takes = [plan.traced.called_with(i) for i in range(plan.traced.num_layers)]
-    layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
+    layers_for = _decoding_layers(plan, cut, size, length)
     fed = lambda count: jax.ShapeDtypeStruct((size, count), tokens.dtype)
-    step = _decoding_step(plan, layers, fed(1), length)
-    warn_of_uncached(plan, step.model)
+    step = _decoding_step(plan, layers_for(fed(1)), fed(1), length)
+    warn_of_uncached(plan, step.model, on_inputs(plan, cut))
     try:
-        first = _decoding_step(plan, layers, fed(prefill), length) if prefill > 1 else None
+        first = _decoding_step(plan, layers_for(fed(prefill)), fed(prefill), length) if prefill > 1 else None
     except ValueError as error:
         raise ValueError(
             f"generate: prefill={prefill}, but in decode mode {error}\nUse prefill=1, or layers that take {prefill} "
@@ -84,6 +88,17 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     outputs = jax.tree.structure(plan.traced.groups[-1].gives)
     pick = lambda leaves: leaves[0] if logits is None else logits(jax.tree.unflatten(outputs, leaves))
     return Decoding(step, first, caches, starts, pick)
+
+
+def _decoding_layers(
+    plan: Plan, cut: CutModel | None, size: int, length: int
+) -> Callable[[jax.ShapeDtypeStruct], Sequence[AnyLayer]]:
+    """Tokens `[b, T]` -> the layers that take them in decode mode, with caches for sequences of a length."""
+    if cut is not None:
+        return cut_decoder(cut, plan.traced.inputs, size, length).layers
+    takes = [plan.traced.called_with(i) for i in range(plan.traced.num_layers)]
+    layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
+    return lambda tokens: layers
 
 
 def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:

@@ -82,11 +82,6 @@ class Generator:
             `make_decoding`.
         """
         request = self._planner.request
-        if request.whole is not None:
-            raise ValueError(
-                f"generate: {request.whole.name} is a model in one piece, which doesn't decode yet; make a pipeline of "
-                "a list of its layers"
-            )
         stages, shards = request.schedule.num_stages, request.splits.num_shards
         _check_prompts(prompts, stages)
         if isinstance(temperature, Tracer) or isinstance(num_tokens, Tracer):
@@ -110,7 +105,7 @@ class Generator:
     def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
         planner = self._planner
         with planner.tracing(), task(f"tracing {len(planner.request.layers)} layers in decode mode"):
-            return make_decoding(planner.known_plan(), size, length, prefill, logits)
+            return make_decoding(planner.known_plan(), planner.cut, size, length, prefill, logits)
 
 
 def _check_prompts(prompts: Leaf, stages: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import jax
 from jax.sharding import PartitionSpec
 
+from jpipe.cutting.whole import CutModel
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.jaxprs.tracing import no_mesh, trace
@@ -35,27 +36,37 @@ _SPREADS = (ELEMENTWISE | MOVES) - {"iota", "concatenate", "pad"}
 """Operations that give the same number everywhere, if their operands do."""
 
 
-def warn_of_uncached(plan: Plan, decoding: Model) -> None:
+def on_inputs(plan: Plan, cut: CutModel | None) -> Sequence[LayerFunction]:
+    """Each group in evaluation, on the model's inputs instead of the batch, which may be longer than they are."""
+    traced, remat = plan.traced, plan.request.remat
+    if cut is not None:
+        layers = cut.layers(cut.whole.trace(lambda inputs: inputs, traced.inputs))
+        groups = [replace(group, layer=layers[group.indices[0]]) for group in traced.groups]
+        return [LayerFunction(group, None, remat, traced.inputs) for group in groups]
+    first, *others = traced.groups
+    (layer,) = with_inputs(plan.request.layers[:1], lambda inputs: inputs)
+    of_others = [LayerFunction(group, None, remat, traced.batch) for group in others]
+    return [LayerFunction(replace(first, layer=layer), None, remat, traced.inputs), *of_others]
+
+
+def warn_of_uncached(plan: Plan, decoding: Model, functions: Sequence[LayerFunction]) -> None:
     """Warns of layers that keep no cache in decode mode, and don't treat each token by itself in training.
 
     Args:
       plan: with the layers as they train, on sequences.
       decoding: the same layers in decode mode.
+      functions: each group on whole sequences (`on_inputs`).
     """
-    traced, remat = plan.traced, plan.request.remat
-    for group in traced.groups:
-        if not decoding.group_at(group.indices[0]).variables.get(CACHE):
-            function = LayerFunction(group, None, remat, traced.batch)
-            if group.indices[0] == 0:  # from inputs on: a batch may be longer than they are
-                (first,) = with_inputs(plan.request.layers[:1], lambda inputs: inputs)
-                function = LayerFunction(replace(group, layer=first), None, remat, traced.inputs)
-            if sight := sees_more(function, jax.tree.leaves(traced.inputs)[0].shape[1]):
-                warn_user(
-                    f"generate: layer {group.indices[0]} ({group.layer.name}) {sight}, but keeps no cache in decode "
-                    "mode, where it is called with a token at a time: what follows may be wrong. Give it a field "
-                    "`decode` and what it has to know of the tokens before in the collection `cache` (Linen), or "
-                    "`init_cache` (nnx)"
-                )
+    for function in functions:
+        group = function.group
+        if decoding.group_at(group.indices[0]).variables.get(CACHE):
+            continue
+        if sight := sees_more(function, jax.tree.leaves(plan.traced.inputs)[0].shape[1]):
+            warn_user(
+                f"generate: layer {group.indices[0]} ({group.layer.name}) {sight}, but keeps no cache in decode mode, "
+                "where it is called with a token at a time: what follows may be wrong. Give it a field `decode` and "
+                "what it has to know of the tokens before in the collection `cache` (Linen), or `init_cache` (nnx)"
+            )
 
 
 def sees_more(function: LayerFunction, length: int) -> str:

@@ -30,7 +30,7 @@ from jpipe.generation.decoding import Decoding
 from jpipe.memory.memory_order import in_order
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
-from jpipe.model.layer_function import Arguments
+from jpipe.model.layer_function import LayerArguments
 from jpipe.schedules.placement import Placement
 from jpipe.types import Leaf
 
@@ -162,7 +162,7 @@ def _work(
         tokens, x, cache = arrays
         params, fixed = head if turn.g == step.model.last else stage.weights(turn)
         batch = tokens if step.functions[turn.g].reads_batch else None
-        results, _ = step.forwards[turn.g](Arguments(params, cache, fixed, None, batch), x)
+        results, _ = step.forwards[turn.g](LayerArguments(params, cache, fixed, None, batch), x)
         if cache:
             row = Row(turn.microbatch, stage.device)
             carry = carry._replace(caches=plan.caches.write(carry.caches, turn.g, turn.position, results.state, row))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.fingerprint import differ_in_numbers, same_value
@@ -97,6 +98,8 @@ class AnyLayer:
       ready: the values that the layer already has, or None if `init` makes them.
       reads_batch: whether it needs the micro-batch in its context.
       shared: the shared layer whose parameters it uses; None if they are its own.
+      scalars: by mode (`model.groups`) the last scalars in its traces, in order, if they are known before it is traced:
+        the traces of two layers that are made of the same but for numbers differ in these alone.
       has_model_key: whether its random keys are those of the whole model, of which it is a piece.
       repeats: the index of the first layer that is the same object, where one would think the two tied; else None.
       variable_types: the collection that variables of each type are in, for libraries in which types name collections.
@@ -116,6 +119,7 @@ class AnyLayer:
     ready: LayerVariables | None = None
     reads_batch: bool = False
     shared: Shared | None = None
+    scalars: Mapping[str, Sequence[np.ndarray]] | None = None
     has_model_key: bool = False
     repeats: int | None = None
     variable_types: Mapping[type, str] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
+from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE, token_by_token
 from jpipe.layers.fingerprint import values_within
@@ -85,7 +86,9 @@ class _LinenCalls:
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """Calls `module.init` in evaluation mode, with a random stream for parameters and one for everything else."""
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        return dict(self.module.init(rngs, *inputs, method=self.method, **self._mode(train=False)))
+        positional, keywords = both_of(inputs)
+        options = {"method": self.method, **self._mode(train=False), **keywords}
+        return dict(self.module.init(rngs, *positional, **options))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Calls `module.apply`; in training the collections other than "params" are mutable."""
@@ -93,10 +96,10 @@ class _LinenCalls:
         # A stream that isn't named here falls back to "params", as Flax does.
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
         mutable = [name for name in variables if (name != "params" if train else name in self.writes)]
+        positional, keywords = both_of(inputs)
+        options = {"rngs": rngs, "mutable": mutable, "method": self.method, **self._mode(train), **keywords}
         try:
-            outputs, changed = self.module.apply(
-                _unboxed(variables), *inputs, rngs=rngs, mutable=mutable, method=self.method, **self._mode(train)
-            )
+            outputs, changed = self.module.apply(_unboxed(variables), *positional, **options)
         except flax.errors.InvalidRngError as error:
             if key is None:
                 raise LayerError(NO_KEY) from error

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.tracing import no_mesh
+from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE, token_by_token
 from jpipe.layers.fingerprint import ShownByTraces, values_within
@@ -29,7 +30,7 @@ from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Method
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
 from jpipe.seam.inside import raised, shortened
-from jpipe.types import Batch, Leaf, Shapes
+from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")
 
@@ -154,11 +155,12 @@ def _with_caches(factory: Factory, takes: Shapes, size: int, length: int, rngs: 
     no_method = lambda _, part: not callable(getattr(part, "decode", None))  # a table's method `decode` is no mode
     module.set_attributes(no_method, decode=True, raise_if_not_found=False)
     first = jax.tree.leaves(takes)[0]
-    taken = first.dtype if jnp.issubdtype(first.dtype, jnp.floating) else jnp.dtype(jnp.float32)
+    taken = first.dtype if jnp.issubdtype(first.dtype, jnp.floating) else None  # a model that takes tokens
     for _, part in nnx.iter_graph(module):
         init_cache = getattr(part, "init_cache", None)
         if callable(init_cache):
-            dtype = {"dtype": getattr(part, "dtype", None) or taken} if "dtype" in signature_of(init_cache) else {}
+            own = (getattr(part, "dtype", None), taken, getattr(part, "param_dtype", None), jnp.float32)
+            dtype = {"dtype": next(filter(None, own))} if "dtype" in signature_of(init_cache) else {}
             init_cache((size, length, *(first.shape[2:] or (1,))), **dtype)
     return module
 
@@ -186,11 +188,17 @@ class _NnxCalls:
         module = nnx.merge(self.graphdef, state)
         module.train() if train else module.eval()
         function, drawn = self._function(module), _counts(state)
-        outputs = function(*inputs, **mode_arguments(function, train))
+        positional, keywords = both_of(inputs)
+        outputs = function(*positional, **{**mode_arguments(function, train), **keywords})
         after = nnx.state(_mark_arrays(module))
         if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
             raise LayerError(NO_KEY)
         collections = _collections(after)
+        if train and (written := _written(collections.get("params"), variables.get("params"))):
+            raise LayerError(
+                f"writes its parameter {written} in training, which only the optimiser changes; keep what a step "
+                "counts or averages in a variable of another type, such as nnx.BatchStat"
+            )
         if lost := [name for name in collections if train and name not in (*variables, "intermediates")]:
             raise LayerError(f"makes the collection {lost[0]!r} in training, as {SOWN}")
         written = [name for name in collections if name in variables and name != "params"]
@@ -269,6 +277,13 @@ def _collections(state: nnx.State) -> LayerVariables:
         if not isinstance(variable, nnx.RngState):
             variables.setdefault(_collection(type(variable)), {})[path] = _value(variable)
     return {name: unflatten_dict(tree) for name, tree in variables.items()}
+
+
+def _written(after: PyTree, before: PyTree) -> str:
+    """The path of the first leaf that isn't the array that it was; "" if all are."""
+    old = dict(jax.tree_util.tree_leaves_with_path(before))
+    changed = [path for path, leaf in jax.tree_util.tree_leaves_with_path(after) if leaf is not old.get(path)]
+    return jax.tree_util.keystr(changed[0], simple=True, separator="/") if changed else ""
 
 
 def _counts(state: nnx.State) -> dict[tuple, Leaf]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerVariables, bind_by_call
 from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.types import Batch, PyTree
@@ -40,14 +41,16 @@ def layer_of_functions(layer: Layer) -> AnyLayer:
     """Adapts a `Layer`; its item is its bare parameters."""
 
     def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        return from_item(layer.init(key, *inputs))
+        positional, keywords = both_of(inputs)
+        return from_item(layer.init(key, *positional, **keywords))
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         takes_key = "key" in signature_of(layer.apply)
         options = mode_arguments(layer.apply, context.train) | (
             {"key": context.key if context.train else None} if takes_key else {}
         )
-        return layer.apply(variables["params"], *inputs, **options), {}
+        positional, keywords = both_of(inputs)
+        return layer.apply(variables["params"], *positional, **{**options, **keywords}), {}
 
     def from_item(item: Item) -> LayerVariables:
         return {"params": item}
@@ -70,7 +73,8 @@ def layer_of_function(function: Callable[..., Activation], name: str) -> AnyLaye
         return {}
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        return function(*inputs, **mode_arguments(function, context.train)), {}
+        positional, keywords = both_of(inputs)
+        return function(*positional, **{**mode_arguments(function, context.train), **keywords}), {}
 
     return AnyLayer(
         name=name,

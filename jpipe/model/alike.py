@@ -132,15 +132,22 @@ class Alike:
         if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
             return None
         # `places` of a mode are the indices of the scalars in its trace that differ between these layers.
+        known = {mode: group.constants.get(mode, Constants()) for mode in traces[first].scalars}
         constants = {
-            mode: differing({i: layer_traces.scalars[mode] for i, layer_traces in traces.items()}, first)
-            for mode in traces[first].scalars
+            mode: differing({i: layer_traces.scalars[mode] for i, layer_traces in traces.items()}, first, of_mode)
+            for mode, of_mode in known.items()
         }
         if not before and not any(of_mode.places for of_mode in constants.values()):
             return None  # at these shapes their numbers do nothing; at others they may
-        depend = {mode: traces[first].dependent(mode, of_mode) for mode, of_mode in constants.items()}
+        depend = {
+            mode: traces[first].dependent(mode, of_mode)
+            for mode, of_mode in constants.items()
+            if of_mode.places != known[mode].places
+        }
         # A group has one rate of running averages, and its caches start from one number.
-        if "moments" in map(group.rules.get, depend[TRAIN]) or any(CACHE in depend.get(m, ()) for m in (INIT, DECODE)):
+        if "moments" in map(group.rules.get, depend.get(TRAIN, ())) or any(
+            CACHE in depend.get(m, ()) for m in (INIT, DECODE)
+        ):
             return None
         return replace(group, indices=together, constants=constants)
 
@@ -149,10 +156,25 @@ class Alike:
         if index not in self._traces:
             layer = self._layers[index]
             twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)
-            self._traces[index] = None
-            with suppress(Exception):
-                self._traces[index] = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
+            known = self._traces.get(twin) if twin is not None else self._with_scalars(layer, group.indices[0])
+            self._traces[index] = known
+            if known is None and twin is None:
+                with suppress(Exception):
+                    self._traces[index] = trace_modes(layer, group, self._batch)
         return self._traces[index]
+
+    def _with_scalars(self, layer: AnyLayer, first: int) -> LayerTraces | None:
+        """A layer's traces by those of another one, which is made of the same but for numbers, if both say these."""
+        traces, said = self._traces.get(first), self._layers[first].scalars
+        if traces is None or said is None or layer.scalars is None or said.keys() != traces.scalars.keys():
+            return None
+        scalars: dict[str, list[np.ndarray]] = {}
+        for mode, numbers in traces.scalars.items():
+            before = len(numbers) - len(said[mode])  # what a layer is called with has numbers, too
+            if before < 0 or list(map(bits, numbers[before:])) != list(map(bits, said[mode])):
+                return None
+            scalars[mode] = [*numbers[:before], *layer.scalars[mode]]
+        return replace(traces, scalars=scalars)
 
 
 # --- comparing traces ---

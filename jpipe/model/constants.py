@@ -67,17 +67,23 @@ class Constants:
         return ClosedJaxpr(flat.jaxpr, [by_index.get(i, constant) for i, constant in enumerate(flat.consts)])
 
 
-def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Constants:
+def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int, known: Constants = Constants()) -> Constants:
     """Compares the scalars of layers, and returns the constants of their group.
 
     Args:
       scalars: of each layer's trace, by its index in the model; of equal number and types.
       first: the index of the layer that stands for the group.
+      known: the constants of those of the layers that were compared before.
     """
-    columns = zip(*(map(bits, numbers) for numbers in scalars.values()), strict=True)
-    places = tuple(place for place, column in enumerate(columns) if len(set(column)) > 1)
-    values = {i: [numbers[place] for place in places] for i, numbers in scalars.items()}
-    return Constants(scalars[first], places, values)
+    of_first, places = list(map(bits, scalars[first])), set(known.places)
+    new = {i: numbers for i, numbers in scalars.items() if i not in known.values}
+    for numbers in new.values():
+        pairs = zip(of_first, map(bits, numbers), strict=True)
+        places.update(place for place, (a, b) in enumerate(pairs) if a != b)
+    chosen = tuple(sorted(places))
+    kept, to_read = (known.values, new) if chosen == known.places else ({}, scalars)
+    values = {i: [numbers[place] for place in chosen] for i, numbers in to_read.items()}
+    return Constants(scalars[first], chosen, {**kept, **values})
 
 
 def without_plain_calls(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -1,12 +1,12 @@
 """One layer as a function of arrays, and how its arrays lie on the devices of a stage.
 
-A `LayerFunction` makes of a layer (a Flax module, say) a function `(Arguments, activation) -> Results` whose arrays are
-flat lists of leaves. It stands for all layers of a group: what differs between them (variables, random keys, constants)
-is in the arguments. Arrays are whole here. It is one layer that is differentiated: never the loop over layers, never a
-collective. `LayerShardings` says how each of these arrays lies on the devices of a stage.
+A `LayerFunction` makes of a layer (a Flax module, say) a function `(LayerArguments, activation) -> Results` whose
+arrays are flat lists of leaves. It stands for all layers of a group: what differs between them (variables, random
+keys, constants) is in the arguments. Arrays are whole here. It is one layer that is differentiated: never the loop
+over layers, never a collective. `LayerShardings` says how each of these arrays lies on the devices of a stage.
 
-Forward and backward are called with the same `Arguments`. So between the two only values that depend on the layer's
-activation have to be stored (`jpipe.model.traced_layer`).
+Forward and backward are called with the same `LayerArguments`. So between the two only values that depend on the
+layer's activation have to be stored (`jpipe.model.traced_layer`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TracedInit = tuple[ClosedJaxpr, dict[str, Shapes]]
 """(a jaxpr that gives a layer's variables, their shapes by collection)."""
 
 
-class Arguments(NamedTuple):
+class LayerArguments(NamedTuple):
     """The arguments of a layer besides its activation, in forward and backward alike.
 
     Attributes:
@@ -109,10 +109,10 @@ class LayerFunction:
         return self.group.constants.get(TRAIN if self.train else EVALUATION, Constants())
 
     @property
-    def arguments(self) -> Arguments:
+    def arguments(self) -> LayerArguments:
         """The shapes of its arguments."""
         group = self.group
-        return Arguments(
+        return LayerArguments(
             params=jax.tree.leaves(group.variables.get("params")),
             state=group.leaves(group.state_names),
             fixed=[*group.leaves(group.fixed_names), *self.constants.shapes],
@@ -122,11 +122,11 @@ class LayerFunction:
 
     @property
     def overwritten(self) -> list[int]:
-        """The indices of the leaves of `Arguments.fixed` whose gradients are their new values (the rule "gradient")."""
+        """The indices of the leaves of `LayerArguments.fixed` whose gradients are their new values ("gradient")."""
         rules = [self.group.rules[name] for name in self.group.fixed_names for _ in self.group.leaves([name])]
         return [i for i, rule in enumerate(rules) if rule == GRADIENT]
 
-    def forward(self, arguments: Arguments, activation: list[Leaf]) -> Results:
+    def forward(self, arguments: LayerArguments, activation: list[Leaf]) -> Results:
         """Calls the layer, and the loss if it follows."""
         group, leaves = self.group, iter(arguments.variables)
         variables = {name: jax.tree.map(lambda _: next(leaves), group.variables[name]) for name in group.names}
@@ -204,10 +204,10 @@ class LayerShardings:
     """How all arrays that a layer works on lie on the devices of its stage, leaf by leaf.
 
     Attributes:
-      variables: its variables at work (`Arguments.variables`).
+      variables: its variables at work (`LayerArguments.variables`).
       gathered: the same once they are gathered along the data axes.
       state: its state.
-      arguments: all leaves of its `Arguments`.
+      arguments: all leaves of its `LayerArguments`.
       activation: the leaves that it takes.
       outputs: how its outputs have to lie; None where the loss follows it.
       sums: how the loss's sums have to lie: they may be left partial, but not along `stage`.

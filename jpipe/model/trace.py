@@ -8,7 +8,8 @@ doesn't fit is reported at once, with the shapes that it was called with and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -71,7 +72,7 @@ def trace_model(
       ValueError: the inputs can't be read; or a layer can't take what the one before it gives (both indices and shapes
         are named), has a leaf that is no array, or parameters that can't be differentiated.
     """
-    inputs = _read(read_inputs, batch)
+    inputs = inputs_of(read_inputs, batch)
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
     alike, earlier_groups = Alike(layers, batch), None if like is None else like.group_of
@@ -99,8 +100,16 @@ def trace_model(
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
 
 
-def _read(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
-    """Calls `read_inputs` for the shapes of the first layer's inputs."""
+def inputs_of(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
+    """Calls `read_inputs` for the shapes of the first layer's inputs.
+
+    Args:
+      read_inputs: micro-batch -> inputs.
+      batch: the shapes of the micro-batch `[b, ...]`.
+
+    Raises:
+      ValueError: it looks for what the batch lacks, or returns no arrays.
+    """
     try:
         inputs = trace(read_inputs, batch)[1]
     except (LookupError, AttributeError) as error:
@@ -133,8 +142,13 @@ def _trace_layer(
     index, layer, way_here = place
     name = f"layer {index} ({layer.name})"
     variables: dict[str, Shapes] = {}
-    # The first `try` runs the user's code: what it raises is told with the layer's inputs and how they came about.
-    try:
+
+    def told() -> list[str]:
+        parameters = f"{name} has the parameters {describe(variables['params'])}" if "params" in variables else ""
+        again = "" if layer.repeats is None else f"It is layer {layer.repeats} once more; {how_to_share(layer.name)}"
+        return [way_here(), *filter(None, (parameters, again))]
+
+    with telling(name, told):
         made = layer.ready if shared is None else shared
         if made is None:
             made = trace_init(layer, key_shape(), takes, batch)[1]
@@ -151,32 +165,44 @@ def _trace_layer(
             jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
         _check_updates(variables, updates, jaxpr)
         asked = layer.partition_specs(variables)
-    except LayerError as error:
-        raise ValueError(f"{name} {error}") from (error.__cause__ and shortened(error.__cause__))
-    except Exception as error:
-        lines = [f"{name} {_fault(error)}", way_here()]
-        if "params" in variables:
-            lines.append(f"{name} has the parameters {describe(variables['params'])}")
-        if layer.repeats is not None:
-            lines.append(f"It is layer {layer.repeats} once more; {how_to_share(layer.name)}")
-        raise ValueError("\n  ".join(lines)) from shortened(error)
     needs_key = uses(jaxpr)[-1]
     decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
     is_frozen = FROZEN in variables and not jax.tree.leaves(variables.get("params"))
-    if dropouts and not needs_key and not decodes and not is_frozen:
+    if not needs_key and not decodes and not is_frozen:
+        warn_of_dropouts(name, dropouts)
+    specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
+    group = LayerGroup(layer, (index,), takes, strong(gives), variables, specs, takes_at, [], needs_key, named, rules)
+    # The partitioner's errors need the layer's name alone: such as that a `jax.shard_map` in the layer can't be carried
+    # out on these axes.
+    try:
+        return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+@contextmanager
+def telling(name: str, told: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Runs a user's code: what it raises is told with a name, and in further lines how its inputs came about.
+
+    Raises:
+      ValueError: for any error.
+    """
+    try:
+        yield
+    except LayerError as error:
+        raise ValueError(f"{name} {error}") from (error.__cause__ and shortened(error.__cause__))
+    except Exception as error:
+        raise ValueError("\n  ".join([f"{name} {_fault(error)}", *told()])) from shortened(error)
+
+
+def warn_of_dropouts(name: str, dropouts: Sequence[str]) -> None:
+    """Warns that a layer has dropouts, if it does: it draws no random numbers in training."""
+    if dropouts:
         warn_once(
             f"{name} holds a {dropouts[0]}, but draws no random numbers in training, so nothing is dropped. Most "
             f"likely it isn't told that it trains: an argument that says so has to be called {MODE_NAMES}. Where "
             "dropout is meant to be off, give it the rate 0"
         )
-    specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
-    group = LayerGroup(layer, (index,), takes, strong(gives), variables, specs, takes_at, [], needs_key, named, rules)
-    # The second `try` asks the partitioner, whose errors need the layer's name alone: such as that a `jax.shard_map`
-    # in the layer can't be carried out on these axes.
-    try:
-        return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:

@@ -29,7 +29,7 @@ from jpipe.arrays.dtypes import is_float
 from jpipe.jaxprs.rewriting import depends_on, uses, without_prints, without_roundings
 from jpipe.jaxprs.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
-from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
+from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.split_backward import SplitBackward, split_in_two
 from jpipe.model.weight_products import weight_products_as_they_lie
 from jpipe.partitioner.choice import always, as_it_lies
@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 
     Attributes:
       params: the gradients of the parameters; in one part of a split backward, None for those of the other part.
-      overwritten: the gradients of the leaves of `Arguments.fixed` at the indices `LayerFunction.overwritten`; they are
+      overwritten: those of the leaves of `LayerArguments.fixed` at the indices `LayerFunction.overwritten`; they are
         these leaves' new values (fp8 amplitudes).
       cotangents: those of the activation's floating-point leaves.
     """
@@ -99,13 +99,13 @@ class TracedLayer:
 def trace_layer(function: LayerFunction) -> TracedLayer:
     """Traces a layer's forward and its vjp, whose residuals remat chooses.
 
-    The vjp is taken of parameters, of the leaves of `Arguments.fixed` at the indices `LayerFunction.overwritten`, and
-    of the activation's floating-point leaves.
+    The vjp is taken of parameters, of the leaves of `LayerArguments.fixed` at the indices `LayerFunction.overwritten`,
+    and of the activation's floating-point leaves.
     """
     activation = jax.tree.leaves(function.group.takes)
     float_indices = [i for i, leaf in enumerate(activation) if is_float(leaf)]
 
-    def with_vjp(arguments: Arguments, activation: list[Leaf]) -> tuple[Results, PyTree]:
+    def with_vjp(arguments: LayerArguments, activation: list[Leaf]) -> tuple[Results, PyTree]:
         def run(params: list[Leaf], overwritten: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
             fixed = _replaced(arguments.fixed, function.overwritten, overwritten)
             differentiable = arguments._replace(params=params, fixed=fixed)
@@ -126,7 +126,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
         raise
     forward = without_roundings(jaxpr)  # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
-    # Variables (parameters, state, what is only read) are the first leaves of `Arguments`.
+    # Variables (parameters, state, what is only read) are the first leaves of `LayerArguments`.
     num_variables = len(function.arguments.variables)
     sources, remade, stored = _sources(forward, num_results, num_variables, num_arguments)
     wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
@@ -186,7 +186,7 @@ class DeviceForward:
     residual_indices: tuple[int, ...]
     unsplit: list[Unsplit]
 
-    def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
+    def __call__(self, arguments: LayerArguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """Runs the forward: (results, residuals)."""
         values = _replayed(self.jaxpr, arguments, activation)
         leaves, structure = jax.tree.flatten(self.results)
@@ -233,12 +233,12 @@ class DeviceLayer:
         reads = () if self.split is None else _chosen(self.sources, self.split.reads)
         return tuple(Source("residual", i) in reads for i in range(len(self.residuals)))
 
-    def backward(self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]) -> Gradients:
+    def backward(self, arguments: LayerArguments, residuals: list[Leaf], cotangents: list[Leaf]) -> Gradients:
         """Computes the whole backward."""
         return replay(self.backward_program, self.gradients)(self._vjp_leaves(arguments, residuals), cotangents)
 
     def backward_inputs(
-        self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
+        self, arguments: LayerArguments, residuals: list[Leaf], cotangents: list[Leaf]
     ) -> tuple[Gradients, list[Leaf]]:
         """Runs the first part of a split backward: (gradients, with None for those of the second part; the stash)."""
         assert self.split is not None
@@ -246,7 +246,7 @@ class DeviceLayer:
         count = len(self.split.early)
         return self._gradients(values[:count], self.split.early), values[count:]
 
-    def backward_weights(self, arguments: Arguments, kept: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
+    def backward_weights(self, arguments: LayerArguments, kept: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
         """Runs the second part: the other gradients of the parameters, with None for those of the first part.
 
         Args:
@@ -260,7 +260,7 @@ class DeviceLayer:
         values = _replayed(self.split_programs[1], _chosen(leaves, self.split.reads), stash)
         return self._gradients(values, self.split.late).params
 
-    def _vjp_leaves(self, arguments: Arguments, residuals: Sequence[Leaf]) -> list[Leaf]:
+    def _vjp_leaves(self, arguments: LayerArguments, residuals: Sequence[Leaf]) -> list[Leaf]:
         """Collects the leaves of the vjp from the three places where the backward finds them."""
         remade = _replayed(self.remake, arguments.variables)
         return _picked(self.sources, argument=jax.tree.leaves(arguments), remade=remade, residual=residuals)

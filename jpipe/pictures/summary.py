@@ -68,11 +68,15 @@ def _layers(planner: Planner, partition: Partition) -> dict[str, list[str]]:
 
 
 def in_words(names: list[str]) -> str:
-    """Names in order, equal ones counted.
+    """Names in order, equal ones counted; of many names that all differ the first and the last.
 
     >>> in_words(["Embed", "Block", "Block", "Dense"])
     'Embed, 2 Block, Dense'
+    >>> in_words(["table", "h_0", "h_1", "h_2", "h_3"])
+    'table to h_3'
     """
+    if len(set(names)) == len(names) > 4:
+        return f"{names[0]} to {names[-1]}"
     runs = [(name, len(list(run))) for name, run in groupby(names)]
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in runs)
 

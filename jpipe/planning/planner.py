@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
-from jpipe.cutting.whole import CutModel, cut_model, make_whole
+from jpipe.cutting.whole import CutModel, Modes, WholeModel, cut_model, make_whole
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
@@ -74,13 +74,23 @@ class Planner:
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
         self.layers, self.on_device = cache(self._layers), cache(partition_layer)
-        self.pieces = cache(self._pieces)
+        self._whole: WholeModel | None = None
+        self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
         self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
         steps = self.step, self.evaluation_step
-        for kept in (self.model, self.pieces, self.loss, self.output_axes, self.layers, self.on_device, *steps):
+        for kept in (
+            self.model,
+            self._modes,
+            self.pieces,
+            self.loss,
+            self.output_axes,
+            self.layers,
+            self.on_device,
+            *steps,
+        ):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
@@ -257,7 +267,11 @@ class Planner:
 
     def _pieces(self, micro: MicroBatch) -> tuple[AnyLayer, ...]:
         assert self.cut is not None
-        return self.cut.layers(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
+        return self.cut.layers(self._modes(micro))
+
+    def _trace_whole(self, micro: MicroBatch) -> Modes:
+        assert self._whole is not None
+        return self._whole.trace(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
 
     def _cut_whole(self, micro: MicroBatch) -> None:
         """Cuts a model that is one module, at the shapes of the first batch."""
@@ -265,8 +279,8 @@ class Planner:
         virtual_stages = asked.schedule.num_stages * asked.schedule.num_chunks
         assert asked.whole is not None
         with self.tracing(), task("cutting the model"):
-            whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
-            self.cut = cut_model(whole, asked.read_inputs, micro.shapes, virtual_stages)
+            self._whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
+            self.cut = cut_model(self._whole, self._modes(micro), virtual_stages)
             layers = self.pieces(micro)
         self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
 

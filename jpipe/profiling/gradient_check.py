@@ -169,10 +169,11 @@ def check_gradients(
         )
         results, narrowest = _with_rounding(plain, params, trees, batch, typed)
     layers = {i: f"{i} ({planner.request.layers[i].name})" for i in sorted(grads)}
-    paths_of = lambda i: parameter_paths(grads[i])
+    paths = {i: parameter_paths(grads[i]) for i in layers}
     if (cut := planner.cut) is not None:
-        paths_of = lambda i: [cut.parameter_names(i)[part] for part in jax.tree.leaves(cut.trees[i]["params"])]
-    names = [("", "loss"), *((layer, path) for i, layer in layers.items() for path in paths_of(i))]
+        of_params = {i: jax.tree.leaves(cut.trees[i]["params"]) for i in layers}
+        paths = {i: [cut.parameter_names(i)[part] for part in of_params[i]] for i in layers}
+    names: list[tuple[str, str]] = [("", "loss"), *((layer, path) for i, layer in layers.items() for path in paths[i])]
     sizes = _compared((loss, grads), results, float(jnp.finfo(narrowest).eps))
     of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip(names, sizes, strict=True)]
     return GradientCheck(title, of_loss, tuple(leaves), narrowest.name)

@@ -3,17 +3,32 @@
 from jpipe.cutting.names import paths_below, paths_of, piece_names
 from jpipe.cutting.straight import Part
 
-PATHS = [("h_0", "attention", "w"), ("h_0", "norm", "scale"), ("h_1", "attention", "w"), ("stack", "mlp", "w")]
+PATHS = [
+    ("h_0", "attention", "w"),
+    ("h_0", "norm", "scale"),
+    ("h_1", "attention", "w"),
+    ("stack", "mlp", "w"),
+    ("h_0", "mlp", "w"),
+]
 
 
 def test_a_piece_is_named_after_its_largest_modules():
-    pieces = [[Part(0), Part(1)], [Part(2)], [Part(3, (4,))], []]
-    assert piece_names(pieces, PATHS, [16, 4, 16, 64]) == [
+    pieces = [[Part(0), Part(1)], [Part(4)], [Part(2)], [Part(3, (4,))], []]
+    assert piece_names(pieces, PATHS, [16, 4, 16, 64, 16]) == [
         "h_0/attention",
+        "h_0/mlp",
         "h_1/attention",
         "stack/mlp/4",
         "behind stack/mlp/4",
     ]
+
+
+def test_a_piece_that_has_all_of_a_module_is_named_after_it():
+    assert piece_names([[Part(0), Part(1), Part(4)], [Part(2)]], PATHS, [16, 4, 16, 64, 16]) == ["h_0", "h_1/attention"]
+
+
+def test_a_variable_that_is_in_no_module_gives_its_name():
+    assert piece_names([[Part(0)], [Part(1)]], [("table", "w"), ("positions",)], [4, 4]) == ["table", "positions"]
 
 
 def test_slices_have_their_indices_behind_what_is_stacked():

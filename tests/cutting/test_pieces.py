@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpipe.cutting.kinds import Kinds
 from jpipe.cutting.pieces import TiedTogether, Traced, decide_cutting, make_pieces, places_again
 from jpipe.cutting.straight import Part, straighten
 
@@ -40,7 +41,7 @@ def test_the_pieces_are_the_model_in_both_modes_and_at_other_shapes():
     assert cutting.parts == ((Part(0),), (Part(1),), (Part(2),), (Part(3),))
     for function, size in ((in_training, 2), (in_evaluation, 2), (in_training, 5)):
         trace = traced(function, size)
-        pieces = make_pieces(trace, cutting, places_again(cutting, trace, None))
+        pieces = make_pieces(trace, cutting, places_again(cutting, trace, None), Kinds())
         x = RNG.normal(size=(size, 4)).astype(np.float32)
         crossing = []
         for weight, piece in zip(WEIGHTS, pieces, strict=True):
@@ -75,5 +76,21 @@ def test_what_follows_from_the_batch_alone_does_not_cross():
     cutting = decide_cutting(trace, trace, SHAPES, 1)
     places = places_again(cutting, trace, None)
     assert [len(trace.places.crossing[p]) for p in places] == [1, 1, 1]
-    assert all(piece.data == (0,) for piece in make_pieces(trace, cutting, places))
+    assert all(piece.data == (0,) for piece in make_pieces(trace, cutting, places, Kinds()))
     assert len(list(pairwise([0, *places, len(trace.straight.main)]))) == 4
+
+
+def test_a_norm_before_the_head_is_not_in_the_last_block():
+    """Behind this norm one value crosses, as behind the block; places found again were behind the norm."""
+    norm = lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
+
+    def normed(ws, x):
+        for w in ws[:-1]:
+            x = x + jnp.tanh(norm(x) @ w)
+        return norm(x) @ ws[-1]
+
+    trace = traced(normed)
+    cutting = decide_cutting(trace, trace, SHAPES, 1)
+    pieces = make_pieces(trace, cutting, places_again(cutting, trace, None), Kinds())
+    names = [[equation.primitive.name for equation in piece.part.closed.jaxpr.eqns] for piece in pieces]
+    assert names[0] == names[1] == names[2]

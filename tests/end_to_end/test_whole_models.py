@@ -318,6 +318,26 @@ def test_ties_that_cannot_be_told_apart_are_named():
     np.testing.assert_allclose(found, square(model.apply(variables, batch), batch), rtol=1e-13)
 
 
+class Writes(nnx.Module):
+    """A model that writes one of its parameters."""
+
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.a(x)
+        self.a.bias[...] = self.a.bias[...] + x.mean(0)
+        return self.b(x)
+
+
+@pytest.mark.parametrize("of_list", [False, True])
+def test_parameters_that_a_step_would_write_are_named(of_list):
+    model = lambda rngs: Writes(rngs)
+    pipe = jpipe.Pipeline([model] * 2 if of_list else model, square, num_stages=2, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"Writes.* writes its parameter a/bias in training, which only the optimiser"):
+        pipe.init(KEY, np.ones((4, 4), np.float32))
+
+
 def test_lists_have_no_variables_of_one_model():
     batch = np.ones((4, 4))
     pipe = jpipe.Pipeline([nn.Dense(4), nn.Dense(4)], square, num_stages=2, num_microbatches=2)
@@ -326,11 +346,24 @@ def test_lists_have_no_variables_of_one_model():
         pipe.model_variables(variables)
 
 
-def test_a_model_in_one_piece_does_not_decode_yet():
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (whole_models.Transformer(), lambda b: b["words"], r"inputs raised KeyError: 'words' for the batch"),
+        (
+            whole_models.Transformer(),
+            lambda b: b["inputs"][:, :3],
+            r"Transformer raised .*\n  it was called with int32",
+        ),
+        (whole_models.ResNet(), lambda b: b["inputs"], r"ResNet raised .*\n  it was called with int32\[4,6\]"),
+    ],
+    ids=["inputs", "shapes", "rank"],
+)
+def test_what_a_model_raises_is_told_with_what_it_was_called_with(model, inputs, message):
     batch = whole_models.tokens("inputs", "targets")
-    pipe = jpipe.Pipeline(whole_models.Transformer(), whole_models.cross_entropy, num_stages=2, num_microbatches=2)
-    with pytest.raises(ValueError, match="Transformer is a model in one piece, which doesn't decode yet"):
-        pipe.generate(pipe.init(KEY, batch), batch["inputs"], 3)
+    pipe = jpipe.Pipeline(model, square, num_stages=2, num_microbatches=2, inputs=inputs)
+    with pytest.raises(ValueError, match=message):
+        pipe.init(KEY, batch)
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------

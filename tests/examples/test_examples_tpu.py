@@ -73,7 +73,7 @@ def by_train_step(pipe: jpipe.Pipeline, batch: dict[str, Any], tx: optax.Gradien
 def of_lm(mesh: Mesh) -> Example:
     options = lm.parse_options(["--layers", "6"])
     tokens = integers(options.batch, options.seq)
-    pipe = lm.make_pipeline(lm.make_layers(options), options, mesh)
+    pipe = lm.make_pipeline(lm.make_model(options), options, mesh)
     return by_train_step(pipe, {"inputs": tokens, "targets": tokens}, lm.make_optimizer(options))
 
 

@@ -52,13 +52,14 @@ def test_steps_are_those_of_tunix_trainer(worker):
 
 
 def test_what_is_frozen_has_neither_gradients_nor_moments(worker):
-    """Counted on all four devices, which have room for two blocks each, the most that a stage has."""
+    """Counted on all four devices, which have room for the most that a stage has: less than two blocks."""
     held = call(worker, "held")
     rank, width, inside, heads, kv = 3, 16, 32, 4 * 8, 2 * 8
     attention = 2 * (width + heads) + 2 * (width + kv)
     block = rank * (attention + 3 * (width + inside))
     trained, gradients, moments, everything = held["lora"]
-    assert trained == gradients == 4 * 2 * block
+    assert trained == gradients
+    assert BLOCKS * block <= trained < 4 * 2 * block
     assert moments == 2 * trained + 1  # and the number of the step
     _, of_all, moments_of_all, everything_of_all = held["all"]
     assert everything == trained + everything_of_all

@@ -73,19 +73,19 @@ def check(shape: list[int], dtype: str, tied: bool, chosen: dict[str, Any]) -> i
         model = example.make_model(config)
         state = jax.tree.map(lambda x: x + 0.1 * random.normal(size=x.shape).astype(x.dtype), nnx.state(model))
         nnx.update(model, state)  # unlike initial values, in norms too
-        trees = example.to_layers(state, config)
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(trees)} == {dtype}
+        tree = example.tree_of(model)
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(tree)} == {dtype}
         loss, grads = jax.device_get(nnx.value_and_grad(example.tunix_loss)(model, **batch))
         tokens = mask[:, 1:].sum()
         exact = (tokens + 1e-8) / tokens  # tunix divides by a little more
-        wanted = jax.tree.map(lambda x: x * exact, (loss, example.to_layers(grads, config)))
+        wanted = jax.tree.map(lambda x: x * exact, (loss, {"params": nnx.to_pure_dict(grads)}))
 
         alive("the pipeline")
         mesh = Mesh(np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape), ("stage", "fsdp", "tp"))
         pipe = example.make_pipeline(config, num_stages=shape[0], num_microbatches=4, mesh=mesh, **chosen)
-        variables = pipe.from_layer_variables(trees, batch)
+        variables = pipe.from_model_variables(tree, batch)
         (loss, _), grads = jax.device_get(pipe.value_and_grad(variables, batch))
-        got = loss, jax.device_get(pipe.layer_variables({"params": grads}))
+        got = loss, jax.device_get(pipe.model_variables({"params": grads}))
         differences = jax.tree_util.tree_leaves_with_path(jax.tree.map(example.difference, got, wanted))
         wrong = {jax.tree_util.keystr(path): d for path, d in differences if not d <= TOLERANCES[dtype]}
         assert not wrong, wrong
@@ -111,4 +111,4 @@ def lowered(*arguments: str) -> list[Any]:
     pipe, _ = example.lower(config, mesh, options)
     variables = pipe.abstract_state(example.batch_shapes(16, 2048), example.optax.sgd(1.0)).variables
     parts = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(variables)]
-    return [example.cut(pipe), sum(parts)]
+    return [example.layers_by_stage(pipe), sum(parts)]

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 import tunix_llama
@@ -28,7 +27,7 @@ def small(example: Any) -> tuple[Any, Any, list[Any]]:
     """Its configuration with few features, tunix's model with LoRA, all of it random, and some batches."""
     config = replace(example.llama.TINY, embed_dim=16, hidden_dim=32, head_dim=8, vocab_size=32)
     random = np.random.default_rng(0)
-    model = example.with_lora(example.llama.make_model(config), **LORA)
+    model = example.with_lora(example.llama.make_model(config), nnx.Rngs(0), **LORA)
     moved = lambda x: x + 0.1 * random.normal(size=x.shape).astype(x.dtype)
     nnx.update(model, jax.tree.map(moved, nnx.state(model)))  # unlike initial values, in B too
     masks = [np.arange(STEPS) < random.integers(4, STEPS + 1, SIZE)[:, None] for _ in range(TRAINED_STEPS)]
@@ -36,10 +35,15 @@ def small(example: Any) -> tuple[Any, Any, list[Any]]:
     return config, model, [example.llama.make_batch(*both) for both in zip(tokens, masks, strict=True)]
 
 
-def of_lora(trees: list[Any]) -> list[dict[str, Any]]:
-    """Each layer's LoRA parameters by path."""
-    flat = [flatten_dict(tree["params"], sep="/") for tree in jax.device_get(trees)]
-    return [{path: leaf for path, leaf in tree.items() if "lora" in path} for tree in flat]
+def of_lora(tree: Any) -> dict[str, Any]:
+    """The LoRA parameters by path."""
+    return {path: leaf for path, leaf in by_path(tree).items() if "lora" in path}
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """A tree's parameters by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree["params"]))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def exactly(batch: dict[str, Any]) -> float:
@@ -67,19 +71,18 @@ def check(shape: list[int], dtype: str, chosen: dict[str, Any]) -> int:
     with wide(example.llama) if dtype == "float64" else contextlib.nullcontext():
         alive("tunix's model")
         config, model, (batch, *_) = small(example)
-        trees = example.llama.to_layers(nnx.state(model), config)
+        tree = example.llama.tree_of(model)
         of_tunix = nnx.value_and_grad(example.llama.tunix_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))
         loss, grads = of_tunix(model, **batch)
-        blocks = [{"params": tree} for tree in nnx.to_pure_dict(grads)["layers"].values()]
-        wanted = jax.tree.map(lambda x: np.asarray(x) * exactly(batch), (loss, of_lora(blocks)))
+        both = loss, of_lora({"params": nnx.to_pure_dict(grads)})
+        wanted = jax.tree.map(lambda x: np.asarray(x) * exactly(batch), both)
 
         alive("the pipeline")
         pipe = make_pipeline(example, config, shape, chosen)
-        (loss, _), grads = pipe.value_and_grad(pipe.from_layer_variables(trees, batch), batch)
-        found = jax.device_get(pipe.layer_variables({"params": grads}))
-        assert all("lora" in path for tree in found for path in flatten_dict(tree["params"], sep="/"))
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(found)} == {dtype}
-        return assert_close(example, (loss, of_lora(found[1:-2])), wanted, TOLERANCES[dtype])
+        (loss, _), grads = pipe.value_and_grad(pipe.from_model_variables(tree, batch), batch)
+        found = by_path(pipe.model_variables({"params": grads}))
+        assert {str(leaf.dtype) for leaf in found.values()} == {dtype}
+        return assert_close(example, (loss, found), wanted, TOLERANCES[dtype])
 
 
 def trained() -> int:
@@ -87,22 +90,21 @@ def trained() -> int:
     example = load_example("lora")
     with wide(example.llama):
         config, model, batches = small(example)
-        trees = jax.device_get(example.llama.to_layers(nnx.state(model), config))
+        tree = jax.device_get(example.llama.tree_of(model))
         tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
         pipe = make_pipeline(example, config, [4, 1, 1], {})
-        variables = pipe.from_layer_variables(trees, batches[0])
+        variables = pipe.from_model_variables(tree, batches[0])
         state, losses = pipe.create_state(jax.random.key(0), batches[0], tx, variables), []
         for batch in batches:
             state, metrics = pipe.train_step(state, batch)
             losses.append(np.asarray(metrics["loss"]))
-        after = jax.device_get(pipe.layer_variables(state.variables))
-        base = lambda trees: [plain(tree["params"]) for tree in trees]
-        jax.tree.map(np.testing.assert_array_equal, base(after), base(trees))
+        after = jax.device_get(pipe.model_variables(state.variables))
+        jax.tree.map(np.testing.assert_array_equal, plain(after), plain(tree))
 
         alive("tunix's trainer")
         of_tunix = example.tunix_losses(model, tx, batches)
         exact = [loss * exactly(batch) for loss, batch in zip(of_tunix, batches, strict=True)]
-        wanted = of_lora(example.llama.to_layers(nnx.state(model), config))
+        wanted = of_lora(example.llama.tree_of(model))
         return assert_close(example, (losses, of_lora(after)), (exact, wanted), 1e-12)
 
 
@@ -125,15 +127,14 @@ def merged() -> int:
     example = load_example("lora")
     with wide(example.llama), tempfile.TemporaryDirectory() as folder:
         config, model, (batch, *_) = small(example)
-        trees = jax.device_get(example.llama.to_layers(nnx.state(model), config))
+        tree = jax.device_get(example.llama.tree_of(model))
         base = example.llama.make_model(config)
-        example.llama.from_layers([{"params": plain(tree["params"])} for tree in trees], base)
+        example.llama.put_back(plain(tree), base)
         example.save_base(base, Path(folder) / "base")
         read = example.export(model, Path(folder), **LORA)
-        got = [flatten_dict(tree["params"], sep="/") for tree in example.llama.to_layers(nnx.state(read), config)]
-        wanted = [by_hand(flatten_dict(tree["params"], sep="/")) for tree in trees]
+        got, wanted = by_path(example.llama.tree_of(read)), by_hand(by_path(tree))
         pipe = make_pipeline(example, config, [4, 1, 1], {})
-        logits = pipe.apply(pipe.from_layer_variables(trees, batch), batch)
+        logits, _ = pipe.apply(pipe.from_model_variables(tree, batch), batch)
         of_tunix, _ = read(batch["input_tokens"], batch["positions"], None, batch["attention_mask"])
         return assert_close(example, (got, of_tunix), (wanted, np.asarray(logits)), 1e-12)
 

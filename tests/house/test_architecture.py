@@ -38,7 +38,7 @@ _ALLOWED = {
     "planning": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches cutting",
     "execution": "terminal schedules seam arrays jaxprs partitioner mesh model memory batches planning",
     "generation": "terminal schedules seam arrays jaxprs partitioner layers mesh "
-    "model memory batches planning execution",
+    "model memory batches planning execution cutting",
     "costs": "terminal schedules seam arrays jaxprs partitioner mesh model memory training planning execution",
     "pictures": "terminal schedules planning costs",
     "view": "terminal schedules model memory planning costs pictures",
@@ -253,7 +253,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 15432
+MOST_LINES = 15769
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 28

@@ -8,7 +8,7 @@ import pytest
 
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.splits import WHOLE
-from jpipe.model.layer_function import Arguments, LayerFunction
+from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import as_remat
@@ -54,7 +54,7 @@ def test_training_gives_new_state_and_evaluation_none():
     x = [jnp.arange(8.0).reshape(2, 4)]
     for train, count in [(True, 2), (False, 0)]:
         function = functions_of(Normed(), nn.Dense(3), train=train)[1]
-        arguments = Arguments([jnp.zeros(4), jnp.ones(4)], [jnp.zeros(4), jnp.ones(4)], [], None, None)
+        arguments = LayerArguments([jnp.zeros(4), jnp.ones(4)], [jnp.zeros(4), jnp.ones(4)], [], None, None)
         results = jax.eval_shape(lambda x, f=function, a=arguments: f.forward(a._replace(key=None), x), x)
         assert len(results.state) == count
         assert [leaf.shape for leaf in results.outputs] == [(2, 4)]
@@ -63,14 +63,14 @@ def test_training_gives_new_state_and_evaluation_none():
 def test_the_loss_follows_the_last_layer():
     last = functions_of(lambda x: x * 2)[-1]
     x, batch = jnp.arange(8.0).reshape(2, 4), {"inputs": None, "scale": jnp.asarray([1.0, 10.0])}
-    loss, weight, largest, count = last.forward(Arguments([], [], [], None, batch), [x]).outputs
+    loss, weight, largest, count = last.forward(LayerArguments([], [], [], None, batch), [x]).outputs
     assert [float(value) for value in (loss, weight, largest, count)] == [2 * (6 + 220), 3, 14, 1]
     assert last.differentiated([loss, weight, largest, count]) == [loss]
 
 
 def test_only_floating_point_outputs_are_differentiated():
     both = functions_of(lambda x: (x, x > 0), lambda x, positive: jnp.where(positive, x, 0))[1]
-    y, positive = both.forward(Arguments([], [], [], None, None), [jnp.ones((2, 4))]).outputs
+    y, positive = both.forward(LayerArguments([], [], [], None, None), [jnp.ones((2, 4))]).outputs
     assert both.differentiated([y, positive]) == [y]
     shardings = both.shardings(WHOLE)
     assert (len(shardings.outputs or ()), len(shardings.cotangents), len(shardings.gradients)) == (2, 1, 1)
@@ -78,6 +78,6 @@ def test_only_floating_point_outputs_are_differentiated():
 
 def test_shapes_that_differ_in_evaluation_are_an_error():
     function = functions_of(Normed(wrong=True), nn.Dense(3), train=False)[1]
-    arguments = Arguments(*[[np.zeros(4, np.float32)] * 2] * 2, [], None, None)
+    arguments = LayerArguments(*[[np.zeros(4, np.float32)] * 2] * 2, [], None, None)
     with pytest.raises(ValueError, match=r"gives float32\[2,2\] in evaluation, not float32\[2,4\] as it was traced"):
         function.forward(arguments, [jnp.ones((2, 4))])

@@ -13,7 +13,7 @@ from cases import assert_close
 from jpipe.batches.bare_inputs import default_inputs
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.splits import Splits
-from jpipe.model.layer_function import Arguments, LayerFunction
+from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import loss_sums, trace_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES, as_remat
@@ -86,7 +86,7 @@ def test_backward_equals_vjp(name, remat):
     leaves = jax.tree.leaves(function.group.variables)
     params = [jnp.asarray(rng.standard_normal(a.shape).astype(a.dtype)) for a in leaves]
     key = jax.random.key(0)
-    arguments, x = Arguments(params, [], [], key, None), [jnp.asarray(BATCH["inputs"])]
+    arguments, x = LayerArguments(params, [], [], key, None), [jnp.asarray(BATCH["inputs"])]
     dy = [jnp.asarray(BATCH["inputs"] + 1)]
 
     @jax.jit
@@ -95,7 +95,7 @@ def test_backward_equals_vjp(name, remat):
         assert [(a.shape, a.dtype) for a in residuals] == [(a.shape, a.dtype) for a in layer.residuals]
         return results.outputs, layer.backward(arguments, residuals, dy)
 
-    run = lambda p, x: function.forward(Arguments(p, [], [], key, None), x).outputs
+    run = lambda p, x: function.forward(LayerArguments(p, [], [], key, None), x).outputs
     expected, vjp = jax.vjp(run, params, x)
     outputs, gradients = both(arguments, x, dy)
     assert_close(outputs, expected, "outputs")
@@ -181,9 +181,9 @@ def test_what_is_made_again_needs_parameters_alone():
     function = functions_of(layer, "none")[1]
     found = trace_layer(function)
     assert len(found.remake.jaxpr.invars) == 1
-    run = lambda w, x: function.forward(Arguments([w], [], [], jax.random.key(0), None), [x]).outputs[0]
+    run = lambda w, x: function.forward(LayerArguments([w], [], [], jax.random.key(0), None), [x]).outputs[0]
     w, x, dy = jnp.float32(2), jnp.asarray(BATCH["inputs"]), jnp.asarray(BATCH["inputs"] + 1)
-    local, arguments = layer_of(function), Arguments([w], [], [], jax.random.key(0), None)
+    local, arguments = layer_of(function), LayerArguments([w], [], [], jax.random.key(0), None)
     gradients = local.backward(arguments, local.forward(arguments, [x])[1], [dy])
     assert_close(tuple(jax.tree.leaves(gradients)), jax.vjp(run, w, x)[1](dy))
 

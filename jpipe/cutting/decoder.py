@@ -1,0 +1,140 @@
+"""A model that is one module in decode mode, cut as in training: each piece has the caches that it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import jax
+
+from jpipe.cutting.kinds import Kinds
+from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, make_pieces, places_again, unused_parts
+from jpipe.cutting.straight import Part
+from jpipe.cutting.whole import CutModel, Read, WholeModel, told_of
+from jpipe.layers.base import AnyLayer, describe
+from jpipe.layers.decode_mode import CACHE, decoding
+from jpipe.model.groups import strong
+from jpipe.model.layer_function import trace_init
+from jpipe.model.random_keys import key_shape
+from jpipe.model.trace import telling
+from jpipe.types import Shapes
+
+
+@dataclass(frozen=True, eq=False)
+class CutDecoder:
+    """A model in decode mode, and where it is cut.
+
+    Attributes:
+      model: its variables are those of training, and the caches.
+      read: tokens -> what the model is called with.
+    """
+
+    model: CutModel
+    read: Read
+
+    def layers(self, tokens: jax.ShapeDtypeStruct) -> tuple[AnyLayer, ...]:
+        """The pieces as layers that take tokens `[b, T]` and write their caches.
+
+        Raises:
+          ValueError: the model can't be cut for so many tokens; or a piece but the first reads the tokens.
+        """
+        traced, outputs = trace_decoder(self.model.whole, self.model.cutting, self.read, tokens)
+        pieces = make_pieces(traced, self.model.cutting, places_of(self.model, traced), Kinds())
+        for index, piece in enumerate(pieces[1:], start=1):
+            if piece.data:
+                raise ValueError(
+                    f"generate: the piece {self.model.names[index]} of {self.model.whole.layer.name} reads the tokens "
+                    "in decode mode, but they are on the first stage only: leave out there what is made of them, such "
+                    "as a mask of padding"
+                )
+        return self.model.as_layers(pieces, pieces, outputs, 1, (CACHE,))
+
+
+def cut_decoder(model: CutModel, inputs: Shapes, size: int, length: int) -> CutDecoder:
+    """Cuts a model in decode mode.
+
+    Args:
+      model: as it is cut in training.
+      inputs: the shapes of what it is called with in training; the only array in them is the tokens, `[b, T]`.
+      size: the sequences that it is called with at a time.
+      length: of the longest sequence.
+
+    Raises:
+      ValueError: it has other variables in decode mode, does other things there, or uses a cache in several pieces.
+    """
+    layer, structure = decoding(model.whole.layer, inputs, size, length), jax.tree.structure(inputs)
+    tokens = jax.ShapeDtypeStruct((size, 1), jax.tree.leaves(inputs)[0].dtype)
+    read: Read = lambda tokens: jax.tree.unflatten(structure, [tokens])
+    with telling(f"generate: {layer.name}", lambda: told_of(read(tokens))):
+        init, variables = trace_init(layer, key_shape(), read(tokens), tokens)
+    whole = WholeModel(layer, strong(variables), init)
+    cutting = model.cutting.renumbered(_numbers(model.whole, whole))
+    decoder = CutModel(whole, cutting)
+    traced, _ = trace_decoder(whole, cutting, read, tokens)
+    caches = _caches(decoder, traced, places_of(decoder, traced))
+    parts = tuple((*own, *more) for own, more in zip(cutting.parts, caches, strict=True))
+    return CutDecoder(CutModel(whole, replace(cutting, parts=parts)), read)
+
+
+def _numbers(training: WholeModel, decoder: WholeModel) -> list[int]:
+    """For each leaf of the variables in training, its index in decode mode."""
+    named = lambda whole: list(zip(whole.collections, whole.paths, strict=True))
+    by_name = {name: i for i, name in enumerate(named(decoder)) if name[0] != CACHE}
+    if [*by_name] != named(training):
+        without = {name: tree for name, tree in decoder.unboxed.items() if name != CACHE}
+        raise ValueError(
+            f"{training.layer.name} has {describe(without)} in decode mode and {describe(training.unboxed)} in "
+            "training, so that it can't take over what was trained"
+        )
+    return list(by_name.values())
+
+
+def trace_decoder(
+    whole: WholeModel, cutting: Cutting, read: Read, tokens: jax.ShapeDtypeStruct
+) -> tuple[Traced, Shapes]:
+    """(the trace of a model in decode mode, with slices of the leaves of which training has slices; its outputs)."""
+    straight, outputs = whole.trace_mode(read, tokens, train=False)
+    sliced = {part.leaf for own in cutting.parts for part in own if part.indices}
+    in_one = {i for i, name in enumerate(whole.collections) if name != CACHE and i not in sliced}
+    return Traced(replace(straight, whole=straight.used_whole | in_one)), outputs
+
+
+def places_of(model: CutModel, traced: Traced) -> list[int]:
+    """The places of a trace in decode mode, from 0 on."""
+    try:
+        return places_again(model.cutting, traced, None)
+    except NoSuchPlace as error:
+        raise ValueError(
+            f"generate: {model.whole.layer.name} does in decode mode other things than in training behind the piece "
+            f"{model.names[error.index]}: no place there bears arrays of the same dtypes behind the same parameters; "
+            "mark places that both have by x = jpipe.cut(x)"
+        ) from None
+
+
+def _caches(model: CutModel, traced: Traced, places: Sequence[int]) -> list[list[Part]]:
+    """For each piece the parts of caches that it has.
+
+    Raises:
+      ValueError: several pieces use one.
+    """
+    whole, cutting = model.whole, model.cutting
+    is_cache = lambda part: whole.collections[part.leaf] == CACHE
+    used = [traced.used(*pair) for pair in pairwise([0, *places, len(traced.straight.main)])]
+    caches = [sorted(filter(is_cache, own)) for own in used]
+    users: dict[Part, int] = {}
+    for index, (own, parts) in enumerate(zip(used, cutting.parts, strict=True)):
+        if strange := [part for part in own if not is_cache(part) and part not in parts]:
+            name = "/".join(whole.paths[strange[0].leaf])
+            raise ValueError(f"generate: {whole.layer.name} uses {name} in decode mode in {model.names[index]} too")
+        for part in caches[index]:
+            if users.setdefault(part, index) != index:
+                raise ValueError(
+                    f"generate: {whole.layer.name} uses its cache {'/'.join(whole.paths[part.leaf])} in the pieces "
+                    f"{model.names[users[part]]} and {model.names[index]}, which may lie on two stages; give each "
+                    "block a cache of its own"
+                )
+    shapes = [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
+    first = next((i for i, tied in enumerate(cutting.tied) if tied is None), 0)
+    caches[first] += sorted(filter(is_cache, unused_parts([*cutting.all_parts, *users], shapes)))
+    return caches

@@ -1,0 +1,55 @@
+"""`jpipe.Arguments`: positional and keyword arguments of a model, as `inputs(batch)` may return them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from jpipe.layers.base import Inputs
+from jpipe.types import Leaf, PyTree
+
+
+@jax.tree_util.register_pytree_node_class
+class Arguments:
+    """Arguments that a model is called with: `model(*positional, **keywords)`.
+
+    `Pipeline(model, ..., inputs=lambda batch: jpipe.Arguments(batch["tokens"], mask=batch["mask"]))`. For positional
+    arguments alone `inputs` may return a tuple.
+
+    Args:
+      positional, keywords: pytrees. Their arrays are data. Python's own values (`True`, 0.5, "gelu") stay what they
+        are, so that a model may branch on them. One that tells the mode, such as `deterministic=True`, is kept.
+    """
+
+    def __init__(self, *positional: PyTree, **keywords: PyTree):
+        leaves, self._structure = jax.tree.flatten((positional, keywords))
+        is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        self._fixed = tuple(None if is_array(leaf) else (leaf,) for leaf in leaves)
+        self._arrays = tuple(filter(is_array, leaves))
+
+    @property
+    def both(self) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """(positional arguments, keyword arguments)."""
+        arrays = iter(self._arrays)
+        return jax.tree.unflatten(self._structure, [fixed[0] if fixed else next(arrays) for fixed in self._fixed])
+
+    def tree_flatten(self) -> tuple[tuple[Leaf, ...], tuple[object, object]]:
+        """The arrays; all that stays as it is."""
+        return self._arrays, (self._structure, self._fixed)
+
+    @classmethod
+    def tree_unflatten(cls, rest: tuple[object, object], arrays: Sequence[Leaf]) -> Arguments:
+        """The inverse of `tree_flatten`."""
+        made = object.__new__(cls)
+        (made._structure, made._fixed), made._arrays = rest, tuple(arrays)
+        return made
+
+    def __repr__(self) -> str:
+        positional, keywords = self.both
+        return f"Arguments({', '.join([*map(repr, positional), *(f'{name}={x!r}' for name, x in keywords.items())])})"
+
+
+def both_of(inputs: Inputs) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """(positional arguments, keyword arguments) of a layer that is called with these inputs."""
+    return inputs[0].both if len(inputs) == 1 and isinstance(inputs[0], Arguments) else (inputs, {})

@@ -1,0 +1,229 @@
+"""A model that is one module generates, in stages, as its plain self without a cache does."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+
+VOCABULARY, WIDTH, TRAINED = 18, 8, 6
+
+
+def embed(**options):
+    return nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, embedding_init=nn.initializers.normal(1.0), **options)
+
+
+class Block(nn.Module):
+    """Attention of Flax's, and a feed-forward."""
+
+    decode: bool
+
+    @nn.compact
+    def __call__(self, x, mask):
+        attention = nn.MultiHeadDotProductAttention(2, decode=self.decode, param_dtype=jnp.float64)
+        x = x + attention(nn.LayerNorm(param_dtype=jnp.float64)(x), mask=mask)
+        return x + nn.Dense(WIDTH, param_dtype=jnp.float64)(nn.gelu(x)), None
+
+
+class Decoder(nn.Module):
+    """A decoder with learned positions, which it counts in decode mode."""
+
+    scanned: bool = False
+    tied: bool = False
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        table, length = embed(name="table"), tokens.shape[1]
+        positions = self.param("positions", nn.initializers.normal(0.5), (32, WIDTH), jnp.float64)
+        first = 0
+        if self.decode:
+            ready = self.has_variable("cache", "index")
+            index = self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
+            first, index.value = index.value, index.value + length * ready
+        x = table(tokens) + jax.lax.dynamic_slice_in_dim(positions, first, length)
+        mask = None if self.decode else nn.make_causal_mask(tokens)
+        if self.scanned:
+            axes = {"params": 0, "cache": 0}
+            blocks = nn.scan(Block, axes, split_rngs={"params": True}, length=3, in_axes=nn.broadcast)
+            x, _ = blocks(self.decode, name="blocks")(x, mask)
+        else:
+            for i in range(3):
+                x, _ = Block(self.decode, name=f"h_{i}")(x, mask)
+        return table.attend(x) if self.tied else nn.Dense(VOCABULARY, param_dtype=jnp.float64, name="head")(x)
+
+
+class NnxBlock(nnx.Module):
+    """A block in nnx."""
+
+    def __init__(self, rngs):
+        options = {"param_dtype": jnp.float64, "rngs": rngs}
+        self.norm = nnx.LayerNorm(WIDTH, **options)
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, **options)
+        self.linear = nnx.Linear(WIDTH, WIDTH, **options)
+
+    def __call__(self, x):
+        mask = None if self.attention.decode else nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.norm(x), mask=mask)
+        return x + self.linear(nnx.gelu(x))
+
+
+class NnxDecoder(nnx.Module):
+    """A decoder in nnx, without positions."""
+
+    def __init__(self, rngs):
+        options = {"param_dtype": jnp.float64, "rngs": rngs}
+        self.table = nnx.Embed(VOCABULARY, WIDTH, embedding_init=nnx.initializers.normal(1.0), **options)
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(3)])
+        self.head = nnx.Linear(WIDTH, VOCABULARY, **options)
+
+    def __call__(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+MODELS = {
+    "loop": Decoder,
+    "scan": lambda: Decoder(scanned=True),
+    "tied": lambda: Decoder(tied=True),
+    "frozen": lambda: jpipe.freeze(Decoder(), lambda path: "table" in path),
+    "nnx": lambda: lambda rngs: NnxDecoder(rngs),
+    "nnx, ready": lambda: NnxDecoder(nnx.Rngs(0)),
+}
+PLACES = {
+    "K=2": {"num_stages": 2},
+    "K=1": {"num_stages": 1},
+    "v": {"num_stages": 2, "num_chunks": 2, "schedule": "v"},
+    "shared": {"num_stages": 2, "ends": "shared"},
+}
+BY_DEFAULT = {("scan", "K=2"), ("loop", "v"), ("nnx", "K=2")}
+CASES = [
+    pytest.param(model, place, marks=() if (model, place) in BY_DEFAULT else pytest.mark.slow)
+    for model in MODELS
+    for place in PLACES
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def loss_fn(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def batch_of():
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (8, TRAINED + 1)).astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def pipeline(model, **options):
+    """(a pipeline of four micro-batches, its variables)."""
+    pipe = jpipe.Pipeline(model, loss_fn, num_microbatches=4, **options)
+    return pipe, pipe.init(jax.random.key(1), batch_of())
+
+
+def without_cache(apply, prompts, num_tokens):
+    """The whole sequence through the model for each token."""
+    tokens, apply = np.pad(prompts, ((0, 0), (0, num_tokens))), jax.jit(apply)
+    for place in range(prompts.shape[1], tokens.shape[1]):
+        tokens[:, place] = jnp.argmax(apply(tokens)[:, place - 1], -1)
+    return tokens
+
+
+def plain(name, tree):
+    """The model as a function of tokens."""
+    if "nnx" not in name:
+        model = MODELS["loop" if name == "frozen" else name]()
+        return lambda tokens: model.apply(tree, tokens)
+    module = NnxDecoder(nnx.Rngs(0))
+    nnx.update(module, tree["params"])
+    return module
+
+
+@pytest.mark.parametrize(("model", "place"), CASES)
+def test_equals_the_model_without_a_cache(model, place, monkeypatch):
+    monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)  # ends of any size are split
+    pipe, variables = pipeline(MODELS[model](), **PLACES[place])
+    tree = jax.device_get(pipe.model_variables(variables))
+    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (40, 5)).astype(np.int32)
+    expected = without_cache(plain(model, tree), prompts, 7)
+    np.testing.assert_array_equal(pipe.generate(variables, prompts, 7), expected)
+
+
+class Causal(nn.Module):
+    """A decoder of one attention after another, which takes any number of tokens at a time."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = embed()(tokens)
+        for i in range(3):
+            query, key, value = jnp.split(nn.Dense(3 * WIDTH, param_dtype=jnp.float64)(x), 3, axis=-1)
+            first = 0
+            if self.decode:
+                ready = self.has_variable("cache", f"place_{i}")
+                place = self.variable("cache", f"place_{i}", lambda: jnp.zeros((), jnp.int32))
+                kept = [self.variable("cache", f"{n}_{i}", jnp.zeros, x.shape, x.dtype) for n in ("key", "value")]
+                if ready:
+                    first, place.value = place.value, place.value + x.shape[1]
+                    for leaf, new in zip(kept, (key, value), strict=True):
+                        leaf.value = jax.lax.dynamic_update_slice_in_dim(leaf.value, new, first, axis=1)
+                key, value = (leaf.value for leaf in kept)
+            seen = jnp.arange(key.shape[1]) <= first + jnp.arange(x.shape[1])[:, None]
+            scores = jnp.where(seen, jnp.einsum("bqd,bkd->bqk", query, key), -jnp.inf)
+            x = x + jax.nn.softmax(scores) @ value
+        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x)
+
+
+def test_prompts_are_fed_several_tokens_at_a_time():
+    pipe, variables = pipeline(Causal(), num_stages=2)
+    tree = jax.device_get(pipe.model_variables(variables))
+    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (6, 6)).astype(np.int32)
+    expected = without_cache(lambda tokens: Causal().apply(tree, tokens), prompts, 4)
+    np.testing.assert_array_equal(pipe.generate(variables, prompts, 4, prefill=3), expected)
+
+
+class Looks(nn.Module):
+    """A model that counts its tokens, but for the one of its blocks that looks at all of them without a cache."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = embed()(tokens)
+        if self.decode:
+            counter = self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
+            x, counter.value = x * counter.value, counter.value + 1
+        x = x + nn.Dense(WIDTH, param_dtype=jnp.float64)(x)
+        x = x + nn.Dense(WIDTH, param_dtype=jnp.float64)(jnp.cumsum(x, 1))
+        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x)
+
+
+def test_pieces_that_look_at_other_tokens_without_a_cache_are_named():
+    pipe, variables = pipeline(Looks(), num_stages=3)
+    with pytest.warns(UserWarning, match=r"layer \d \(Dense_1\) looks at other tokens"):
+        pipe.generate(variables, np.zeros((4, 3), np.int32), 2)
+
+
+class Plain(nn.Module):
+    """A model that keeps nothing."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(embed()(tokens))
+
+
+def test_a_model_without_a_cache_is_refused():
+    pipe, variables = pipeline(Plain(), num_stages=2)
+    with pytest.raises(ValueError, match="no layer keeps a cache"):
+        pipe.generate(variables, np.zeros((4, 3), np.int32), 2)
