@@ -6,7 +6,6 @@ piece, for the shapes of any batch. Nothing here knows Flax: the module is one `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +13,6 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
@@ -30,6 +28,7 @@ from jpipe.cutting.pieces import (
     make_pieces,
     places_again,
 )
+from jpipe.cutting.stack_rows import rows_of
 from jpipe.cutting.straight import INLINED, Part, Straight, straighten
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.flops import flops_of
@@ -305,12 +304,12 @@ class CutModel:
         inits, kinds = [], Kinds()
         for parts in self.cutting.parts:
             numbers = [flat.element(flat.results[part.leaf], part.indices) for part in parts]
-            equations = [flat.equations[i] for i in flat.needed_for(number for number, _ in numbers)]
-            made = kinds.part(flat, equations, flat.arguments, [number for number, _ in numbers])
+            values, of_part = [number for number, _ in numbers], flat
             if any(indices for _, indices in numbers):
-                sliced = flatten(_sliced(made.closed, [indices for _, indices in numbers]), calls=INLINED)
-                made = kinds.part(sliced, sliced.equations, sliced.arguments, sliced.results)
-            inits.append(made)
+                of_part = flatten(trace(rows_of(flat, numbers), key_shape())[0], calls=INLINED).folded
+                values = of_part.results
+            equations = [of_part.equations[i] for i in of_part.needed_for(values)]
+            inits.append(kinds.part(of_part, equations, of_part.arguments, values))
         return inits
 
 
@@ -322,17 +321,6 @@ def _stacked(parts: Mapping[tuple[int, ...], Leaf]) -> Leaf:
     for (first, *others), leaf in parts.items():
         rest.setdefault(first, {})[tuple(others)] = leaf
     return jnp.stack([_stacked(rest[i]) for i in sorted(rest)])
-
-
-def _sliced(jaxpr: ClosedJaxpr, indices: Sequence[tuple[int, ...]]) -> ClosedJaxpr:
-    """A jaxpr of which each result is sliced once more, by numbers: others make it another only in these."""
-    at = lambda leaf, index: jax.lax.dynamic_index_in_dim(leaf, np.int32(index), keepdims=False)
-
-    def run(key: jax.Array) -> list[Leaf]:
-        pairs = zip(replay(jaxpr, [0] * len(indices))(key), indices, strict=True)
-        return [functools.reduce(at, of_leaf, leaf) for leaf, of_leaf in pairs]
-
-    return trace(run, key_shape())[0]
 
 
 def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
