@@ -28,20 +28,20 @@ from jpipe.training.per_layer import per_layer
 from jpipe.training.train_state import TrainState
 
 if _TYPE_CHECKING:
-    from jpipe.checkpoints.checkpointer import Checkpointer, load_layers
+    from jpipe.checkpoints.checkpointer import Checkpointer, load_layers, load_model
 
 __version__ = "0.1.0"
 __all__ = [
     "Action", "Arguments", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule",
     "Shared", "Timeline", "TrainState", "compare", "cut", "forecast", "freeze", "initialize", "layers_of",
-    "load_layers", "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads",
-    "show_progress", "simulate", "stash", "watch", "zero_bubble",
+    "load_layers", "load_model", "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile",
+    "reads", "show_progress", "simulate", "stash", "watch", "zero_bubble",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
     """Imports what needs orbax when it is asked for."""
-    if name in ("Checkpointer", "load_layers"):
+    if name in ("Checkpointer", "load_layers", "load_model"):
         from jpipe.checkpoints import checkpointer
 
         return getattr(checkpointer, name)

@@ -162,7 +162,7 @@ class Pipeline(Tabular):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
-        of = f"{len(self.planner.request.layers)} layers, {sizes}, schedule={self.schedule.name!r}"
+        of = f"{self.planner.request.in_words}, {sizes}, schedule={self.schedule.name!r}"
         return f"Pipeline({of}, mesh={dict(self.mesh.shape)})"
 
     def _table(self) -> Table:
@@ -363,8 +363,8 @@ class Pipeline(Tabular):
 
         Args:
           variables, batch, key: as of `value_and_grad`.
-          reference: `(trees, batch) -> loss` of the whole batch, from trees as of `layer_variables`: a model of your
-            own, which JAX differentiates. Default: the layers, called one after the other for each micro-batch.
+          reference: `(trees, batch) -> loss` of the whole batch, from trees as of `layer_variables`, for one module as
+            of `model_variables`: a model of your own, differentiated by JAX. Default: the layers or the module.
         """
         from jpipe.profiling.gradient_check import check_gradients
 

@@ -11,8 +11,8 @@ from jpipe.checkpoints import checkpointer
 PUBLIC = {
     "Action", "Arguments", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule",
     "Shared", "Timeline", "TrainState", "compare", "cut", "forecast", "freeze", "initialize", "layers_of",
-    "load_layers", "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads",
-    "show_progress", "simulate", "stash", "watch", "zero_bubble",
+    "load_layers", "load_model", "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile",
+    "reads", "show_progress", "simulate", "stash", "watch", "zero_bubble",
 }  # fmt: skip
 
 

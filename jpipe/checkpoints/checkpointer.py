@@ -1,4 +1,4 @@
-"""`Checkpointer` and `load_layers`: save a training state, and restore it under any pipeline of its layers."""
+"""`Checkpointer`, `load_layers`, `load_model`: save a training state, restore it under any pipeline of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jpipe import __version__
 from jpipe.batches.rows import on_all
 from jpipe.checkpoints import files
 from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
-from jpipe.checkpoints.contents import LAYERS, Contents, first_difference
+from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, PathLeaf, first_difference, named_trees
 from jpipe.checkpoints.refreezing import origin_of
 from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_state, check_variables
@@ -37,9 +37,10 @@ Value = TypeVar("Value")
 class Checkpointer:
     """Checkpoints of one run in a directory; orbax writes them, in the background.
 
-    A checkpoint holds the layers' own variables and the optimiser's state for each of them, by layer index and name,
-    not as a pipeline lays them out: it can be restored under another number of stages, another schedule, mesh, or
-    number of processes. No device and no process ever holds the whole model.
+    A checkpoint holds the layers' own variables and the optimiser's state for each of them, by layer index and name; of
+    a model that is one module those of its parameters, by their names in the model. It can be restored under another
+    number of stages, other cuts, another schedule, mesh, or number of processes. No device and no process ever holds
+    the whole model.
 
         with jpipe.Checkpointer(directory, keep=3) as saved:
             state, position = saved.restore(pipe, batch, tx)
@@ -57,7 +58,7 @@ class Checkpointer:
 
     In a cluster all processes make one, of a directory that they share, and call the same methods in the same order.
     Within the `with` SIGTERM doesn't end the process: ask `preempted` at every step. One job at a time may have a
-    directory open; others read it by `load_layers`.
+    directory open; others read it by `load_layers` or `load_model`.
 
     Args:
       directory: made if it isn't there; may be one of a cloud store that orbax knows, such as `gs://bucket/run`.
@@ -149,7 +150,7 @@ class Checkpointer:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
             raise TypeError("the state is being traced; call save outside of jax.jit and its like")
         check_variables(pipe.plan, state.variables)
-        contents, step = Contents(pipe.plan.model, state), int(state.step)
+        contents, step = Contents(pipe.plan.model, state, pipe.plan.cut), int(state.step)
         encoded = containers_to_json(position, value_to_json)
         if step in self._done:
             return
@@ -216,8 +217,8 @@ class Checkpointer:
         A checkpoint that can't be read is passed over with a warning.
 
         Args:
-          pipe: a pipeline of the layers that were saved, in any number of stages and over any mesh. It may freeze other
-            parameters (`jpipe.freeze`): those that weren't trained begin with what `tx.init` gives them.
+          pipe: a pipeline of the layers or of the model that was saved, in any number of stages and over any mesh. It
+            may freeze other parameters (`jpipe.freeze`): those that weren't trained begin with what `tx.init` gives.
           batch: a batch `[B, ...]`, or its shapes.
           tx: the optimiser; its state has to have the structure that was saved.
 
@@ -225,7 +226,7 @@ class Checkpointer:
           `(state, position)`, or `(None, None)` if there is no checkpoint.
 
         Raises:
-          ValueError: the checkpoint is of other layers or of another optimiser; the first difference is named. Or it
+          ValueError: the checkpoint is of another model or of another optimiser; the first difference is named. Or it
             was written by a newer jpipe. Or other parameters are frozen, and the optimiser's state can't be told apart
             by parameters.
           RuntimeError: there are checkpoints, but none can be read.
@@ -248,15 +249,18 @@ class Checkpointer:
         keys = {name: on_all(_key_from_json(key), pipe.mesh) for name, key in about["random_keys"].items()}
         state = pipe.abstract_state(batch, tx, keys["key"])
         pipe.agreement.check(batch, "init")
-        contents = Contents(pipe.plan.model, state)
+        contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         wanted = contents.description()
         origin = origin_of(about, wanted, contents)
         difference = first_difference(origin.renamed(about, wanted), wanted)
         if difference is not None:
+            given = "from_model_variables(tree, batch)" if "model" in wanted else "from_layer_variables(trees, batch)"
+            loaded = "model's values alone: tree = jpipe.load_model(directory)"
+            if "layers" in about:
+                loaded = "layers' values alone: trees = jpipe.load_layers(directory)"
             raise ValueError(
                 f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or "
-                "begin with the layers' values alone: trees = jpipe.load_layers(directory), pipe.create_state(..., "
-                "variables=pipe.from_layer_variables(trees, batch))"
+                f"begin with the {loaded}, pipe.create_state(..., variables=pipe.{given})"
             )
         arrays, named = read_all(directory, contents, origin)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
@@ -265,7 +269,7 @@ class Checkpointer:
 
 
 def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> list[PyTree]:
-    """Each layer's own variables from a checkpoint, on the host, without a pipeline.
+    """Each layer's own variables from a checkpoint of a list of layers, on the host, without a pipeline.
 
     They are what `Pipeline.layer_variables` gives, without Flax's metadata boxes: for a linen layer `module.apply(item,
     x)` takes an item.
@@ -277,8 +281,32 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
     Raises:
       FileNotFoundError: there is no such checkpoint.
       RuntimeError: none can be read.
-      TypeError, ValueError: `step` is no integer, or negative.
+      TypeError, ValueError: `step` is no integer, or negative; the checkpoint is of a model that is one module.
     """
+    return _loaded(directory, step, LAYERS)
+
+
+def load_model(directory: str | os.PathLike[str], step: int | None = None) -> PyTree:
+    """The variables of a model that is one module from a checkpoint, on the host, without a pipeline.
+
+    They are what `Pipeline.model_variables` gives, without Flax's metadata boxes: for a linen module `model.apply(tree,
+    x)` takes them.
+
+    Args:
+      directory: the directory of a `Checkpointer`.
+      step: which checkpoint; default: the newest that can be read.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      RuntimeError: none can be read.
+      TypeError, ValueError: `step` is no integer, or negative; the checkpoint is of a list of layers.
+    """
+    (tree,) = _loaded(directory, step, MODEL)
+    return tree
+
+
+def _loaded(directory: str | os.PathLike[str], step: int | None, item: str) -> list[PyTree]:
+    """The trees of a checkpoint of a list of layers (`LAYERS`) or of one module (`MODEL`)."""
     if step is not None:
         step = as_integer("step", step, "pass that of a checkpoint, or None for the newest", least=0)
     path = files.as_path(directory)
@@ -291,13 +319,26 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
 
     def read(step: int) -> list[PyTree]:
         about = files.read_about(path / str(step))
-        wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == LAYERS}
-        with task(f"reading the layers of step {step}"):
+        if item not in about:
+            name = about["model"]["name"] if item == LAYERS else ""
+            what = f"the model {name}, which is one module" if name else "a list of layers"
+            raise ValueError(
+                f"{path} has checkpoints of {what}; read them by jpipe.load_{'model' if name else 'layers'}(directory)"
+            )
+        wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == item}
+        with task(f"reading the {item} of step {step}"):
             arrays = files.read_arrays(path / str(step), wanted)
-        array_of = lambda path: arrays[tuple(path)]
-        return [containers_from_json(layer["item"], array_of) for layer in about["layers"]]
+        return [jax.tree.map(lambda leaf: _array_of(leaf, arrays), tree) for tree in named_trees(about)]
 
     return _newest(path, steps if step is None else [step], read)[1]
+
+
+def _array_of(leaf: PathLeaf, arrays: files.Named) -> np.ndarray:
+    """The array of a leaf, on the host; its slices are stacked again."""
+    if not leaf.stacked:
+        return arrays[leaf.path]
+    slices = [arrays[path] for path in leaf.paths]
+    return np.stack(slices).reshape(*leaf.stacked, *slices[0].shape)
 
 
 def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Value]) -> tuple[int, Value, list[int]]:

@@ -13,7 +13,13 @@ are in the checkpoint, a record (a layer, or layers that share its variables) af
     layers/0001_Dense/params/kernel     ...                                     layers/params and optimizer/1/0/mu
     optimizer/1/0/count                                                         `without_layer`
 
-Variables that layers share are stored once, with the first layer that uses them. Beside the arrays is a `description`,
+Variables that layers share are stored once, with the first layer that uses them. A model that is one module names its
+own parameters, wherever it is cut; slices of a stacked one, which lie on several stages, end with their indices:
+
+    model/params/h_3/attention/kernel   optimizer/1/0/mu/h_3/attention/kernel
+    model/params/blocks/mlp/kernel/5    optimizer/1/0/mu/blocks/mlp/kernel/5
+
+Beside the arrays is a `description`,
 by which two models are told apart, and a layer's own tree put together again without its pipeline.
 """
 
@@ -23,14 +29,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import chain, product, zip_longest
 from typing import TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.checkpoints.containers import Json, PathKey, containers_to_json, name_of
-from jpipe.memory.layout import Layout, StageTree
+from jpipe.checkpoints.containers import Json, PathKey, containers_from_json, containers_to_json, name_of
+from jpipe.cutting.whole import CutModel
+from jpipe.memory.layout import NO_PART, Layout, StageTree
 from jpipe.memory.records import Arrays, Records
 from jpipe.model.groups import Model
 from jpipe.training.train_state import TrainState
@@ -41,7 +48,8 @@ Path = tuple[str, ...]
 Named = dict[Path, Leaf]
 """Arrays, or their shapes, by path."""
 
-LAYERS, OPTIMIZER = "layers", "optimizer"
+LAYERS, MODEL, OPTIMIZER = "layers", "model", "optimizer"
+NOTHING = ""
 _OF_BUFFERS = (
     "{} follows the pipeline's buffers, not its layers, so that no other layout could read it; wrap the transformation "
     "that keeps it in jpipe.per_layer(...)"
@@ -55,7 +63,8 @@ class NamedRecord:
     Attributes:
       record_type, record: the record's place (`jpipe.memory.records`).
       users: the layers.
-      shapes: the arrays by tree and path, as shapes with shardings, in the order of the leaves.
+      shapes: the arrays by tree and path, as shapes with shardings, in the order of the leaves. Room in which nothing
+        lies has a path that begins with `NOTHING`.
     """
 
     record_type: int
@@ -66,7 +75,8 @@ class NamedRecord:
     @property
     def named(self) -> Named:
         """The arrays of all trees as shapes, by path."""
-        return {path: shape for named in self.shapes.values() for path, shape in named.items()}
+        named = {path: shape for named in self.shapes.values() for path, shape in named.items()}
+        return {path: shape for path, shape in named.items() if path[0] != NOTHING}
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +95,7 @@ class Contents:
     Attributes:
       model: the layers.
       state: a state, or its shapes with shardings.
+      cut: of a model that is one module, where it is cut.
 
     Raises:
       TypeError: a part of the optimiser's state lies like the parameters' buffers but isn't one, so that it can't be
@@ -93,6 +104,7 @@ class Contents:
 
     model: Model
     state: TrainState
+    cut: CutModel | None = None
 
     def __post_init__(self) -> None:
         for path, tree in self.trees.items():
@@ -166,12 +178,18 @@ class Contents:
                 structs = [
                     scattered.leaf.update(dtype=dtype, sharding=scattered.sharding) for scattered, dtype in pairs
                 ]
-                shapes["/".join(path)] = dict(zip(self._paths(path, v, users[0]), structs, strict=True))
+                shapes["/".join(path)] = dict(zip(self._paths(path, v, j, users[0]), structs, strict=True))
             records.append(NamedRecord(v, j, users, shapes))
         return records
 
-    def _paths(self, tree: Path, record_type: int, layer: int) -> Iterator[Path]:
+    def _paths(self, tree: Path, record_type: int, record: int, layer: int) -> Iterator[Path]:
         """The names of a record's leaves in a tree, in the order of the leaves."""
+        if (whole := self.trees[tree].layout.model_tree) is not None:
+            prefix = (MODEL, *tree[1:]) if tree[0] == LAYERS else tree
+            for i, part in enumerate(whole.parts[record_type][record]):
+                name = (*prefix, *whole.paths[part[0]], *map(str, part[1]))
+                yield name if part != NO_PART else (NOTHING, *tree, str(i))
+            return
         treedef, name = self.trees[tree].layout.treedefs[record_type], self.layer_name(layer)
         numbered, prefix = jax.tree.unflatten(treedef, range(treedef.num_leaves)), (*tree, name)
         if tree[0] == LAYERS:  # as the layer's own library names them, without metadata boxes
@@ -203,8 +221,27 @@ class Contents:
         """The layers and the arrays, by which two models are told apart, as JSON.
 
         Each layer has a name, the name of the layer that its variables are stored with, and how its own tree is put
-        together: as `Pipeline.layer_variables` gives it, with the names of its arrays as leaves.
+        together: as `Pipeline.layer_variables` gives it, with the names of its arrays as leaves. A model that is one
+        module has a name, and its own tree.
         """
+        named = self.shapes() | self.random_keys
+        arrays = [[list(path), leaf.dtype.name, list(leaf.shape)] for path, leaf in sorted(named.items())]
+        if self.cut is None:
+            return {"layers": self._layers(), "arrays": arrays}
+        layer, trees = self.cut.whole.layer, {}
+        for name, variables in self.state.variables.items():
+            tree = variables.layout.model_tree
+            assert tree is not None
+            last = {part[0]: part[1] for part in sorted(chain.from_iterable(chain.from_iterable(tree.parts)))}
+            leaves = [
+                PathLeaf((MODEL, name, *path), tuple(i + 1 for i in last[n])) for n, path in enumerate(tree.paths)
+            ]
+            trees[name] = jax.tree.unflatten(tree.treedef, leaves)
+        trees = {name: tree for name, tree in trees.items() if name in self.cut.whole.unboxed}
+        item = containers_to_json(layer.to_item(trees), lambda _, leaf: [list(leaf.path), list(leaf.stacked)])
+        return {"model": {"name": layer.name, "item": item}, "arrays": arrays}
+
+    def _layers(self) -> Json:
         records = {i: record for record in self.each_record for i in record.users}
         layers = []
         for i in range(self.model.num_layers):
@@ -213,9 +250,7 @@ class Contents:
             item = containers_to_json(group.layer.to_item(self._unboxed(i, trees)), lambda _, leaf: list(leaf.path))
             stored = self.layer_name(records[i].users[0]) if i in records else None
             layers.append({"name": self.layer_name(i), "stored": stored, "item": item})
-        named = self.shapes() | self.random_keys
-        arrays = [[list(path), leaf.dtype.name, list(leaf.shape)] for path, leaf in sorted(named.items())]
-        return {"layers": layers, "arrays": arrays}
+        return layers
 
     def _named(self, record: NamedRecord, collection: str) -> PyTree:
         """A layer's tree of a collection, with the paths of its arrays as leaves."""
@@ -253,9 +288,35 @@ def _is_tree(node: object) -> TypeGuard[StageTree]:
 
 @dataclass(frozen=True)
 class PathLeaf:
-    """A path as a leaf of a pytree."""
+    """A path as a leaf of a pytree.
+
+    Attributes:
+      path: that of the array.
+      stacked: how many slices of it there are along each of its first dimensions, if slices of it are stored, whose
+        indices end their paths.
+    """
 
     path: Path
+    stacked: tuple[int, ...] = ()
+
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of what is stored."""
+        return [(*self.path, *map(str, indices)) for indices in product(*map(range, self.stacked))]
+
+
+def named_trees(description: Json) -> list[PyTree]:
+    """Each layer's own tree, or the tree of a model that is one module, of the paths of its arrays."""
+    if "model" in description:
+        leaf_of = lambda encoded: PathLeaf(*map(tuple, encoded))
+        return [containers_from_json(description["model"]["item"], leaf_of)]
+    leaf_of = lambda path: PathLeaf(tuple(path))
+    return [containers_from_json(layer["item"], leaf_of) for layer in description["layers"]]
+
+
+def parameter_of(path: Path) -> tuple[str, str, Path]:
+    """(Its layer, empty in a model that is one module; its collection; its path there) of an array of the model."""
+    return ("", path[1], path[2:]) if path[0] == MODEL else (path[1], path[2], path[3:])
 
 
 def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | None:
@@ -265,7 +326,10 @@ def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | N
       saved: the checkpoint's description.
       wanted: the pipeline's description.
     """
-    for there, here in zip_longest(saved["layers"], wanted["layers"], fillvalue={}):
+    kinds = ["one module" if "model" in description else "a list of layers" for description in (saved, wanted)]
+    if kinds[0] != kinds[1]:
+        return f"its model is {kinds[0]} in the checkpoint and {kinds[1]} in the pipeline"
+    for there, here in zip_longest(saved.get("layers", []), wanted.get("layers", []), fillvalue={}):
         if not there or not here:
             counts = f"{len(saved['layers'])} layers in the checkpoint, {len(wanted['layers'])} in the pipeline"
             whose = "the checkpoint" if there else "the pipeline"

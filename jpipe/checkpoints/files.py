@@ -1,7 +1,8 @@
 """Reads and writes checkpoints as files: one directory for each step, by orbax.
 
-A step's directory has an item `layers` and an item `optimizer`, trees of arrays in orbax's own format, and `about`,
-JSON: the format's version, the step, the random key, the position in the data, and the names and shapes of all arrays.
+A step's directory has an item `layers`, or `model` if that is one module, and an item `optimizer`, trees of arrays in
+orbax's own format, and `about`, JSON: the format's version, the step, the random key, the position in the data, and the
+names and shapes of all arrays.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jpipe.checkpoints.containers import Json
-from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Named
+from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Named
 from jpipe.seam.runtime import may_pass
 
-FORMAT = 1
+FORMATS = {"layers": 1, "model": 2}
+"""The versions of the format: a jpipe that reads only the first reads lists of layers alone."""
 ABOUT = "about"
 Result = TypeVar("Result")
 
@@ -55,7 +57,7 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
         return ocp.CheckpointManager(
             directory,
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
-            item_names=(LAYERS, OPTIMIZER, ABOUT),
+            item_names=(LAYERS, MODEL, OPTIMIZER, ABOUT),
         )
     except (OSError, RuntimeError) as error:
         raise OSError(
@@ -121,7 +123,8 @@ def write(manager: ocp.CheckpointManager, step: int, named: Named, about: Json) 
     """Starts to write a checkpoint; the arrays may be changed once this returns."""
     not_empty = {path: leaf for path, leaf in named.items() if leaf.size}  # orbax holds no arrays without elements
     items = {name: ocp.args.PyTreeSave(tree) for name, tree in ocp.tree.from_flat_dict(not_empty).items()}
-    arguments = ocp.args.Composite(**items, **{ABOUT: ocp.args.JsonSave({"format": FORMAT, **about})})
+    version = FORMATS["model" if "model" in about else "layers"]
+    arguments = ocp.args.Composite(**items, **{ABOUT: ocp.args.JsonSave({"format": version, **about})})
     manager.save(step, args=arguments, force=True)
 
 
@@ -153,9 +156,9 @@ def read_about(directory: epath.Path) -> Json:
     with _reading(directory / ABOUT):
         about = ocp.JsonCheckpointHandler().restore(directory / ABOUT)
         version = int(about["format"])
-    if version > FORMAT:
+    if version > (newest := max(FORMATS.values())):
         raise ValueError(
-            f"the checkpoint {directory} has the format {version}, and this jpipe reads none newer than {FORMAT}; "
+            f"the checkpoint {directory} has the format {version}, and this jpipe reads none newer than {newest}; "
             "use a newer jpipe"
         )
     return about
@@ -178,7 +181,7 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
       DamagedError: they can't be read.
     """
     arrays: Named = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items() if not shape.size}
-    for item in (LAYERS, OPTIMIZER):
+    for item in (LAYERS, MODEL, OPTIMIZER):
         wanted = {path[1:]: shape for path, shape in shapes.items() if path[0] == item and shape.size}
         if wanted:
             tree = ocp.tree.from_flat_dict(wanted)

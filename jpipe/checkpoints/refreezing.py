@@ -1,8 +1,8 @@
 """Finds a checkpoint's arrays for a pipeline that freezes other parameters (`jpipe.freeze`): gradual unfreezing.
 
-A layer's own tree is the same, frozen or not, so its two descriptions pair the parameters. The optimiser's
-arrays for a parameter have the parameter's name, so that names pair them too. Three parameters, where frozen ones have
-no moments:
+A layer's own tree, or the model's if it is one module, is the same, frozen or not, so its two descriptions pair the
+parameters. The optimiser's arrays for a parameter have the parameter's name, so that names pair them too. Three
+parameters, where frozen ones have no moments:
 
     checkpoint                    pipeline
     params/a   mu/a      ->       params/a   mu/a      as saved
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.checkpoints.containers import Json, containers_from_json, name_of
-from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Path, PathLeaf
+from jpipe.checkpoints.containers import Json, name_of
+from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Path, named_trees, parameter_of
 
 PARAMS = "params"
 
@@ -62,12 +62,13 @@ def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
       ValueError: an array of the optimiser can't be told apart by parameters; it is named.
     """
     names = _renamed_parameters(saved, wanted)
-    changed, collections = {path[1] for path in names}, {path[2] for pair in names.items() for path in pair}
+    changed = {parameter_of(path)[0] for path in names}
+    collections = {parameter_of(path)[1] for pair in names.items() for path in pair}
     parameters = _parameters(contents, collections)
     there, here = ({tuple(path): shape for path, _, shape in description["arrays"]} for description in (saved, wanted))
     fresh, dropped = set(), set()
     for path, shape in (there | here).items():
-        layer = next((name for name in path if name in changed), None)
+        layer = next((name for name in ("", *path) if name in changed), None)
         if path[0] != OPTIMIZER or layer is None:
             continue
         # An array of the optimiser for a parameter has its name at the end of its path; the longest such name counts. A
@@ -76,18 +77,19 @@ def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
         ends = [keys for keys in named if path[len(path) - len(keys) :] == keys]
         owner = named[max(ends, key=len)] if ends else None
         if owner is None:
-            trained = sum(math.prod(here[p]) for p in parameters[layer].values() if p[2] == PARAMS)
+            trained = sum(math.prod(here[p]) for p in parameters[layer].values() if parameter_of(p)[1] == PARAMS)
             # An array with a name of its own, such as a count, belongs to no parameter, unless it is as long as all of
-            # the layer's parameters together.
-            is_told = not path[-1].isdigit() and (not shape or math.prod(shape) != trained)
+            # the layer's parameters together. A whole model's optimiser names all that belongs to parameters.
+            is_told = not layer or (not path[-1].isdigit() and (not shape or math.prod(shape) != trained))
         else:
-            trains = owner[2] == PARAMS, names.get(owner, owner)[2] == PARAMS
+            trains = [parameter_of(p)[1] == PARAMS for p in (owner, names.get(owner, owner))]
             is_told = all(it_trains or path not in has for it_trains, has in zip(trains, (here, there), strict=True))
         if not is_told:
+            one = next(p for p in names if parameter_of(p)[0] == layer)
             raise ValueError(
                 f"{'/'.join(path)} belongs to no single parameter by its name, while {layer} had other parameters "
-                f"frozen in the checkpoint ({'/'.join(next(p for p in names if p[1] == layer)[2:])} is one that "
-                "changed), so what the optimiser kept can't be told apart; freeze the same parameters"
+                f"frozen in the checkpoint ({'/'.join(one[2:])} is one that changed), so what the optimiser kept can't "
+                "be told apart; freeze the same parameters"
             )
         if owner in names:
             (fresh if path in here else dropped).add(path)
@@ -97,11 +99,12 @@ def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
 def _renamed_parameters(saved: Json, wanted: Json) -> dict[Path, Path]:
     """The parameters that one of the two alone froze: path in the pipeline -> path in the checkpoint."""
     names = {}
-    for layers in zip(wanted["layers"], saved["layers"], strict=False):  # `first_difference` compares the counts
-        trees = [containers_from_json(layer["item"], lambda path: PathLeaf(tuple(path))) for layer in layers]
+    for trees in zip(named_trees(wanted), named_trees(saved), strict=False):  # `first_difference` compares the counts
         if jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
-            pairs = zip(*map(jax.tree.leaves, trees), strict=True)
-            names |= {a.path: b.path for a, b in pairs if a.path[1] == b.path[1] and a.path[2] != b.path[2]}
+            for pair in zip(*map(jax.tree.leaves, trees), strict=True):
+                (layer, collection, _), (other, another, _) = (parameter_of(leaf.path) for leaf in pair)
+                if layer == other and collection != another:
+                    names |= zip(pair[0].paths, pair[1].paths, strict=False)
     return names
 
 
@@ -114,6 +117,10 @@ def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Pat
     """
     by_layer = {}
     for record in contents.each_record:
+        if contents.cut is not None:
+            paths = [path for name in collections for path in record.shapes.get(f"{LAYERS}/{name}", ())]
+            by_layer.setdefault("", {}).update((parameter_of(path)[2], path) for path in paths)
+            continue
         names = by_layer.setdefault(contents.layer_name(record.users[0]), {})
         for collection in sorted(collections, key=PARAMS.__eq__):  # where names are the same, the trained one counts
             if shapes := record.shapes.get(f"{LAYERS}/{collection}"):

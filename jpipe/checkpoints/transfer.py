@@ -37,7 +37,8 @@ def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
         for record in portion:
             leaves = contents.records.take(arrays, record.record_type, record.record)
             for name, shapes in record.shapes.items():
-                named |= dict(zip(shapes, map(_to_host, leaves[name]), strict=True))
+                stored = zip(shapes, leaves[name], strict=True)
+                named |= {path: _to_host(leaf) for path, leaf in stored if path in record.named}
         jax.block_until_ready([named[path] for record in portion for path in record.named])
         advance(sum(record.num_bytes for record in portion))
     return named
@@ -77,7 +78,7 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
                 arrays = arrays or jax.tree.map(zeros, contents.arrays)
                 for record in portion:
                     place = record.record_type, record.record
-                    if not origin.fresh.isdisjoint(record.named):
+                    if not all(path in named for shapes in record.shapes.values() for path in shapes):
                         old = contents.records.take(arrays, *place)
                         for name, shapes in record.shapes.items():
                             named = dict(zip(shapes, old[name], strict=True)) | named

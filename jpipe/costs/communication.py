@@ -108,7 +108,7 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
     step, layers = planner.training_step(micro), planner.layers(micro, key_shape())
     variables = {name: layout.shapes for name, layout in step.plan.layouts.items()}
     traced = jax.make_jaxpr(partial(programs.value_and_grad, step))(variables, batch, None)
-    names = {f"{group.layer.name}.{g}": words_of(group) for g, group in enumerate(step.model.groups)}
+    names = {group.scope(g): words_of(group) for g, group in enumerate(step.model.groups)}
     counts: Counter[Transfer] = Counter()
     for sent in sent_in(traced.jaxpr, planner.request.mesh.shape):
         loop = _loop_of(sent)

@@ -39,6 +39,7 @@ from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariab
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.layers.shared import Shared
+from jpipe.memory.layout import ModelTree
 from jpipe.model.groups import EVALUATION, INIT, TRAIN
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
@@ -88,6 +89,22 @@ class CutModel:
                 by_name.setdefault(name(part), []).append((path, i))
             trees.append({collection: nested(by_name[collection]) for collection in sorted(by_name)})
         return trees
+
+    def model_tree(self, name: str, users: Sequence[Sequence[Sequence[int]]]) -> ModelTree:
+        """The model's own tree of a collection, and what of it the variables of pieces are.
+
+        Args:
+          name: of the collection.
+          users: for each set of variables and instance, the pieces that have it.
+        """
+        start = self.whole.collections.index(name) if name in self.whole.collections else 0
+
+        def parts_of(index: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+            own = [self.cutting.parts[index][i] for i in jax.tree.leaves(self.trees[index].get(name))]
+            return tuple((part.leaf - start, part.indices) for part in own)
+
+        parts = tuple(tuple(parts_of(layers[0]) for layers in instances) for instances in users)
+        return ModelTree(jax.tree.structure(self.whole.unboxed.get(name, {})), parts)
 
     def parameter_names(self, index: int) -> list[str]:
         """The paths of a piece's variables; slices end with their indices."""

@@ -388,7 +388,7 @@ class Stage:
                 table = jnp.asarray([ranges.start, ranges.stop])
                 start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
             for g in reversed(among) if reverse else among:
-                with jax.named_scope(f"{groups[g].layer.name}.{g}"):
+                with jax.named_scope(groups[g].scope(g)):
                     if num_passes == 1 and always_one[0, g]:
                         carry = run_layer(g, start[g], of_job, carry)
                     else:

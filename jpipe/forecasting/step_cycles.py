@@ -65,7 +65,7 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
 
 def _action(step: Step, ticks: Loop, kind: str, virtual_stage: int) -> float:
     """Cycles of one action, the mean of the slots that have a loop for it; 0 of a W that has nothing to do."""
-    names = {f"{group.layer.name}.{g}": g for g, group in enumerate(step.model.groups)}
+    names = {group.scope(g): g for g, group in enumerate(step.model.groups)}
     layers = (step.ranges.stop - step.ranges.start)[virtual_stage].sum(axis=0)
     passes = int(step.ranges.passes_of[virtual_stage])
 

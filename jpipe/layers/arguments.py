@@ -41,8 +41,8 @@ class Arguments:
     @classmethod
     def tree_unflatten(cls, rest: tuple[object, object], arrays: Sequence[Leaf]) -> Arguments:
         """The inverse of `tree_flatten`."""
-        made = object.__new__(cls)
-        (made._structure, made._fixed), made._arrays = rest, tuple(arrays)
+        made, (structure, fixed) = object.__new__(cls), rest
+        vars(made).update(_structure=structure, _fixed=fixed, _arrays=tuple(arrays))
         return made
 
     def __repr__(self) -> str:

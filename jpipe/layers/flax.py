@@ -12,7 +12,10 @@ from jpipe.layers.base import Item, LayerError, LayerVariables
 from jpipe.layers.functions import MODE_NAMES
 from jpipe.layers.shared import Method
 
-SOWN = "self.sow does; pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them"
+SOWN = (
+    "self.sow does; pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them, or "
+    "of a model that is one module by a jpipe.Layer whose `apply` returns what is sown"
+)
 NO_KEY = (
     "draws random numbers in evaluation mode, where there is no key; make it deterministic there, by an argument "
     f"`deterministic` or `train`, which jpipe gives it, as it does those called {MODE_NAMES}"

@@ -42,7 +42,8 @@ def freeze(layer: object, where: Where = _everything) -> Frozen | Marked:
     `blocks = [jpipe.freeze(Block(), lambda path: "lora" not in path) for _ in range(8)]`
 
     Args:
-      layer: any layer, with connections too; what several places share is frozen inside: `jpipe.Shared(freeze(layer))`.
+      layer: any layer, with connections too, or a model that is one module; what several places share is frozen
+        inside: `jpipe.Shared(freeze(layer))`.
       where: `path -> bool`, which parameters are frozen; all by default. The path is that in the layer, such as
         "attention/query/kernel".
     """

@@ -32,6 +32,38 @@ from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.placement import Placement
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
+ModelPart = tuple[int, tuple[int, ...]]
+"""(The index of a leaf of a model's tree, where it is sliced along its first dimensions if it is only a slice)."""
+NO_PART: ModelPart = (-1, ())
+"""Room in which nothing lies."""
+
+
+@dataclass(frozen=True)
+class ModelTree:
+    """The tree of a model that is one module, and what of it each leaf of each layer is.
+
+    Attributes:
+      treedef: the structure of the tree.
+      parts: for each set, instance and leaf, what lies there.
+    """
+
+    treedef: Structure
+    parts: tuple[tuple[tuple[ModelPart, ...], ...], ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.treedef, self.parts))
+
+    @cached_property
+    def paths(self) -> list[tuple[str, ...]]:
+        """The path of each leaf of the tree."""
+        numbered = jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
+        in_words = lambda path: tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -45,12 +77,14 @@ class Layout:
       treedefs: for each set, the structure of a layer's tree.
       users: for each set and instance, the indices of the layers that use it.
       mesh: the devices.
+      model_tree: of a model that is one module, its own tree; None for a list of layers.
     """
 
     storage: Storage
     treedefs: tuple[Structure, ...]
     users: tuple[tuple[tuple[int, ...], ...], ...]
     mesh: Mesh
+    model_tree: ModelTree | None = None
 
     @property
     def num_stages(self) -> int:

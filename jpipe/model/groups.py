@@ -83,6 +83,10 @@ class LayerGroup:
     variable_set: int | None = None
     constants: Mapping[str, Constants] = field(default_factory=dict)
 
+    def scope(self, g: int) -> str:
+        """The named scope in which programs call the layers, if they are group g; "/" would part it in two."""
+        return f"{self.layer.name.replace('/', '.')}.{g}"
+
     @property
     def state_names(self) -> list[str]:
         """The collections of which every micro-batch gives new values, in the order of `variables`."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
 import numpy as np
 
+from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import describe
 from jpipe.layers.shared import how_to_share
 from jpipe.memory.at_work import WorkLayout
@@ -44,6 +45,7 @@ class Plan:
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
       costs: what each layer takes; empty if `balance` is "even" or gives costs. Where it gives counts of layers, their
         FLOPs, to be shown.
+      cut: of a model that is one module, where it is cut.
       ends_apart: the first and the last layer run on their own stages, though in training all share them.
     """
 
@@ -52,6 +54,7 @@ class Plan:
     loss: TracedLoss | None
     partition: Partition
     costs: tuple[Cost, ...]
+    cut: CutModel | None = None
     ends_apart: bool = False
 
     @property
@@ -80,7 +83,11 @@ class Plan:
         """Where the variables lie, by collection."""
         request, options = self.request, self.request.options
         cuts, placement = self.partition.bounds, request.schedule.placement
-        return make_layouts(self.model, cuts, placement, request.mesh, apart=options.unroll, ends=options.ends)
+        layouts = make_layouts(self.model, cuts, placement, request.mesh, apart=options.unroll, ends=options.ends)
+        if self.cut is None:
+            return layouts
+        tree_of = self.cut.model_tree
+        return {name: replace(layout, model_tree=tree_of(name, layout.users)) for name, layout in layouts.items()}
 
     @cached_property
     def at_work(self) -> dict[str, WorkLayout]:
@@ -148,7 +155,13 @@ def early_partition(request: Request) -> Partition | None:
     return _cut(request, unmeasured_costs(request.balance, len(request.layers)))
 
 
-def make_plan(request: Request, model: Model, loss: TracedLoss | None, layers: Sequence[TracedLayer]) -> Plan:
+def make_plan(
+    request: Request,
+    model: Model,
+    loss: TracedLoss | None,
+    layers: Sequence[TracedLayer],
+    cut: CutModel | None = None,
+) -> Plan:
     """Measures the layers and cuts the model; the layouts of its variables follow.
 
     Args:
@@ -156,6 +169,7 @@ def make_plan(request: Request, model: Model, loss: TracedLoss | None, layers: S
       model: the layers, traced at the shapes of one micro-batch.
       loss: what the loss function gives for it, if there is one.
       layers: forward and backward of each group, if layers are to be measured.
+      cut: of a model that is one module, where it is cut.
 
     Raises:
       ValueError: the request has a rule for a collection that no layer has; or shared ends that have state.
@@ -183,7 +197,7 @@ def make_plan(request: Request, model: Model, loss: TracedLoss | None, layers: S
             _warn_of_unknown(model, costs)
         if math.fsum(cuts.layer_costs) >= (measure.negligible if measure else 0.0):
             _warn_of_heavy_layers(model, cuts)
-    return Plan(request, model, loss, cuts, tuple(costs))
+    return Plan(request, model, loss, cuts, tuple(costs), cut)
 
 
 def _check_ends(model: Model) -> None:

@@ -298,7 +298,7 @@ class Planner:
             model, loss = self.model(micro), self.loss(micro)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
             layers = self.layers(micro, key_shape()) if measure_of(self.request.balance) else ()
-            return make_plan(self.request, model, loss, layers)
+            return make_plan(self.request, model, loss, layers, self.cut)
 
     # --- plan -> step ---
 

@@ -103,6 +103,12 @@ class Request:
             _check_order(self.schedule)
 
     @property
+    def in_words(self) -> str:
+        """The model in words."""
+        layers = f"{len(self.layers)} layers" if self.layers else "cut at the first batch"
+        return layers if self.whole is None else f"{self.whole.name}: {layers}"
+
+    @property
     def shares_ends(self) -> bool:
         """Whether all stages compute the first and the last layer together."""
         return self.options.ends == "shared" and self.schedule.num_stages > 1

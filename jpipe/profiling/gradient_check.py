@@ -9,7 +9,7 @@ may differ from it by as much as it then differs from itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,9 @@ from jpipe.types import Batch, PyTree
 
 Params = Mapping[int, PyTree]
 """The parameters of each layer that makes some; those that share them aren't in it."""
-Reference = Callable[[list[PyTree], Batch], jax.Array]
-"""`(trees, batch) -> loss`: a user's own model, given each layer's variables as `layer_variables` has them."""
+Reference = Callable[[PyTree, Batch], jax.Array]
+"""`(trees, batch) -> loss`: a user's own model, given each layer's variables as `layer_variables` has them; or the
+variables of a model that is one module, as `model_variables` has them."""
 Plain = Callable[[Params, LayerTrees, Batch, jax.Array], tuple[jax.Array, Params]]
 """`(parameters, all variables, batch, key) -> (loss, gradients)`."""
 
@@ -51,7 +52,7 @@ class CheckedLeaf:
 
     Attributes:
       layer: the index and the name of its layer, as "3 (Block)"; empty for the loss.
-      path: the parameter's place in its layer, as "attention/key/bias".
+      path: the parameter's place in its layer, as "attention/key/bias", or in a model that is one module.
       size: the largest of the plain model's numbers.
       off: the largest difference.
       rounding: the largest difference that is rounding.
@@ -149,7 +150,7 @@ def check_gradients(
       batch: a batch `[B, ...]`.
       key: a random key, or None.
       computed: the pipeline's loss and gradients.
-      reference: the plain model; None for the layers one after the other.
+      reference: the plain model; None for the layers one after the other, or the module itself.
       title: the pipeline in a line.
 
     Raises:
@@ -163,10 +164,16 @@ def check_gradients(
     typed = jax.random.key(0) if key is None else as_key(key)
     with no_mesh(), jax.default_device(planner.request.mesh.devices.flat[0]):
         typed = jax.random.wrap_key_data(jax.device_get(jax.random.key_data(typed)), impl=jax.random.key_impl(typed))
-        plain = _of_reference(reference, model) if reference else _of_layers(planner, model, trees, batch, typed)
+        plain = (
+            _of_reference(reference, planner, model) if reference else _of_layers(planner, model, trees, batch, typed)
+        )
         results, narrowest = _with_rounding(plain, params, trees, batch, typed)
-    layers = {i: f"{i} ({model.group_at(i).layer.name})" for i in sorted(grads)}
-    names = [("", "loss"), *((layer, path) for i, layer in layers.items() for path in parameter_paths(grads[i]))]
+    layers = {i: f"{i} ({planner.request.layers[i].name})" for i in sorted(grads)}
+    paths = {i: parameter_paths(grads[i]) for i in layers}
+    if (cut := planner.cut) is not None:
+        of_params = {i: jax.tree.leaves(cut.trees[i]["params"]) for i in layers}
+        paths = {i: [cut.parameter_names(i)[part] for part in of_params[i]] for i in layers}
+    names: list[tuple[str, str]] = [("", "loss"), *((layer, path) for i, layer in layers.items() for path in paths[i])]
     sizes = _compared((loss, grads), results, float(jnp.finfo(narrowest).eps))
     of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip(names, sizes, strict=True)]
     return GradientCheck(title, of_loss, tuple(leaves), narrowest.name)
@@ -192,16 +199,19 @@ def _whole(model: Model, params: Params, trees: LayerTrees) -> dict[int, LayerVa
     return {i: {name: whole[i][name] for name in model.group_at(i).variables} for i in range(model.num_layers)}
 
 
-def _of_reference(reference: Reference, model: Model) -> Plain:
+def _of_reference(reference: Reference, planner: Planner, model: Model) -> Plain:
     """A user's own model: its loss, differentiated."""
+    cut = planner.cut
 
     def loss(params: Params, trees: LayerTrees, batch: Batch, _: jax.Array) -> jax.Array:
+        whole = _whole(model, params, trees)
         try:
-            mean = reference(to_items(model, _whole(model, params, trees)), batch)
+            items = to_items(model, whole) if cut is None else cut.whole.layer.to_item(cut.to_model(whole))
+            mean = reference(items, batch)
         except Exception as error:
             raise ValueError(
-                f"reference(trees, batch) raised {raised(error)}; it is called with each layer's variables and the "
-                "whole batch, and returns the mean loss"
+                f"reference(trees, batch) raised {raised(error)}; it is called with each layer's variables (or "
+                "those of a model that is one module) and the whole batch, and returns the mean loss"
             ) from error
         if jnp.shape(mean) != ():
             raise ValueError(f"reference returned an array of shape {jnp.shape(mean)}; it has to return the mean loss")
@@ -211,9 +221,14 @@ def _of_reference(reference: Reference, model: Model) -> Plain:
 
 
 def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, key: jax.Array) -> Plain:
-    """The layers one after the other, each as its library has it: sums of losses and weights are divided once."""
+    """The layers one after the other, each as its library has it: sums of losses and weights are divided once.
+
+    Or a model that is one module as it is, so that it doesn't matter where it is cut.
+    """
     micro, request = planner.for_training(batch), planner.request
-    loss, layers = planner.loss(micro), with_inputs(request.layers, request.read_inputs)
+    loss, cut = planner.loss(micro), planner.cut
+    own = request.layers if cut is None else [replace(cut.whole.layer, has_model_key=True)]
+    layers = with_inputs(own, request.read_inputs)
     assert loss is not None, "without one there are no gradients"
     num_terms = len(loss.terms)
 
@@ -223,8 +238,9 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
         def mean(params: Params) -> tuple[jax.Array, list[jax.Array]]:
             x, variables = (), _whole(model, params, trees)
             for i, layer in enumerate(layers):
+                of_layer = variables[i] if cut is None else cut.to_model(variables)
                 x, _ = layer.apply(
-                    variables[i], positional(x), Context(layer_key(key, i, m, of_model=layer.has_model_key), True, part)
+                    of_layer, positional(x), Context(layer_key(key, i, m, of_model=layer.has_model_key), True, part)
                 )
             sums = loss.sums(x, part, layer_key(key, len(layers) - 1, m, of_model=layers[-1].has_model_key))
             return jnp.sum(jnp.stack(sums[: 2 * num_terms : 2]) / weights), sums

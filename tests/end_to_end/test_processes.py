@@ -120,7 +120,17 @@ def saved_run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, saved_run):
     """What two processes of two devices each found."""
-    cases = [*STEPS, "training", "own loop", "there and back", "ready modules", "resumed", "errors", "late"]
+    cases = [
+        *STEPS,
+        "training",
+        "own loop",
+        "there and back",
+        "ready modules",
+        "resumed",
+        "whole model",
+        "errors",
+        "late",
+    ]
     return once(tmp_path_factory, "two", lambda: run_all(saved_run[0], 2, 2, cases))
 
 
@@ -231,6 +241,17 @@ def test_variables_go_from_mesh_to_mesh_though_no_process_has_them_whole(two):
         assert found["differ"].startswith("ValueError: trees[0] and trees[5] differ"), found["differ"]
         ready = by_case["ready modules"]
         assert_close(ready["found"], ready["expected"])
+
+
+def test_a_model_that_is_one_module_trains_and_goes_on(two, four_devices, tmp_path, monkeypatch):
+    """A scan's parameters are stacked on the hosts alone, once its checkpoint is read."""
+    monkeypatch.setattr(process_worker, "OUT", tmp_path)
+    alone = process_worker.whole_model()
+    for by_case in two.values():
+        found = by_case["whole model"]
+        np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
+        assert_equal(found["loaded"], found["trained"])
+        assert_close(found["trained"], jax.device_get(alone["trained"]))
 
 
 def test_a_run_of_one_process_goes_on_in_two_under_another_layout_and_back(two, saved_run):

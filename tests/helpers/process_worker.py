@@ -172,6 +172,45 @@ def resumed() -> Any:
     return {"losses": losses, "position": position, "layers": whole(pipe.layer_variables(state.variables))}
 
 
+def whole_model() -> Any:
+    """A model that is one module: it trains, and its checkpoint goes on where it is cut otherwise."""
+    model = Chain()
+    loss, batch = lambda y, batch: jnp.mean((y - batch["y"]) ** 2), {"inputs": np.eye(4, WIDTH), "y": np.ones((4, 4))}
+    batch = jax.tree.map(np.float32, batch)
+    mask = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+    losses, tx = [], jpipe.per_layer(optax.adamw(1e-2, weight_decay=0.1, mask=mask))
+    with jax.numpy_dtype_promotion("standard"), jpipe.Checkpointer(OUT / "whole") as saved:
+        for shape in ({"stage": 2, "data": 2}, {"stage": 4, "data": 1}):
+            mesh = mesh_of(shape, "first")
+            pipe = jpipe.Pipeline(model, loss, num_stages=shape["stage"], num_microbatches=2, mesh=mesh)
+            placed = pipe.place(own_rows(pipe, batch))
+            state, _ = saved.restore(pipe, placed, tx)
+            state = state or pipe.create_state(jax.random.key(3), placed, tx)
+            for _ in range(2):
+                state, metrics = pipe.train_step(state, placed)
+                losses.append(float(metrics["loss"]))
+            saved.save(pipe, state)
+    trained = pipe.model_variables(state.variables)
+    return {"losses": losses, "trained": whole(trained), "loaded": jpipe.load_model(OUT / "whole")}
+
+
+class Chain(nn.Module):
+    """Four products in a scan, and one behind it."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.scan(Product, {"params": 0}, split_rngs={"params": True}, length=4)
+        return nn.Dense(4)(block(name="blocks")(x)[0])
+
+
+class Product(nn.Module):
+    """A product, as `nn.scan` wants it."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.tanh(nn.Dense(WIDTH)(x)), None
+
+
 def profiled() -> Any:
     """What a step's time goes into; the same times in all processes, though each has a clock of its own.
 
@@ -299,6 +338,7 @@ CASES: dict[str, Case] = {
     "profiled": profiled,
     "errors": errors,
     "late": late,
+    "whole model": whole_model,
     "one raises": one_raises,
     "hangs": lambda: hangs(2),
     "hangs at once": lambda: hangs(0),

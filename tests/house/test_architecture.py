@@ -33,8 +33,8 @@ _ALLOWED = {
     "model": "terminal seam arrays jaxprs partitioner layers mesh",
     "memory": "terminal schedules seam arrays jaxprs partitioner layers mesh model",
     "batches": "arrays jaxprs partitioner layers mesh model",
-    "cutting": "terminal seam arrays jaxprs layers model batches",
-    "training": "seam arrays jaxprs partitioner layers mesh memory",
+    "cutting": "terminal seam arrays jaxprs layers model memory batches",
+    "training": "seam arrays jaxprs partitioner layers mesh model memory",
     "planning": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches cutting",
     "execution": "terminal schedules seam arrays jaxprs partitioner mesh model memory batches planning",
     "generation": "terminal schedules seam arrays jaxprs partitioner layers mesh "
@@ -42,7 +42,7 @@ _ALLOWED = {
     "costs": "terminal schedules seam arrays jaxprs partitioner mesh model memory training planning execution",
     "pictures": "terminal schedules planning costs",
     "view": "terminal schedules model memory planning costs pictures",
-    "checkpoints": "terminal seam processes model memory batches training pipeline checks",
+    "checkpoints": "terminal seam processes model memory batches training cutting pipeline checks",
     "profiling": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches training "
     "planning execution costs pictures view pipeline checks",
     "forecasting": "terminal schedules seam arrays mesh model batches planning costs pipeline",
@@ -253,7 +253,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 15950
+MOST_LINES = 16310
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 28

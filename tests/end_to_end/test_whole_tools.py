@@ -1,0 +1,227 @@
+"""The tools take a model that is one module, and name what they show as the model does."""
+
+import copy
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+import whole_models
+
+KEY, FLOAT = jax.random.key(3), jnp.float64
+CASES = whole_models.cases()
+pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Chain(nn.Module):
+    """Products between a table and a head of so many words."""
+
+    words: int = 128
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(self.words, self.width, param_dtype=FLOAT, name="table")(tokens)
+        for i in range(3):
+            x = x + jnp.tanh(nn.Dense(self.width, param_dtype=FLOAT, name=f"h_{i}")(x))
+        return nn.Dense(self.words, param_dtype=FLOAT, name="head")(x)
+
+
+BATCH = whole_models.tokens("inputs", "targets")
+
+
+def pipeline(model=None, loss=whole_models.cross_entropy, **options):
+    return jpipe.Pipeline(model or Chain(), loss, **{"num_stages": 2, "num_microbatches": 4} | options)
+
+
+def checked(pipe, batch=BATCH):
+    report = pipe.check_gradients(pipe.init(KEY, batch), batch, KEY)
+    assert report.agrees, report
+    return report
+
+
+def test_printed_it_has_the_names_of_the_model():
+    pipe = pipeline()
+    assert repr(pipe).startswith("Pipeline(Chain: cut at the first batch, num_stages=2")
+    pipe.abstract_state(BATCH, optax.sgd(0.1))
+    assert repr(pipe).startswith("Pipeline(Chain: 5 layers, num_stages=2")
+    assert all(name in str(pipe) for name in ("table", "h_0", "h_2", "head")), str(pipe)
+
+
+def test_a_copy_and_what_is_unpickled_sees_its_first_batch_anew():
+    pipe = pipeline()
+    pipe.abstract_state(BATCH, optax.sgd(0.1))
+    loaded = pickle.loads(pickle.dumps(pipe))
+    for other in (copy.deepcopy(pipe), loaded):
+        assert "cut at the first batch" in repr(other)
+
+
+def test_check_gradients_compares_with_the_module_itself():
+    """With its dropout, its running averages, and what is frozen."""
+    report = checked(pipeline(jpipe.freeze(CASES["dropout"].model, lambda path: "table" in path)))
+    paths = {(leaf.layer, leaf.path) for leaf in report.leaves}
+    assert ("3 (blocks/1/attention)", "blocks/LayerNorm_0/scale[1]") in paths
+    assert not any("table" in path for _, path in paths)
+
+
+def test_a_reference_takes_the_models_own_tree():
+    pipe, model = pipeline(), Chain()
+    reference = lambda tree, batch: whole_models.cross_entropy(model.apply(tree, batch["inputs"]), batch)
+    assert pipe.check_gradients(pipe.init(KEY, BATCH), BATCH, reference=reference).agrees
+    wrong = pipe.check_gradients(
+        pipe.init(KEY, BATCH),
+        BATCH,
+        reference=lambda tree, batch: reference(tree, batch) + tree["params"]["h_1"]["bias"][0],
+    )
+    assert [leaf.path for leaf in wrong.differing if leaf.path != "loss"] == ["h_1/bias"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ends": "shared", "num_stages": 4},
+        pytest.param({"cast": "use", "unroll": True, "num_stages": 3}, marks=pytest.mark.slow),
+        pytest.param({"shard_over": "data", "gather": "use"}, marks=pytest.mark.slow),
+    ],
+)
+def test_options(options, make_mesh):
+    if "shard_over" in options:
+        options = options | {"mesh": make_mesh((2, 2), ("stage", "data"))}
+    checked(pipeline(**options))
+
+
+def test_a_loss_of_sums_with_metrics():
+    def loss(logits, batch):
+        wrong = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        right = (logits.argmax(-1) == batch["targets"]).astype(FLOAT)
+        weights = (batch["targets"] > 7).astype(FLOAT)
+        return (wrong * weights).sum(), weights.sum(), {"right": (right.sum(), float(right.size))}
+
+    pipe = pipeline(loss=loss)
+    state = pipe.create_state(KEY, BATCH, optax.sgd(0.1))
+    logits = pipe.apply(state.variables, BATCH)
+    total, weight, metrics = loss(logits, BATCH)
+    _, found = pipe.train_step(state, BATCH)
+    np.testing.assert_allclose(found["loss"], total / weight, rtol=1e-12)
+    np.testing.assert_allclose(found["right"], metrics["right"][0] / metrics["right"][1])
+
+
+@pytest.mark.parametrize("rule", ["last", "mean"])
+def test_rules_of_state(rule):
+    case = CASES["resnet"]
+    pipe = pipeline(whole_models.ResNet(), merge={"batch_stats": rule}, num_microbatches=2)
+    variables = dict(case.model.init(KEY, case.batch["inputs"]))
+    (_, new), _ = pipe.value_and_grad(pipe.from_model_variables(variables, case.batch), case.batch)
+    run = lambda part: case.model.apply(variables, part, train=True, mutable=["batch_stats"])[1]["batch_stats"]
+    first, last = map(run, np.split(case.batch["inputs"], 2))
+    expected = last if rule == "last" else jax.tree.map(lambda a, b: (a + b) / 2, first, last)
+    pairs = pipe.model_variables(new)["batch_stats"], expected
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *pairs)
+
+
+def test_communication_names_layers(make_mesh):
+    found = pipeline(CASES["loop"].model, mesh=make_mesh((2, 2), ("stage", "model"))).communication(BATCH)
+    assert "h_0/mlp 2-6" in {transfer.layer for transfer in found.transfers}
+
+
+def test_plan_finds_settings_that_make_a_pipeline():
+    options = {"num_stages": 2, "remat": "layer", "schedule": "1f1b", "ends": "own", "num_microbatches": 4}
+    best = jpipe.plan(
+        Chain(), whole_models.cross_entropy, BATCH, optax.adam(1e-3), topology="v5e:2x2", axes="data", **options
+    )[0]
+    assert len(best.options["balance"]) == 2
+    pipeline(**best.options).abstract_state(BATCH, optax.sgd(0.1))
+
+
+def test_forecast_and_view(tmp_path):
+    pipe = pipeline()
+    assert jpipe.forecast(pipe, BATCH, optax.adam(1e-3)).fits
+    pipe.view(BATCH, path=tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Chain: 5 layers" in page and "h_1" in page
+
+
+@pytest.mark.slow
+def test_profile():
+    pipe, tx = pipeline(Chain(512, 256)), optax.sgd(0.1)
+    batch = jax.tree.map(lambda a: np.tile(a, (32, 4)), BATCH)
+    profile = jpipe.profile(pipe, pipe.create_state(KEY, batch, tx), batch, rounds=2, other_sizes=False)
+    assert "Stages: milliseconds" in str(profile)
+
+
+# --- what a model sows ------------------------------------------------------------------------------------------------
+
+
+class Sows(nn.Module):
+    """Products whose outputs are sown as losses, and as intermediates."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        for i in range(4):
+            x = jnp.tanh(nn.Dense(4, param_dtype=x.dtype, name=f"h_{i}")(x))
+            x = nn.Dropout(0.5, deterministic=not train)(x)
+            self.sow("losses", "load", (x**2).mean())
+            self.sow("intermediates", "mean", x.mean(-1))
+        return x
+
+
+class NnxSows(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, rngs):
+        self.products = nnx.List([nnx.Linear(4, 4, param_dtype=FLOAT, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for product in self.products:
+            x = jnp.tanh(product(x))
+            self.sow(nnx.Intermediate, "load", (x**2).mean())
+        return x
+
+
+def with_sown(outputs, batch):
+    y, sown = outputs
+    load = sum(jax.tree.leaves(sown.get("losses", sown)))
+    return (y**2).mean() + 0.1 * load, 1.0, {"load": load}
+
+
+def test_what_a_model_sows_is_an_output_of_a_layer_that_returns_it():
+    """Held against the same model in plain JAX, by `check_gradients`, with dropout."""
+    model, batch = Sows(), np.random.default_rng(0).normal(size=(8, 4))
+    sown = ["losses", "intermediates"]
+
+    def apply(params, x, train, key):
+        rngs = {"dropout": key} if train else {}
+        return model.apply({"params": params}, x, train, mutable=sown, rngs=rngs)
+
+    layer = jpipe.Layer(lambda key, x: model.init(key, x)["params"], apply)
+    pipe = pipeline(layer, with_sown)
+    checked(pipe, batch)
+    _, metrics = pipe.train_step(pipe.create_state(KEY, batch, optax.sgd(0.1)), batch)
+    assert float(metrics["load"]) > 0
+    with pytest.raises(ValueError, match=r"Sows changes the structure of its collection 'losses'.*a jpipe.Layer whose"):
+        pipeline(model, lambda y, _: (y**2).mean()).init(KEY, batch)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_what_an_nnx_model_sows():
+    graphdef, params = nnx.split(NnxSows(nnx.Rngs(0)))
+
+    def apply(params, x):
+        module = nnx.merge(graphdef, params)
+        y = module(x)
+        return y, nnx.to_pure_dict(nnx.pop(module, nnx.Intermediate))
+
+    batch = np.random.default_rng(0).normal(size=(8, 4))
+    checked(pipeline(jpipe.Layer(lambda key, x: params, apply), with_sown), batch)
