@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import jax
 
-from jpipe.cutting.kinds import Kinds
 from jpipe.cutting.module import Read, WholeModel, told_of
 from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, make_pieces, places_again, unused_parts
 from jpipe.cutting.straight import Part
@@ -16,6 +15,7 @@ from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.model.groups import strong
+from jpipe.model.kinds import Kinds
 from jpipe.model.layer_function import trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import telling

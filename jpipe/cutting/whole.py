@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
-from jpipe.cutting.kinds import Kinds, PartJaxpr
 from jpipe.cutting.module import Modes, WholeModel
 from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
 from jpipe.cutting.pieces import (
@@ -41,6 +40,7 @@ from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.layers.shared import Shared
 from jpipe.memory.layout import ModelTree
 from jpipe.model.groups import EVALUATION, INIT, TRAIN
+from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.seam.inside import line_of

@@ -12,6 +12,7 @@ The slices of a stacked parameter lie on several stages. So each is shown as a p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, reduce
@@ -22,14 +23,13 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.indexing import Index, look_up
-from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import no_mesh, replay
-from jpipe.layers.fingerprint import same_value
 from jpipe.memory.layout import NO_PART, Layout, ModelPart, ModelTree
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import build_storage
-from jpipe.model.alike import skeleton
 from jpipe.model.constants import Constants, differing, scalars_of
+from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -176,7 +176,7 @@ class _Kind:
       constants: the numbers.
     """
 
-    places: list[int]
+    places: tuple[int, ...]
     jaxpr: ClosedJaxpr
     constants: Constants
 
@@ -208,25 +208,30 @@ class ByParameter:
         of_arguments = [owner for name in takes for owner in owners[name]]
         of_arguments += [None] * (len(self._flat.arguments) - len(of_arguments))
         self._arguments = dict(zip(self._flat.arguments, of_arguments, strict=True))
-        self._results = list(zip(self._flat.results, (o for name in gives for o in owners[name]), strict=True))
-        self._of, self._shape_of = cache(self._needed), cache(lambda owner: skeleton(self._of(owner)))
-        self._shared = jaxpr_as_fun(self._of(None))
+        self._takes_of, self._gives_of = (
+            defaultdict[int | None, list[int]](list),
+            defaultdict[int | None, list[int]](list),
+        )
+        for number, owner in self._arguments.items():
+            self._takes_of[owner].append(number)
+        for number, owner in zip(self._flat.results, (o for name in gives for o in owners[name]), strict=True):
+            self._gives_of[owner].append(number)
+        self._parts, self._of = Kinds(), cache(self._needed)
+        self._shared = jaxpr_as_fun(self._of(None).closed)
 
     def of_shared(self, shared: Sequence[Leaf]) -> list[jax.Array]:
         """Computes the results that belong to no parameter; `shared` as of `on_device`."""
         return list(map(jnp.asarray, self._shared(*shared)))
 
-    def _needed(self, owner: int | None) -> ClosedJaxpr:
+    def _needed(self, owner: int | None) -> PartJaxpr:
         """Cuts off the equations that the results of one parameter need, or of None, the shared ones."""
-        gives = [number for number, whose in self._results if whose == owner]
+        gives = self._gives_of[owner]
         equations = [self._flat.equations[i] for i in self._flat.needed_for(gives)]
-        read = {*gives, *(number for equation in equations for number in equation.reads)}
-        for number, whose in self._arguments.items():
-            if number in read and whose not in (owner, None):
+        for number in (*gives, *(number for equation in equations for number in equation.reads)):
+            if (whose := self._arguments.get(number)) not in (owner, None):
                 self._refuse(owner, whose)
-        takes = [number for number, whose in self._arguments.items() if whose == owner and owner is not None]
-        takes += [number for number, whose in self._arguments.items() if whose is None]
-        return jaxpr_of(self._flat, equations, takes, gives)
+        takes = self._takes_of[None] if owner is None else [*self._takes_of[owner], *self._takes_of[None]]
+        return self._parts.part(self._flat, equations, takes, gives)
 
     def _refuse(self, owner: int | None, other: int) -> None:
         paths = ["/".join(path) for path in self._state.tree.paths]
@@ -240,20 +245,18 @@ class ByParameter:
 
     def _kinds(self, v: int, k: int) -> tuple[list[_Kind], dict[int, int]]:
         """(The kinds of functions of parameter k of layers of a set, which of them each layer has)."""
-        found: list[tuple[list[int], object, dict[int, ClosedJaxpr]]] = []
+        found: dict[tuple[tuple[int, ...], int], dict[int, ClosedJaxpr]] = {}
         rooms = [i for i, (parameter, _) in enumerate(self._state.rooms[v]) if parameter == k]
         for j, (first, *_) in enumerate(self._state.layout.users[v]):
             owner = self._state.tree.parts[v][j][k][0]
-            jaxpr, places = self._of(owner), [rooms.index(i) for i in self._state.rooms_of[v][j][k]]
-            shape = self._shape_of(owner)
-            equal = (own for at, other, own in found if at == places and (other is shape or same_value(other, shape)))
-            own = next(equal, None)
-            if own is None:
-                found.append((places, shape, own := {}))
-            own[first] = jaxpr
-        kind_of = {first: i for i, (_, _, own) in enumerate(found) for first in own}
-        constants = [differing({i: scalars_of(jaxpr) for i, jaxpr in own.items()}, min(own)) for *_, own in found]
-        kinds = [_Kind(places, own[min(own)], c) for (places, _, own), c in zip(found, constants, strict=True)]
+            part, places = self._of(owner), tuple(rooms.index(i) for i in self._state.rooms_of[v][j][k])
+            found.setdefault((places, part.kind), {})[first] = part.closed
+        kind_of = {first: i for i, own in enumerate(found.values()) for first in own}
+        numbers = [{i: scalars_of(jaxpr) for i, jaxpr in own.items()} for own in found.values()]
+        kinds = [
+            _Kind(places, own[min(own)], differing(scalars, min(own)))
+            for ((places, _), own), scalars in zip(found.items(), numbers, strict=True)
+        ]
         return kinds, kind_of
 
     def on_device(self, v: int, layer: Index, leaves: Leaves, records: Records, shared: Sequence[Leaf]) -> Leaves:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.cutting.kinds import Kinds
 from jpipe.cutting.pieces import TiedTogether, Traced, decide_cutting, make_pieces, places_again
 from jpipe.cutting.straight import Part, straighten
+from jpipe.model.kinds import Kinds
 
 RNG = np.random.default_rng(0)
 WEIGHTS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(4)]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.cutting.kinds import Kinds
 from jpipe.cutting.module import make_whole
 from jpipe.cutting.whole import cut_model
 from jpipe.jaxprs.flat_jaxpr import flatten
@@ -14,6 +13,7 @@ from jpipe.jaxprs.tracing import trace
 from jpipe.layers.adapt import as_whole
 from jpipe.model import alike
 from jpipe.model.constants import scalars_of, without_plain_calls
+from jpipe.model.kinds import Kinds
 from jpipe.model.trace import trace_model
 from jpipe.seam.primitives import PLAIN_CALLS
 

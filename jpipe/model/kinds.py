@@ -1,4 +1,4 @@
-"""Makes the jaxprs of pieces: those that are the same but for scalars are one, and known as such at once.
+"""Makes jaxprs of parts of a trace: those that are the same but for scalars are one, and known as such at once.
 
 To compare the traces of all pieces would take most of the time in which a model of a hundred blocks is planned.
 """
@@ -47,7 +47,7 @@ class PartJaxpr(NamedTuple):
 
 
 class Kinds:
-    """The kinds of jaxprs that were made of a model's traces so far."""
+    """The kinds of jaxprs that were made of traces so far."""
 
     def __init__(self):
         self._operations: dict[Hashable, list[object]] = {}  # by name and shapes
