@@ -11,6 +11,7 @@ import jax
 from jpipe.cutting.module import Read, WholeModel, told_of
 from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, make_pieces, places_again, unused_parts
 from jpipe.cutting.straight import Part
+from jpipe.cutting.unread import without_unread
 from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.decode_mode import CACHE, decoding
@@ -69,7 +70,7 @@ def cut_decoder(model: CutModel, inputs: Shapes, size: int, length: int) -> CutD
     read: Read = lambda tokens: jax.tree.unflatten(structure, [tokens])
     with telling(f"generate: {layer.name}", lambda: told_of(read(tokens))):
         init, variables = trace_init(layer, key_shape(), read(tokens), tokens)
-    whole = WholeModel(layer, strong(variables), init)
+    whole = WholeModel(layer, strong(variables), init, model.whole.read)
     cutting = model.cutting.renumbered(_numbers(model.whole, whole))
     decoder = CutModel(whole, cutting)
     traced, _ = trace_decoder(whole, cutting, read, tokens)
@@ -94,11 +95,14 @@ def _numbers(training: WholeModel, decoder: WholeModel) -> list[int]:
 def trace_decoder(
     whole: WholeModel, cutting: Cutting, read: Read, tokens: jax.ShapeDtypeStruct
 ) -> tuple[Traced, Shapes]:
-    """(the trace of a model in decode mode, with slices of the leaves of which training has slices; its outputs)."""
+    """(the trace of a model in decode mode, with slices where training has slices; its outputs, as in training)."""
     straight, outputs = whole.trace_mode(read, tokens, train=False)
     sliced = {part.leaf for own in cutting.parts for part in own if part.indices}
     in_one = {i for i, name in enumerate(whole.collections) if name != CACHE and i not in sliced}
-    return Traced(replace(straight, whole=straight.used_whole | in_one)), outputs
+    straight = replace(straight, whole=straight.used_whole | in_one)
+    if whole.read is None or len(whole.read) != len(straight.read):
+        return Traced(straight), outputs
+    return Traced(replace(straight, read=whole.read)), without_unread(outputs, whole.read)
 
 
 def places_of(model: CutModel, traced: Traced) -> list[int]:

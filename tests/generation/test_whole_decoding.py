@@ -215,6 +215,32 @@ def test_pieces_that_look_at_other_tokens_without_a_cache_are_named():
         pipe.generate(variables, np.zeros((4, 3), np.int32), 2)
 
 
+class Watched(nn.Module):
+    """A decoder that gives the values behind its blocks, too."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        x, seen = embed()(tokens), []
+        mask = None if self.decode else nn.make_causal_mask(tokens)
+        for _ in range(3):
+            x, _ = Block(self.decode)(x, mask)
+            seen.append(x)
+        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x), seen
+
+
+def test_outputs_that_the_loss_does_not_read_stay_where_they_are():
+    model, batch = Watched(), batch_of()
+    pipe = jpipe.Pipeline(model, lambda pair, batch: loss_fn(pair[0], batch), num_stages=2, num_microbatches=4)
+    variables = pipe.init(jax.random.key(1), batch)
+    assert pipe.apply(variables, batch)[1] == [None] * 3
+    tree = jax.device_get(pipe.model_variables(variables))
+    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (6, 5)).astype(np.int32)
+    expected = without_cache(lambda tokens: model.apply(tree, tokens)[0], prompts, 4)
+    np.testing.assert_array_equal(pipe.generate(variables, prompts, 4, logits=lambda pair: pair[0]), expected)
+
+
 class Plain(nn.Module):
     """A model that keeps nothing."""
 
