@@ -38,10 +38,16 @@ def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
             raise ValueError(
                 f"variables[{name!r}] were laid out by another pipeline "
                 f"({differs if stages != here else 'its layers, balance or mesh differ'}); translate them: "
-                "pipe.from_layer_variables(other.layer_variables(variables), batch)"
+                f"{translated(plan)}"
             )
         check_same_structure(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
         check_same_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
+
+
+def translated(plan: Plan) -> str:
+    """The call that takes variables over from another pipeline of the same model."""
+    of = "layer" if plan.request.whole is None else "model"
+    return f"pipe.from_{of}_variables(other.{of}_variables(variables), batch)"
 
 
 def check_is_variables(variables: object) -> None:
@@ -55,7 +61,7 @@ def check_is_variables(variables: object) -> None:
     if isinstance(variables, list | tuple):
         raise TypeError(
             f"variables is a {type(variables).__name__}; lay out trees of layers by "
-            "pipe.from_layer_variables(trees, batch)"
+            "pipe.from_layer_variables(trees, batch), a model's own by pipe.from_model_variables(tree, batch)"
         )
     if not isinstance(variables, dict) or not variables:
         what = "state.variables" if hasattr(variables, "variables") else "what pipe.init returned, a dict by collection"
@@ -64,7 +70,8 @@ def check_is_variables(variables: object) -> None:
         if not isinstance(tree, StageTree):
             raise TypeError(
                 f"variables[{name!r}] is a {type(tree).__name__}, not laid out by a pipeline; "
-                "use pipe.from_layer_variables(trees, batch) (a batch comes after the variables)"
+                "use pipe.from_model_variables(tree, batch), of a list pipe.from_layer_variables(trees, batch) (a batch "
+                "comes after the variables)"
             )
 
 
@@ -145,7 +152,7 @@ def check_loop_state(plan: Plan, state: PyTree) -> None:
         if node.layout.num_stages != stages:
             raise ValueError(
                 f"state holds arrays that were laid out for num_stages={node.layout.num_stages}, and this pipeline has "
-                f"{stages}; begin with pipe.from_layer_variables(other.layer_variables(variables), batch) and "
+                f"{stages}; begin with {translated(plan)} and "
                 "tx.init of its parameters, or go from one to the other by a jpipe.Checkpointer"
             )
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

@@ -271,6 +271,7 @@ class Pipeline(Tabular):
 
         It is called with what the layer itself takes: `(x, kept, side)` if it pops and reads.
         """
+        self.planner.request.check_has_layers()
         items = zip(self.planner.request.layers, self.layer_variables(variables), strict=True)
         return [layer.bind(item) for layer, item in items]
 

@@ -19,7 +19,7 @@ from jpipe.model.groups import strong
 from jpipe.model.layer_function import trace_init
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
-from jpipe.model.trace import inputs_of, telling, warn_of_dropouts
+from jpipe.model.trace import check_updates, inputs_of, telling, warn_of_dropouts
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, PyTree, Shapes
 
@@ -91,6 +91,7 @@ class WholeModel:
         told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
         with telling(self.layer.name, told), self.layer.dropouts() as dropouts:
             closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
+            check_updates(self.variables, updates, closed)
         if train and not uses(closed)[-1]:
             warn_of_dropouts(self.layer.name, dropouts)
         state = [i for i, name in enumerate(self.collections) if name in updates]

@@ -197,7 +197,14 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
       NoSuchPlace: evaluation can't be cut as training is.
     """
     told_by = frozenset(training.used_anywhere) & frozenset(evaluation.used_anywhere)
-    places = find_places(training.places, wanted, training.is_inside_of_state)
+    # Evaluation has to have the same place; where nothing crosses, the model hasn't begun.
+    befores, there = _used_before(training, told_by, ()), _places_by_used(evaluation, told_by, ())
+
+    def is_no_place(p: int) -> bool:
+        key = befores[p], training.places.kinds(p)
+        return training.is_inside_of_state(p) or not training.places.crossing[p] or key not in there
+
+    places = find_places(training.places, wanted, is_no_place)
     places = _told_apart(training, _with_ties_alone(training, places), told_by)
     ends = [0, *places, len(training.straight.main)]
     used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]

@@ -127,7 +127,11 @@ class CutModel:
             training = places_again(cutting, modes.training, None)
             evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
         except NoSuchPlace as error:
-            raise ValueError(_another_model(self.whole, error)) from None
+            raise ValueError(
+                f"{self.whole.layer.name} does other things for this batch than for the first one behind the piece "
+                f"{self.names[error.index]}: nothing of the same dimensions and dtypes lies behind the same "
+                "parameters. Pass batches of the same dtypes and dimensions, or mark places by x = jpipe.cut(x)"
+            ) from None
         kinds = Kinds()
         trained = make_pieces(modes.training, cutting, training, kinds)
         evaluated = make_pieces(modes.evaluation, cutting, evaluation, kinds)
@@ -190,8 +194,11 @@ class CutModel:
 
     def from_model(self, variables: Mapping[str, PyTree]) -> dict[int, dict[str, PyTree]]:
         """The inverse of `to_model`; a ValueError names the first leaf that isn't as the model has it."""
+        if unknown := sorted(map(str, set(variables).difference(self.whole.unboxed))):
+            collections = ", ".join(f'"{name}": ...' for name in self.whole.unboxed)
+            raise ValueError(f"the model has no collection {unknown[0]!r}; pass all by collection, {{{collections}}}")
         for name, tree in variables.items():
-            expected = self.whole.unboxed.get(name, {})
+            expected = self.whole.unboxed[name]
             check_same_structure(f"model's {name}", tree, expected)
             check_same_shapes(f"model's {name}", tree, expected)
         leaves: dict[int, Leaf] = {}
@@ -249,21 +256,15 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
             "parameters in one operation, so that no piece has these alone; mark where stages may begin by "
             "x = jpipe.cut(x) so that all uses are in one piece, or pass a list of layers with jpipe.Shared"
         ) from None
-    except NoSuchPlace as error:
-        raise ValueError(_another_model(whole, error)) from None
+    except NoSuchPlace:
+        raise ValueError(
+            f"{whole.layer.name} does other things in evaluation than in training, so that it isn't cut at the same "
+            "places; mark places that both have by x = jpipe.cut(x)"
+        ) from None
     model = CutModel(whole, cutting)
     if cutting.num_pieces < wanted:
         raise ValueError(_too_few(model, modes.training, wanted))
     return model
-
-
-def _another_model(whole: WholeModel, error: NoSuchPlace) -> str:
-    """The words for a model that can't be cut in another mode, or at other shapes, where it is cut."""
-    return (
-        f"{whole.layer.name} does in evaluation, or for a batch of other shapes, other things than in training behind "
-        f"piece {error.index}: no place there bears the same shapes behind the same parameters; mark places that both "
-        "have by x = jpipe.cut(x)"
-    )
 
 
 def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
@@ -276,7 +277,11 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
     operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
     remedy = "use fewer stages or chunks, or split what that line does"
-    if operation in LOOPS_AND_BRANCHES:
+    if marks := len(training.places.marked):
+        remedy = (
+            f"it has {marks} marks (jpipe.cut), and with marks nothing else is a place: add marks, or leave all out"
+        )
+    elif operation in LOOPS_AND_BRANCHES:
         remedy = "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
     return (
         f"{model.whole.layer.name} can be cut into {model.cutting.num_pieces} pieces, but there are {wanted} virtual "

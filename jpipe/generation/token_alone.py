@@ -23,7 +23,7 @@ from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.choice import always
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import Axis, of_spec, replicated
+from jpipe.partitioner.shardings import Axis, Sharding, of_spec, replicated
 from jpipe.partitioner.traffic import sent_in
 from jpipe.planning.plan import Plan
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
@@ -76,13 +76,18 @@ def sees_more(function: LayerFunction, length: int) -> str:
 
     Args:
       function: the layer in evaluation mode, on whole sequences.
-      length: T, the tokens of a sequence: dimension 1 of what the layer takes.
+      length: T, the tokens of a sequence: dimension 1 of what the layer takes, or the first that is so long.
     """
     if length == 1:
         return ""
     axes = (Axis((AXIS_OF_TOKENS,), (length,), is_data=True),)
-    split, whole = of_spec(PartitionSpec(None, AXIS_OF_TOKENS), axes), replicated(axes)
-    at = lambda leaf: split if leaf.ndim > 1 and leaf.shape[1] == length else whole
+
+    def at(leaf: Leaf) -> Sharding:
+        """Split along its tokens: dimension 1, or another one where a whole model is cut within attention."""
+        found = [i for i in range(1, leaf.ndim) if leaf.shape[i] == length]
+        return of_spec(PartitionSpec(*[None] * found[0], AXIS_OF_TOKENS), axes) if found else replicated(axes)
+
+    whole = replicated(axes)
     arguments, takes = function.arguments, jax.tree.leaves(function.group.takes)
     jaxpr, _ = trace(function.forward, arguments, takes)
     if _holds(jaxpr.jaxpr.eqns, "shard_map"):

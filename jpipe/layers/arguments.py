@@ -10,7 +10,7 @@ from jpipe.layers.base import Inputs
 from jpipe.types import Leaf, PyTree
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 class Arguments:
     """Arguments that a model is called with: `model(*positional, **keywords)`.
 
@@ -37,6 +37,16 @@ class Arguments:
     def tree_flatten(self) -> tuple[tuple[Leaf, ...], tuple[object, object]]:
         """The arrays; all that stays as it is."""
         return self._arrays, (self._structure, self._fixed)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[object, object]]:
+        """The same; each array with its place or its keyword."""
+        named = jax.tree_util.tree_leaves_with_path(self.both)
+        keys = [jax.tree_util.keystr(path[1:], simple=True, separator="/") for path, _ in named]
+        arrays = [key for key, fixed in zip(keys, self._fixed, strict=True) if fixed is None]
+        return list(zip(map(jax.tree_util.GetAttrKey, arrays), self._arrays, strict=True)), (
+            self._structure,
+            self._fixed,
+        )
 
     @classmethod
     def tree_unflatten(cls, rest: tuple[object, object], arrays: Sequence[Leaf]) -> Arguments:

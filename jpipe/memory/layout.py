@@ -118,8 +118,9 @@ class Layout:
 
 NOT_SAVED = (
     "a pipeline's variables and states lie as its own devices need it, so they aren't pickled or serialised as they "
-    "are; save trees = jax.device_get(pipe.layer_variables(variables)), and load them by "
-    "pipe.from_layer_variables(trees, batch); or save a state by jpipe.Checkpointer(directory).save(pipe, state)"
+    "are; save tree = jax.device_get(pipe.model_variables(variables)), and load it by "
+    "pipe.from_model_variables(tree, batch), of a list by layer_variables and from_layer_variables; or save a state by "
+    "jpipe.Checkpointer(directory).save(pipe, state)"
 )
 
 

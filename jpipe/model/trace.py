@@ -163,7 +163,7 @@ def _trace_layer(
             raise LayerError(f"is shared but has the collections {sorted(variables)}; {remedy}")
         with layer.dropouts() as dropouts:
             jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
-        _check_updates(variables, updates, jaxpr)
+        check_updates(variables, updates, jaxpr)
         asked = layer.partition_specs(variables)
     needs_key = uses(jaxpr)[-1]
     decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
@@ -234,8 +234,8 @@ def _check_parameters(variables: dict[str, Shapes]) -> None:
             raise LayerError(f"has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; {remedy}")
 
 
-def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
-    """Checks a layer's effects and its new state.
+def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
+    """Checks a layer's effects and its new state, in its trace.
 
     State keeps its structure and shapes. Floating-point numbers stay floating-point, but may become wider:
     `Merging.finish` casts them back. Frozen parameters aren't written, because new values of them would be lost.

@@ -236,7 +236,7 @@ class Planner:
         if self.plan is None:
             raise ValueError(
                 "this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first, or pass a "
-                "batch to from_layer_variables(trees, batch)"
+                "batch to from_model_variables(tree, batch), for a list of layers from_layer_variables(trees, batch)"
             )
         return self.plan
 
