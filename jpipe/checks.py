@@ -70,8 +70,8 @@ def check_is_variables(variables: object) -> None:
         if not isinstance(tree, StageTree):
             raise TypeError(
                 f"variables[{name!r}] is a {type(tree).__name__}, not laid out by a pipeline; "
-                "use pipe.from_model_variables(tree, batch), of a list pipe.from_layer_variables(trees, batch) (a batch "
-                "comes after the variables)"
+                "use pipe.from_model_variables(tree, batch), of a list pipe.from_layer_variables(trees, batch) (a "
+                "batch comes after the variables)"
             )
 
 

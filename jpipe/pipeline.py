@@ -23,7 +23,7 @@ from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
-from jpipe.memory.layer_trees import from_items, from_layers, ready_values, to_items, to_layers
+from jpipe.memory.layer_trees import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
@@ -256,24 +256,23 @@ class Pipeline(Tabular):
         """The variables (or gradients) of a model that is one module, as its own `init` would have returned them."""
         plan, cut = self.plan, self.planner.known_cut("layer_variables")
         checks.check_variables(plan, variables)
-        return cut.whole.layer.to_item(self._jit_to_model(cut, variables))
+        return cut.whole.layer.to_item(as_auto(self._jit_to_model(cut, variables)))
 
     def from_model_variables(self, tree: Item, batch: Batch = None) -> Variables:
         """The inverse of `model_variables`, under this pipeline's layout; arguments as of `from_layer_variables`."""
         plan = self.plan if batch is None else self.planner.plan_for(batch)
-        cut = self.planner.known_cut("from_layer_variables")
+        trees = self.planner.known_cut("from_layer_variables").from_model(tree)
         if batch is not None:
             self.agreement.check(batch, "init")
-        return from_layers(plan.layouts, cut.from_model(cut.whole.layer.from_item(tree)))
+        return from_layers({n: at for n, at in plan.layouts.items() if n in trees[0]}, trees)
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
 
         It is called with what the layer itself takes: `(x, kept, side)` if it pops and reads.
         """
-        self.planner.request.check_has_layers()
-        items = zip(self.planner.request.layers, self.layer_variables(variables), strict=True)
-        return [layer.bind(item) for layer, item in items]
+        layers, items = self.planner.request.known_layers(), self.layer_variables(variables)
+        return [layer.bind(item) for layer, item in zip(layers, items, strict=True)]
 
     # --- computing ---
 

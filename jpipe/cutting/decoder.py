@@ -97,9 +97,8 @@ def trace_decoder(
 ) -> tuple[Traced, Shapes]:
     """(the trace of a model in decode mode, with slices where training has slices; its outputs, as in training)."""
     straight, outputs = whole.trace_mode(read, tokens, train=False)
-    sliced = {part.leaf for own in cutting.parts for part in own if part.indices}
-    in_one = {i for i, name in enumerate(whole.collections) if name != CACHE and i not in sliced}
-    straight = replace(straight, whole=straight.used_whole | in_one)
+    depths = {part.leaf: len(part.indices) for part in cutting.all_parts}
+    straight = replace(straight, depths=straight.depths_read | depths)
     if whole.read is None or len(whole.read) != len(straight.read):
         return Traced(straight), outputs
     return Traced(replace(straight, read=whole.read)), without_unread(outputs, whole.read)

@@ -137,7 +137,8 @@ class Modes:
     def reading(self, read: tuple[bool, ...]) -> Modes:
         """The same traces, of which only these outputs are read."""
         modes = [replace(traced.straight, read=read) for traced in (self.training, self.evaluation)]
-        # No piece has a slice of a leaf that some place uses whole, in whichever mode.
-        whole = frozenset().union(*(straight.used_whole for straight in modes))
-        training, evaluation = (Traced(replace(straight, whole=whole)) for straight in modes)
+        # No piece has a slice of what some place uses whole, in whichever mode.
+        both = [straight.depths_read for straight in modes]
+        depths = {leaf: min(d[leaf] for d in both if leaf in d) for leaf in {*both[0], *both[1]}}
+        training, evaluation = (Traced(replace(straight, depths=depths)) for straight in modes)
         return Modes(training, evaluation, self.outputs, self.num_leaves)

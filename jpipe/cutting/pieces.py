@@ -36,11 +36,8 @@ class Traced:
     @cached_property
     def written(self) -> dict[Part, int]:
         """The new values of the state: by part that changes, the number of its new value."""
-        new, parts = self.straight.new_state, self.used_anywhere
-        sliced = {part: new[part.leaf] for part in parts if part.indices and part.leaf in new}
-        sliced = {part: self.straight.flat.element(number, part.indices)[0] for part, number in sliced.items()}
-        leaves = {part.leaf for part in sliced}
-        return sliced | {Part(leaf): number for leaf, number in new.items() if leaf not in leaves}
+        new = self.straight.new_state.items()
+        return {part: n for leaf, number in new for part, n in self.straight.slices_made(Part(leaf), number).items()}
 
     @cached_property
     def places(self) -> Places:
@@ -48,19 +45,30 @@ class Traced:
         return Places(self.straight)
 
     @cached_property
-    def parts_used(self) -> list[dict[Part, int]]:
-        """For each main equation, the parts of the variables that it needs besides activations, and their numbers."""
-        equations = self.straight.flat.equations
-        return [self.straight.support(equations[i].reads)[1] for i in self.straight.main]
+    def parts_used(self) -> list[set[Part]]:
+        """For each main equation, the parts of the variables that it needs besides activations.
 
-    def used(self, start: int, stop: int) -> dict[Part, int]:
-        """The parts that the main equations between two places use, and their numbers."""
-        return {part: number for parts in self.parts_used[start:stop] for part, number in parts.items()}
+        The last one also has those that outputs follow from alone; one that makes a part of the state has that part.
+        """
+        straight = self.straight
+        used = [{*straight.support(straight.flat.equations[i].reads)[1]} for i in straight.main]
+        used[-1] |= {*straight.support(straight.outputs)[1]}
+        for part, number in self.written.items():
+            p = self._position.get(straight.flat.made_by.get(number, -1))
+            if p is None and not any(part in parts for parts in used):
+                read = straight.support([number])[1]
+                p = next((p for p, parts in enumerate(used) if not parts.isdisjoint(read)), None)
+            if p is not None:
+                used[p].add(part)
+        return used
+
+    def used(self, start: int = 0, stop: int | None = None) -> set[Part]:
+        """The parts that the main equations between two places use."""
+        return set().union(*self.parts_used[start:stop])
 
     @cached_property
-    def used_anywhere(self) -> dict[Part, int]:
-        """The parts that any main equation uses, and their numbers."""
-        return self.used(0, len(self.straight.main))
+    def _position(self) -> dict[int, int]:
+        return {i: p for p, i in enumerate(self.straight.main)}
 
     def is_inside_of_state(self, place: int) -> bool:
         """Whether a part of the state is read before a place and written behind it."""
@@ -69,13 +77,12 @@ class Traced:
     @cached_property
     def _spans(self) -> list[tuple[int, int]]:
         """For each part of the state, the places before its first use and behind the equation that writes it."""
-        position = {i: p for p, i in enumerate(self.straight.main)}
         first: dict[Part, int] = {}
         for p in reversed(range(len(self.parts_used))):
             first.update(dict.fromkeys(self.parts_used[p], p))
         spans = []
         for part, number in self.written.items():
-            made = position.get(self.straight.flat.made_by.get(number, -1))
+            made = self._position.get(self.straight.flat.made_by.get(number, -1))
             if made is not None and part in first:
                 spans.append((min(first[part], made), max(made + 1, first[part] + 1)))
         return spans
@@ -172,6 +179,13 @@ class TiedTogether(ValueError):
         self.parts = parts
 
 
+class ReadsOthers(ValueError):
+    """A piece computes a part of the state, or an output, of variables that other pieces have.
+
+    Its arguments are the index of the piece, and these variables.
+    """
+
+
 class NoSuchPlace(ValueError):
     """A trace has no place like the one behind a piece.
 
@@ -196,13 +210,10 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
       TiedTogether: some parameters are used in several pieces, of which one can't be cut so that it has no others.
       NoSuchPlace: evaluation can't be cut as training is.
     """
-    told_by = frozenset(training.used_anywhere) & frozenset(evaluation.used_anywhere)
+    told_by = frozenset(training.used() & evaluation.used())
     # Evaluation has to have the same place; where nothing crosses, the model hasn't begun.
-    befores, there = _used_before(training, told_by, ()), _places_by_used(evaluation, told_by, ())
-
-    def is_no_place(p: int) -> bool:
-        key = befores[p], training.places.kinds(p)
-        return training.is_inside_of_state(p) or not training.places.crossing[p] or key not in there
+    here, there = _described_places(training, told_by), set(_described_places(evaluation, told_by))
+    is_no_place = lambda p: training.is_inside_of_state(p) or not training.places.crossing[p] or here[p] not in there
 
     places = find_places(training.places, wanted, is_no_place)
     places = _told_apart(training, _with_ties_alone(training, places), told_by)
@@ -220,11 +231,20 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     cutting = Cutting(before, kinds, tuple(following), (), tied, ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
     both = zip(pairwise(ends), pairwise(again), strict=True)
-    parts = [{*training.used(*a), *evaluation.used(*b)} for a, b in both]
+    parts = [training.used(*a) | evaluation.used(*b) for a, b in both]
     if unused := unused_parts(frozenset().union(*parts), shapes):
         # The first piece whose variables are its own has them: parameters that nothing uses, a count of steps.
         parts[next((i for i, first in enumerate(tied) if first is None), 0)] |= unused
-    return replace(cutting, parts=tuple(tuple(sorted(own)) for own in parts))
+    # In the order of their use, so that equal blocks have equal orders: by name `Dense_10` comes before `Dense_9`.
+    first = {part: p for p, own in reversed(list(enumerate(training.parts_used))) for part in own}
+    in_order = lambda own: tuple(sorted(own, key=lambda part: (first.get(part, len(first)), part)))
+    return replace(cutting, parts=tuple(map(in_order, parts)))
+
+
+def _described_places(traced: Traced, told_by: Collection[Part]) -> list[object]:
+    """For each place the variables that are used before it, and the shapes of what crosses it."""
+    used = _used_before(traced, told_by, ())
+    return [(before, tuple(traced.places.shapes(p))) for p, before in enumerate(used)]
 
 
 def _told_apart(traced: Traced, places: Sequence[int], told_by: Collection[Part]) -> list[int]:
@@ -334,6 +354,8 @@ def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int], kinds: 
         main = straight.main[start:stop]
         wanted = [*(number for i in main for number in straight.flat.equations[i].reads), *gives, *new]
         support, numbers = straight.support(wanted)
+        if strange := set(numbers).difference(parts):
+            raise ReadsOthers(index, frozenset(strange))
         equations = [straight.flat.equations[i] for i in sorted({*support, *main})]
         read = {*wanted, *(number for equation in equations for number in equation.reads)}
         variables = [i for i, part in enumerate(parts) if part in numbers]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
@@ -21,7 +23,8 @@ from jpipe.types import Leaf
 ROWWISE = ELEMENTWISE | {"bitcast_convert_type"}
 """Operations that treat all elements alike; a bit cast to a type of another width makes more dimensions or fewer."""
 KEYWISE = frozenset({"random_bits", "random_clone", "random_fold_in", "random_split", "random_unwrap", "random_wrap"})
-"""Operations on each of some random keys."""
+"""Operations on each of some random keys: on all at once, others than threefry's may draw from the first alone."""
+THREEFRY = jax.eval_shape(partial(jax.random.key, impl="threefry2x32"), 0).dtype
 
 
 @dataclass
@@ -67,7 +70,9 @@ class StackRows:
         name, shape = one.equation.primitive.name, self.flat.avals[one.makes[0]].shape
         operands = [self.flat.avals[n].shape for n in one.reads]
         row = lambda n, at: self.value(n, () if at is None else (at,))
-        if name in KEYWISE and all(s and s[0] == shape[0] for s in operands):
+        dtypes = [self.flat.avals[n].dtype for n in (*one.reads, *one.makes)]
+        is_threefry = all(d == THREEFRY for d in dtypes if jnp.issubdtype(d, jax.dtypes.prng_key))
+        if name in KEYWISE and is_threefry and all(s and s[0] == shape[0] for s in operands):
             return bind(*(row(n, index) for n in one.reads), **params)
         if name in ROWWISE and all(not s or len(s) == len(shape) for s in operands):
             at = [None if not s else (index if s[0] == shape[0] else 0) for s in operands]

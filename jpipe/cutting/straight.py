@@ -11,8 +11,8 @@ Calls are replaced by what they call, scans that do the work of several blocks b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from functools import cached_property
 from itertools import compress
@@ -62,14 +62,14 @@ class Straight:
         the batch, and the random key.
       state: the leaves of the variables of which the other results are new values.
       read: for each output, whether anybody reads it.
-      whole: the leaves of the variables of which no piece has a slice, because some place uses them whole.
+      depths: along how many dimensions pieces have slices of a leaf of the variables, at most; see `depths_read`.
     """
 
     flat: FlatJaxpr
     num_variables: int
     state: tuple[int, ...]
     read: tuple[bool, ...]
-    whole: frozenset[int] = frozenset()
+    depths: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def outputs(self) -> tuple[int, ...]:
@@ -110,18 +110,23 @@ class Straight:
     @cached_property
     def _new_values(self) -> list[int]:
         """The numbers of the state's new values: of those that a scan stacks its trips', if pieces have slices."""
+        return [n for leaf, new in self.new_state.items() for n in self.slices_made(Part(leaf), new).values()]
 
-        def values(number: int) -> list[int]:
-            return (
-                [n for trip in self.flat.trips[number] for n in values(trip)] if number in self.flat.trips else [number]
-            )
-
-        return [n for leaf, new in self.new_state.items() for n in ([new] if leaf in self.whole else values(new))]
+    def slices_made(self, part: Part, number: int) -> dict[Part, int]:
+        """The numbers of a value, or of the slices of it that pieces have if unrolled scans stack it."""
+        if number not in self.flat.trips or len(part.indices) >= self.depths.get(part.leaf, MOST_TRIPS):
+            return {part: number}
+        trips = enumerate(self.flat.trips[number])
+        each = (self.slices_made(Part(part.leaf, (*part.indices, i)), trip) for i, trip in trips)
+        return {slice: n for made in each for slice, n in made.items()}
 
     @cached_property
     def main(self) -> list[int]:
         """The indices of the needed equations that are about activations, in order."""
-        is_about = lambda equation: any(self.sources[n] is Follows.BOTH for n in (*equation.makes, *equation.reads))
+
+        def is_about(one: FlatEquation) -> bool:
+            return bool(one.equation.effects) or any(self.sources[n] is Follows.BOTH for n in (*one.makes, *one.reads))
+
         return [i for i in sorted(self.needed) if is_about(self.flat.equations[i])]
 
     @cached_property
@@ -131,13 +136,20 @@ class Straight:
         return {leaf: number for leaf, number in pairs if number != self.flat.arguments[leaf]}
 
     @cached_property
-    def used_whole(self) -> frozenset[int]:
-        """The leaves of the variables that something other than the trips of a scan reads or makes."""
+    def depths_read(self) -> dict[int, int]:
+        """Along how many dimensions each leaf of the variables is sliced wherever its slices are read or made.
+
+        Nested scans slice a leaf more than once. A slice that something other than these reads is one part.
+        """
         squeezes = [self.flat.made_by[number] for number in self.flat.slices]
         slicing = {self.flat.made_by[self.flat.equations[i].reads[0]] for i in squeezes}
         read = {n for i in self.needed - slicing for n in self.flat.equations[i].reads} | {*self.outputs}
-        made = {leaf for leaf, number in self.new_state.items() if number not in self.flat.trips}
-        return frozenset(place for number, place in self._places.items() if number in read or place in made)
+        parts = [part for number in read if (part := self.part(number)) is not None]
+        parts += [part for leaf, new in self.new_state.items() for part in self.slices_made(Part(leaf), new)]
+        depths: dict[int, int] = {}
+        for leaf, indices in parts:
+            depths[leaf] = min(len(indices), depths.get(leaf, len(indices)))
+        return depths
 
     def part(self, number: int) -> Part | None:
         """The part of the variables that a value is, if it is one."""
@@ -147,7 +159,7 @@ class Straight:
             array, i = self.flat.slices[array]
             indices.append(i)
         place = self._places.get(array)
-        if place is None or (indices and place in self.whole):
+        if place is None or len(indices) > self.depths.get(place, len(indices)):
             return None
         return Part(place, tuple(reversed(indices)))
 

@@ -13,15 +13,17 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.trees import check_same_shapes, check_same_structure
+from jpipe.arrays.trees import check_same_shapes, check_same_structure, named_leaves
 from jpipe.cutting.module import Modes, WholeModel
 from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
 from jpipe.cutting.pieces import (
     Cutting,
     NoSuchPlace,
     Piece,
+    ReadsOthers,
     TiedTogether,
     Traced,
     decide_cutting,
@@ -34,7 +36,7 @@ from jpipe.cutting.unread import with_zeros, without_unread
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.flops import flops_of
 from jpipe.jaxprs.tracing import replay, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.layers.shared import Shared
@@ -64,7 +66,7 @@ class CutModel:
     def names(self) -> list[str]:
         """A name for each piece, the same in decode mode: caches give no names."""
         sizes = [leaf.size for leaf in jax.tree.leaves(self.whole.variables)]
-        named = [[p for p in own if self.whole.collections[p.leaf] != CACHE] for own in self.cutting.parts]
+        named = [sorted(p for p in own if self.whole.collections[p.leaf] != CACHE) for own in self.cutting.parts]
         return piece_names(named, self.whole.paths, sizes)
 
     @cached_property
@@ -133,9 +135,18 @@ class CutModel:
                 "parameters. Pass batches of the same dtypes and dimensions, or mark places by x = jpipe.cut(x)"
             ) from None
         kinds = Kinds()
-        trained = make_pieces(modes.training, cutting, training, kinds)
-        evaluated = make_pieces(modes.evaluation, cutting, evaluation, kinds)
-        outputs = without_unread(modes.outputs, self.read)
+        try:
+            trained = make_pieces(modes.training, cutting, training, kinds)
+            evaluated = make_pieces(modes.evaluation, cutting, evaluation, kinds)
+        except ReadsOthers as error:
+            index, parts = error.args
+            names = ", ".join(sorted("/".join(self.whole.paths[part.leaf]) for part in parts))
+            raise ValueError(
+                f"{self.whole.layer.name} computes an output or a part of its state in {self.names[index]} of "
+                f"variables that other pieces have ({names}), and of no activation; compute it in the loss or in the "
+                "optimiser, or mark places by x = jpipe.cut(x) so that one piece has all of them"
+            ) from None
+        outputs = self.wanted(modes.outputs)
         return self.as_layers(trained, evaluated, outputs, modes.num_leaves)
 
     @property
@@ -143,6 +154,10 @@ class CutModel:
         """For each leaf of the model's outputs, whether the loss reads it."""
         assert self.whole.read is not None
         return self.whole.read
+
+    def wanted(self, outputs: PyTree) -> PyTree:
+        """The model's outputs with None for each that the loss doesn't read."""
+        return without_unread(outputs, self.read)
 
     def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
         """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
@@ -192,8 +207,19 @@ class CutModel:
         }
         return {name: own for name, own in tree.items() if name in names}
 
-    def from_model(self, variables: Mapping[str, PyTree]) -> dict[int, dict[str, PyTree]]:
-        """The inverse of `to_model`; a ValueError names the first leaf that isn't as the model has it."""
+    def from_model(self, tree: PyTree) -> dict[int, dict[str, PyTree]]:
+        """The variables of each piece from the model's own, as `init` returns them; it may lack collections.
+
+        Raises:
+          TypeError, ValueError: they aren't the model's; the first leaf that differs is named.
+        """
+        for name, leaf in named_leaves("tree", tree):
+            if isinstance(leaf, Tracer):
+                raise TypeError(f"{name} is being traced; call from_model_variables outside of jax.jit and its like")
+        try:
+            variables = self.whole.layer.from_item(tree)
+        except LayerError as error:
+            raise TypeError(f"{self.whole.layer.name} {error}") from error
         if unknown := sorted(map(str, set(variables).difference(self.whole.unboxed))):
             collections = ", ".join(f'"{name}": ...' for name in self.whole.unboxed)
             raise ValueError(f"the model has no collection {unknown[0]!r}; pass all by collection, {{{collections}}}")
@@ -208,9 +234,7 @@ class CutModel:
         trees: dict[int, dict[str, PyTree]] = {}
         for index, parts in enumerate(self.cutting.parts):
             put = lambda i, parts=parts: leaves[parts[i].leaf][parts[i].indices]
-            trees[index] = {
-                name: jax.tree.map(put, tree) for name, tree in self.trees[index].items() if name in variables
-            }
+            trees[index] = {name: jax.tree.map(put, self.trees[index].get(name, {})) for name in variables}
         return trees
 
     @cached_property
@@ -352,6 +376,10 @@ class _PieceLayer:
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
+        if key.dtype != key_shape().dtype:  # others may draw other numbers for a block alone than for all at once
+            assert self.model.whole.init is not None
+            leaves = replay(self.model.whole.init, [0] * len(self.model.whole.collections))(key)
+            return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
         return self._by_collection(replay(self.model.inits[self.index].closed, [0] * len(self.parts))(key))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:

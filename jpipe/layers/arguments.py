@@ -19,20 +19,21 @@ class Arguments:
 
     Args:
       positional, keywords: pytrees. Their arrays are data. Python's own values (`True`, 0.5, "gelu") stay what they
-        are, so that a model may branch on them. One that tells the mode, such as `deterministic=True`, is kept.
+        are, so that a model may branch on them. An argument by which jpipe would tell the mode (`train`,
+        `deterministic`) has the value that is given here, in training and in evaluation.
     """
 
     def __init__(self, *positional: PyTree, **keywords: PyTree):
         leaves, self._structure = jax.tree.flatten((positional, keywords))
         is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        self._fixed = tuple(None if is_array(leaf) else (leaf,) for leaf in leaves)
+        self._fixed = tuple(None if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)  # 1 isn't True
         self._arrays = tuple(filter(is_array, leaves))
 
     @property
     def both(self) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """(positional arguments, keyword arguments)."""
         arrays = iter(self._arrays)
-        return jax.tree.unflatten(self._structure, [fixed[0] if fixed else next(arrays) for fixed in self._fixed])
+        return jax.tree.unflatten(self._structure, [fixed[1] if fixed else next(arrays) for fixed in self._fixed])
 
     def tree_flatten(self) -> tuple[tuple[Leaf, ...], tuple[object, object]]:
         """The arrays; all that stays as it is."""

@@ -20,6 +20,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import no_mesh
 from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
@@ -185,16 +186,12 @@ class _NnxCalls:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
         key, train, _ = context
         state = self.state(variables, key)
-        module = nnx.merge(self.graphdef, state)
-        module.train() if train else module.eval()
-        function, drawn = self._function(module), _counts(state)
-        positional, keywords = both_of(inputs)
-        outputs = function(*positional, **{**mode_arguments(function, train), **keywords})
-        after = nnx.state(_mark_arrays(module))
+        drawn = _counts(state)
+        outputs, after = self._called(state, inputs, train)
         if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
             raise LayerError(NO_KEY)
         collections = _collections(after)
-        if train and (written := _written(collections.get("params"), variables.get("params"))):
+        if train and (written := self._written(collections.get("params"), variables, inputs, key)):
             raise LayerError(
                 f"writes its parameter {written} in training, which only the optimiser changes; keep what a step "
                 "counts or averages in a variable of another type, such as nnx.BatchStat"
@@ -203,6 +200,33 @@ class _NnxCalls:
             raise LayerError(f"makes the collection {lost[0]!r} in training, as {SOWN}")
         written = [name for name in collections if name in variables and name != "params"]
         return outputs, {name: collections[name] for name in written if train or name in self.writes}
+
+    def _called(self, state: nnx.State, inputs: Inputs, train: bool) -> tuple[Activation, nnx.State]:
+        """Calls a fresh module: (its outputs, its state after that)."""
+        module = nnx.merge(self.graphdef, state)
+        module.train() if train else module.eval()
+        function, (positional, keywords) = self._function(module), both_of(inputs)
+        outputs = function(*positional, **{**mode_arguments(function, train), **keywords})
+        return outputs, nnx.state(_mark_arrays(module))
+
+    def _written(self, after: PyTree, variables: LayerVariables, inputs: Inputs, key: jax.Array | None) -> str:
+        """The path of a parameter that the call changes; "" if there is none.
+
+        One that is another array afterwards may have gone through a call (`nnx.remat`): its trace tells.
+        """
+        pairs = zip(jax.tree.leaves(after), jax.tree.leaves(variables.get("params")), strict=True)
+        if all(new is old for new, old in pairs):
+            return ""
+
+        def called(params: PyTree) -> PyTree:
+            return _collections(self._called(self.state({**variables, "params": params}, key), inputs, True)[1])[
+                "params"
+            ]
+
+        flat = flatten(jax.make_jaxpr(called)(variables["params"]))
+        paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(after))
+        changed = (p for p, old, new in zip(paths, flat.arguments, flat.results, strict=True) if old != new)
+        return jax.tree_util.keystr(next(changed, ()), simple=True, separator="/")
 
     def _function(self, module: nnx.Module) -> Callable[..., Activation]:
         return getattr(module, self.method) if isinstance(self.method, str) else module
@@ -277,13 +301,6 @@ def _collections(state: nnx.State) -> LayerVariables:
         if not isinstance(variable, nnx.RngState):
             variables.setdefault(_collection(type(variable)), {})[path] = _value(variable)
     return {name: unflatten_dict(tree) for name, tree in variables.items()}
-
-
-def _written(after: PyTree, before: PyTree) -> str:
-    """The path of the first leaf that isn't the array that it was; "" if all are."""
-    old = dict(jax.tree_util.tree_leaves_with_path(before))
-    changed = [path for path, leaf in jax.tree_util.tree_leaves_with_path(after) if leaf is not old.get(path)]
-    return jax.tree_util.keystr(changed[0], simple=True, separator="/") if changed else ""
 
 
 def _counts(state: nnx.State) -> dict[tuple, Leaf]:

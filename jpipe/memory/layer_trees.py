@@ -94,7 +94,7 @@ def to_items(model: Model, trees: LayerTrees) -> list[PyTree]:
     for index in range(model.num_layers):
         group = model.group_at(index)
         variables = {name: tree for name, tree in trees.get(index, {}).items() if name in group.variables}
-        items.append(group.layer.to_item(_as_auto(variables)))
+        items.append(group.layer.to_item(as_auto(variables)))
     return items
 
 
@@ -189,8 +189,12 @@ def _are_equal(a: Leaf, b: Leaf) -> bool:
     return bool(jax.jit(jnp.array_equal, out_shardings=everywhere)(scattered.put(a), scattered.put(b)))
 
 
-def _as_auto(tree: PyTree) -> PyTree:
-    """Arrays split as they are, but by Auto axes: plain Flax computes with them however they are split."""
+def as_auto(tree: PyTree) -> PyTree:
+    """Arrays split as they are, but by Auto axes: plain Flax computes with them however they are split.
+
+    Args:
+      tree: a pytree of arrays; tracers stay as they are.
+    """
 
     def convert(leaf: jax.Array) -> jax.Array:
         if isinstance(leaf, Tracer) or not isinstance(leaf.sharding, NamedSharding):

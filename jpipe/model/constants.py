@@ -103,8 +103,9 @@ def scalar_places(flat: ClosedJaxpr) -> list[int]:
 
 
 def bits(constant: Leaf | object) -> object:
-    """Returns the type and the bits of a constant; random keys are compared as objects."""
-    if isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.extended):
-        return constant
+    """Returns the type and the bits of a constant."""
+    kind = ""
+    if isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        kind, constant = str(constant.dtype), jax.random.key_data(constant)
     array = np.asarray(constant)
-    return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+    return kind, str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()

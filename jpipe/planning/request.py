@@ -113,12 +113,13 @@ class Request:
         """Whether all stages compute the first and the last layer together."""
         return self.options.ends == "shared" and self.schedule.num_stages > 1
 
-    def check_has_layers(self) -> None:
-        """Checks that the model is a list of layers, which are modules of their own; for one module a ValueError."""
+    def known_layers(self) -> tuple[AnyLayer, ...]:
+        """The layers of a list, which are modules of their own; for a model that is one module a ValueError."""
         if self.whole is not None:
             raise ValueError(
                 f"{self.whole.name} is one module, whose pieces aren't; call it with pipe.model_variables(variables)"
             )
+        return self.layers
 
     def check_has_loss(self) -> None:
         """Checks that there is a loss; without one a ValueError."""

@@ -242,6 +242,7 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
                 x, _ = layer.apply(
                     of_layer, positional(x), Context(layer_key(key, i, m, of_model=layer.has_model_key), True, part)
                 )
+            x = x if cut is None else cut.wanted(x)
             sums = loss.sums(x, part, layer_key(key, len(layers) - 1, m, of_model=layers[-1].has_model_key))
             return jnp.sum(jnp.stack(sums[: 2 * num_terms : 2]) / weights), sums
 

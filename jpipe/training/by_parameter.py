@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, reduce
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -65,10 +66,17 @@ class StateTree:
 
     @cached_property
     def owners(self) -> list[int | None]:
-        """The parameter to which each leaf of the state belongs: the one whose path is the longest end of its own."""
-        by_path = {path: i for i, path in enumerate(self.tree.paths)}
-        ends = [[by_path.get(path[n:]) for n in range(len(path) + 1)] for path in self.paths]
-        return [next((i for i in of_leaf if i is not None), None) for of_leaf in ends]
+        """The parameter to which each leaf of the state belongs, if it is in a copy of the parameters' tree.
+
+        All leaves of such a copy are named as parameters are: `hyperparams/b1` beside `hyperparams/learning_rate` isn't
+        the state of a parameter `b1`.
+        """
+        by_path, below = {path: i for i, path in enumerate(self.tree.paths)}, defaultdict[Path, set[Path]](set)
+        cuts = [[(path[:n], path[n:]) for n in range(len(path) + 1)] for path in self.paths]
+        for start, end in chain.from_iterable(cuts):
+            below[start].add(end)
+        is_copy = lambda start: below[start] <= by_path.keys()
+        return [next((by_path[end] for start, end in of_leaf if is_copy(start)), None) for of_leaf in cuts]
 
     @cached_property
     def owned(self) -> list[list[int]]:

@@ -36,7 +36,7 @@ def test_a_scan_over_blocks_is_its_trips(reverse):
     parts = [next(iter(found.support(product.reads)[1])) for product in products(found)]
     order = [3, 2, 1, 0] if reverse else [0, 1, 2, 3]
     assert parts == [Part(0, (i,)) for i in order]
-    assert found.used_whole == frozenset()
+    assert found.depths_read == {0: 1}
 
 
 def test_a_loop_over_time_stays_one_operation():
@@ -46,4 +46,4 @@ def test_a_loop_over_time_stays_one_operation():
 
 def test_stacked_weights_that_are_used_whole_too_are_not_sliced():
     both = lambda stack, x: jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0] * stack.sum()
-    assert straight(both, STACK, X).used_whole == {0}
+    assert straight(both, STACK, X).depths_read == {0: 0}

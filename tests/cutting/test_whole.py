@@ -29,7 +29,7 @@ def test_variables_are_named_below_their_block(scanned):
     mlp = {"Dense_0": {"bias": 2, "kernel": 3}, "Dense_1": {"bias": 4, "kernel": 5}}
     assert jax.tree.structure(cut.trees[2]["params"]["mlp"]) == jax.tree.structure(mlp)
     assert cut.trees[2] == cut.trees[4] == cut.trees[6]
-    assert cut.parameter_names(0) == ["positions", "table/embedding"]
+    assert cut.parameter_names(0) == ["table/embedding", "positions"]
 
 
 def test_there_and_back(scanned):

@@ -87,19 +87,25 @@ def plain_loss(trees, batch=BATCH):
 # --- variables and states ---------------------------------------------------------------------------------------------
 
 
+LAID_OUT = (
+    "use pipe.from_model_variables(tree, batch), of a list pipe.from_layer_variables(trees, batch) (a batch comes "
+    "after the variables)"
+)
+
+
 @follows("lay out trees of layers by pipe.from_layer_variables(trees, batch)")
-@follows("use pipe.from_layer_variables(trees, batch) (a batch comes after the variables)")
+@follows(LAID_OUT)
 def test_trees_in_place_of_variables(pipe, trees):
     other = make(num_stages=1)
     with refused(TypeError, "lay out trees of layers by pipe.from_layer_variables(trees, batch)"):
         other.evaluate(trees, BATCH)
-    with refused(TypeError, "use pipe.from_layer_variables(trees, batch) (a batch comes after the variables)"):
+    with refused(TypeError, LAID_OUT):
         other.evaluate({"params": trees}, BATCH)
     variables = other.from_layer_variables(trees, BATCH)
     assert_close(other.evaluate(variables, BATCH), plain_loss(trees))
 
 
-@follows("translate them: pipe.from_layer_variables(other.layer_variables(variables), batch)")
+@follows("pipe.from_{}_variables(other.{}_variables(variables), batch)")
 def test_variables_of_another_pipeline(state, trees):
     other, pipe = make(), make(balance=[1, 3])
     variables = other.from_layer_variables(trees, BATCH)
@@ -154,7 +160,10 @@ def test_keys(pipe):
 
 
 @follows("call pipe.init(key, batch) first (or jax.eval_shape(pipe.init, key, batch), which computes nothing)")
-@follows("call pipe.init(key, batch) first, or pass a batch to from_layer_variables(trees, batch)")
+@follows(
+    "call pipe.init(key, batch) first, or pass a batch to from_model_variables(tree, batch), for a list of layers "
+    "from_layer_variables(trees, batch)"
+)
 def test_pipelines_that_have_seen_no_batch(key, state, trees):
     pipe = make(balance="flops")
     with refused(ValueError, "jax.eval_shape(pipe.init, key, batch), which computes nothing"):
@@ -162,7 +171,7 @@ def test_pipelines_that_have_seen_no_batch(key, state, trees):
     jax.eval_shape(pipe.init, key, BATCH)
     assert pipe.partition.counts == (2, 2)
     pipe = make()
-    with refused(ValueError, "pass a batch to from_layer_variables(trees, batch)"):
+    with refused(ValueError, "for a list of layers from_layer_variables(trees, batch)"):
         pipe.from_layer_variables(trees)
     assert_close(pipe.evaluate(pipe.from_layer_variables(trees, BATCH), BATCH), plain_loss(trees))
     pipe = make()
@@ -186,8 +195,9 @@ def test_differentiation_from_outside(pipe, state, trees):
 
 
 SAVED = (
-    "save trees = jax.device_get(pipe.layer_variables(variables)), and load them by pipe.from_layer_variables(trees, "
-    "batch); or save a state by jpipe.Checkpointer(directory).save(pipe, state)"
+    "save tree = jax.device_get(pipe.model_variables(variables)), and load it by pipe.from_model_variables(tree, "
+    "batch), of a list by layer_variables and from_layer_variables; or save a state by "
+    "jpipe.Checkpointer(directory).save(pipe, state)"
 )
 BEGUN = (
     "begin with the layers' values alone: trees = jpipe.load_layers(directory), pipe.create_state(..., "
@@ -201,7 +211,12 @@ BUFFERS = (
 )
 
 
-@follows(SAVED, BEGUN, BUFFERS)
+@follows(
+    SAVED,
+    "layers' values alone: trees = jpipe.load_layers(directory)",
+    "begin with the {}, pipe.create_state(..., variables=pipe.{})",
+    BUFFERS,
+)
 def test_saving(pipe, state, trees, key, tmp_path):
     with refused(TypeError, SAVED):
         copy._reconstruct(state.variables["params"], None, *state.variables["params"].__reduce__())
@@ -843,6 +858,11 @@ ELSEWHERE = {
         "helpers/process_worker.py"
     ),
     "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "generation/test_decoding.py",
+    "call it with pipe.model_variables(variables)": "end_to_end/test_whole_corners.py",
+    "model's values alone: tree = jpipe.load_model(directory)": "end_to_end/test_whole_checkpoints.py",
+    "outside: optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(...)), optax.apply_if_finite(": (
+        "end_to_end/test_whole_checkpoints.py"
+    ),
     "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "generation/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "end_to_end/test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",

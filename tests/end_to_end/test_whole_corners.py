@@ -1,0 +1,222 @@
+"""What readers and users found in models that are one module: each once gave wrong numbers, or a bare error."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+KEY = jax.random.key(0)
+
+
+@pytest.fixture
+def standard():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def square(outputs, batch):
+    return (outputs**2).mean()
+
+
+def pipeline(model, loss=square, **options):
+    return jpipe.Pipeline(model, loss, num_stages=2, num_microbatches=2, **options)
+
+
+def check_gradients(init, apply, loss=square):
+    """Compares all gradients of functions `init(key, x)`, `apply(params, x)` with plain JAX."""
+    pipe = pipeline(jpipe.Layer(init, apply), loss)
+    variables = pipe.init(KEY, X)
+    found = pipe.model_variables({"params": pipe.value_and_grad(variables, X)[1]})
+    plain = lambda params: (loss(apply(params, X[:4]), X) + loss(apply(params, X[4:]), X)) / 2
+    expected = jax.grad(plain)(pipe.model_variables(variables))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)
+
+
+def test_a_slice_that_is_read_whole_and_in_slices():
+    weights = np.random.default_rng(1).normal(size=(3, 2, 4, 4)).astype(np.float32)
+
+    def block(x, w):
+        return jax.lax.scan(lambda x, v: (jnp.tanh(x @ v), None), x, w)[0] + 0.1 * jnp.mean(w**2), None
+
+    check_gradients(lambda key, x: {"w": jnp.asarray(weights)}, lambda p, x: jax.lax.scan(block, x, p["w"])[0])
+
+
+class Chain(nn.Module):
+    """Products, with something before them.
+
+    Attributes:
+      first: what it does first: "print", "callback", "norm", "noise" or nothing.
+    """
+
+    first: str = ""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        if self.first == "print":
+            jax.debug.print("mean {}", x.mean())
+        if self.first == "callback":
+            jax.experimental.io_callback(lambda mean: None, None, x.mean())
+        if self.first == "norm":
+            x = nn.BatchNorm(use_running_average=not train)(x)
+        if self.first == "noise" and train:
+            x = x + jax.random.normal(self.make_rng("dropout"), x.shape)
+        for _ in range(4):
+            x = jnp.tanh(nn.Dense(4)(x))
+        return x
+
+
+def test_prints_and_callbacks_of_the_batch_alone(capfd):
+    pipe = pipeline(Chain("print"))
+    jax.block_until_ready(pipe.value_and_grad(pipe.init(KEY, X), X))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("mean") >= 2
+    with pytest.raises(ValueError, match="calls back into Python"):
+        pipeline(Chain("callback")).init(KEY, X)
+
+
+@pytest.mark.parametrize("first", ["norm", "noise"])
+def test_what_is_done_first_may_differ_in_evaluation(first):
+    model, pipe = Chain(first), pipeline(Chain(first))
+    variables = pipe.init(KEY, X)
+    pipe.value_and_grad(variables, X, KEY)
+    expected = model.apply(pipe.model_variables(variables), X)
+    np.testing.assert_allclose(pipe.apply(variables, X), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_missing_collections_stay_missing():
+    pipe = pipeline(Chain("norm"))
+    tree = pipe.model_variables(pipe.init(KEY, X))
+    with pytest.raises(ValueError, match=r"lack.*batch_stats"):
+        pipe.evaluate(pipe.from_model_variables({"params": tree["params"]}), X)
+    with pytest.raises(ValueError, match="no collection 'BatchNorm_0'; pass all by collection"):
+        pipe.from_model_variables(tree["params"])
+    with pytest.raises(TypeError, match="is being traced; call from_model_variables outside"):
+        jax.jit(pipe.from_model_variables)(tree)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
+def test_stacked_weights_under_other_keys(impl):
+    make = lambda key: nn.initializers.lecun_normal()(key, (4, 4))
+    init = lambda key, x: {"w": jax.vmap(make)(jax.random.split(key, 4))}
+    apply = lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]
+    with jax.default_prng_impl(impl):
+        pipe, key = pipeline(jpipe.Layer(init, apply)), jax.random.key(0)
+        np.testing.assert_allclose(pipe.model_variables(pipe.init(key, X))["w"], init(key, X)["w"], rtol=1e-6)
+    if impl == "rbg":
+        with pytest.raises(ValueError, match="use keys of JAX's default implementation"):
+            pipeline(jpipe.Layer(init, apply)).init(key, X)
+
+
+@pytest.mark.usefixtures("standard")
+def test_hyperparameters_may_be_named_as_parameters_are():
+    def init(key, x):
+        keys = jax.random.split(key, 3)
+        return {f"w{i}": nn.initializers.lecun_normal()(keys[i], (4, 4)) for i in range(3)} | {"b1": jnp.zeros(4)}
+
+    apply = lambda p, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ p["w0"] + p["b1"]) @ p["w1"]) @ p["w2"])
+    tx = optax.inject_hyperparams(optax.adamw)(1e-3)
+    pipe = pipeline(jpipe.Layer(init, apply))
+    state = pipe.create_state(KEY, X, jpipe.per_layer(tx))
+    params = pipe.model_variables(state.variables)
+    plain = lambda params: (square(apply(params, X[:4]), X) + square(apply(params, X[4:]), X)) / 2
+    expected = optax.apply_updates(params, tx.update(jax.grad(plain)(params), tx.init(params), params)[0])
+    found = pipe.model_variables(pipe.train_step(state, X)[0].variables)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)
+
+
+def test_outputs_of_parameters_alone():
+    def init(key, x):
+        keys = jax.random.split(key, 4)
+        return {f"w{i}": nn.initializers.lecun_normal()(keys[i], (4, 4)) for i in range(4)} | {"scale": jnp.ones(())}
+
+    def apply(p, x):
+        for i in range(4):
+            x = jnp.tanh(x @ p[f"w{i}"])
+        return x, jnp.exp(p["scale"])
+
+    check_gradients(init, apply, lambda outputs, batch: (outputs[0] ** 2).mean() * outputs[1])
+
+
+class Largest(nn.Module):
+    """Blocks that keep what they don't read: how large their activations were."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(4):
+            x = jnp.tanh(nn.Dense(4)(x))
+            kept = self.variable("stats", f"largest_{i}", jnp.zeros, ())
+            if self.is_mutable_collection("stats"):
+                kept.value = jnp.abs(x).max()
+        return x
+
+
+def test_state_that_is_written_and_not_read():
+    pipe, model = pipeline(Largest(), merge={"stats": "last"}), Largest()
+    variables = pipe.init(KEY, X)
+    (_, updates), _ = pipe.value_and_grad(variables, X)
+    _, expected = model.apply(pipe.model_variables(variables), X[4:], mutable=["stats"])
+    found = pipe.model_variables({**variables, **updates})["stats"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected["stats"])
+
+
+class Noisy(nn.Module):
+    """Blocks that draw from a key of the model's own."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = jnp.tanh(nn.Dense(4)(x)) + jax.random.normal(jax.random.key(7), x.shape)
+        return x
+
+
+def test_a_key_among_the_constants():
+    pipe = pipeline(Noisy())
+    variables = pipe.init(KEY, X)
+    expected = np.concatenate([Noisy().apply(pipe.model_variables(variables), part) for part in (X[:4], X[4:])])
+    np.testing.assert_allclose(pipe.apply(variables, X), expected, rtol=1e-5)
+
+
+class Pairs(nn.Module):
+    """Six blocks of two layers, whose names go past nine."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(6):
+            x = x + nn.Dense(4)(nn.relu(nn.Dense(8)(x)))
+        return nn.Dense(3)(x)
+
+
+def test_blocks_are_equal_whatever_their_numbers():
+    found = jpipe.layers_of(Pairs(), X, square)
+    assert len({layer.same_as for layer in found[2:-1]}) == 1
+
+
+@pytest.mark.usefixtures("standard")
+def test_arguments_of_other_types_are_others():
+    run = jax.jit(lambda arguments: arguments.both[0][0] * arguments.both[1]["by"])
+    dtypes = [run(jpipe.Arguments(jnp.ones(2, jnp.int32), by=by)).dtype for by in (1, 1.0)]
+    assert dtypes == [jnp.int32, jnp.float32]
+
+
+def test_the_pieces_are_no_modules():
+    pipe = pipeline(Chain())
+    with pytest.raises(ValueError, match="Chain is one module, whose pieces aren't"):
+        pipe.modules(pipe.init(KEY, X))
+
+
+class Marked(nn.Module):
+    """A model with a mark of no use."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jpipe.cut(Chain()(x))
+
+
+def test_a_mark_of_no_use_is_named():
+    with pytest.raises(ValueError, match=r"it has 1 marks \(jpipe.cut\), and with marks nothing else is a place"):
+        pipeline(Marked()).init(KEY, X)
