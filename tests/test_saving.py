@@ -12,5 +12,5 @@ from jpipe.training.train_state import TrainState
 def test_flax_refuses_and_names_the_remedy(kind):
     jpipe.saving.register()  # again: it replaces what it registered
     for call in (serialization.to_state_dict, lambda target: serialization.from_state_dict(target, {})):
-        with pytest.raises(TypeError, match=r"save trees = jax\.device_get\(pipe\.layer_variables\(variables\)\)"):
+        with pytest.raises(TypeError, match=r"save tree = jax\.device_get\(pipe\.model_variables\(variables\)\)"):
             call(kind.__new__(kind))

@@ -657,7 +657,7 @@ def test_a_transformation_that_was_not_called():
 def test_variables_and_states_are_saved_layer_by_layer(ready):
     """A regression: "cannot pickle 'Device' object", and "can not serialize 'StageTree' object"."""
     pipe, variables, state = ready
-    message = r"save trees = jax\.device_get\(pipe\.layer_variables\(variables\)\), and load them by pipe\.from_layer"
+    message = r"save tree = jax\.device_get\(pipe\.model_variables\(variables\)\), and load it by pipe\.from_model"
     for save in (pickle.dumps, serialization.to_bytes, serialization.to_state_dict):
         for what in (variables, state):
             with pytest.raises(TypeError, match=message):
