@@ -9,7 +9,7 @@ from itertools import pairwise
 import jax
 
 from jpipe.cutting.module import Read, WholeModel, told_of
-from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, make_pieces, places_again, unused_parts
+from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, places_again, unused_parts
 from jpipe.cutting.straight import Part
 from jpipe.cutting.unread import without_unread
 from jpipe.cutting.whole import CutModel
@@ -42,7 +42,7 @@ class CutDecoder:
           ValueError: the model can't be cut for so many tokens; or a piece but the first reads the tokens.
         """
         traced, outputs = trace_decoder(self.model.whole, self.model.cutting, self.read, tokens)
-        pieces = make_pieces(traced, self.model.cutting, places_of(self.model, traced), Kinds())
+        pieces = self.model.pieces_of(traced, places_of(self.model, traced), Kinds())
         for index, piece in enumerate(pieces[1:], start=1):
             if piece.data:
                 raise ValueError(

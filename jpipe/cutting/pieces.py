@@ -52,7 +52,8 @@ class Traced:
         """
         straight = self.straight
         used = [{*straight.support(straight.flat.equations[i].reads)[1]} for i in straight.main]
-        used[-1] |= {*straight.support(straight.outputs)[1]}
+        if used:
+            used[-1] |= {*straight.support(straight.outputs)[1]}
         for part, number in self.written.items():
             p = self._position.get(straight.flat.made_by.get(number, -1))
             if p is None and not any(part in parts for parts in used):

@@ -135,19 +135,9 @@ class CutModel:
                 "parameters. Pass batches of the same dtypes and dimensions, or mark places by x = jpipe.cut(x)"
             ) from None
         kinds = Kinds()
-        try:
-            trained = make_pieces(modes.training, cutting, training, kinds)
-            evaluated = make_pieces(modes.evaluation, cutting, evaluation, kinds)
-        except ReadsOthers as error:
-            index, parts = error.args
-            names = ", ".join(sorted("/".join(self.whole.paths[part.leaf]) for part in parts))
-            raise ValueError(
-                f"{self.whole.layer.name} computes an output or a part of its state in {self.names[index]} of "
-                f"variables that other pieces have ({names}), and of no activation; compute it in the loss or in the "
-                "optimiser, or mark places by x = jpipe.cut(x) so that one piece has all of them"
-            ) from None
-        outputs = self.wanted(modes.outputs)
-        return self.as_layers(trained, evaluated, outputs, modes.num_leaves)
+        trained = self.pieces_of(modes.training, training, kinds)
+        evaluated = self.pieces_of(modes.evaluation, evaluation, kinds)
+        return self.as_layers(trained, evaluated, self.wanted(modes.outputs), modes.num_leaves)
 
     @property
     def read(self) -> tuple[bool, ...]:
@@ -162,6 +152,23 @@ class CutModel:
     def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
         """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
         return with_zeros(loss_fn, outputs, batch, self.read)
+
+    def pieces_of(self, traced: Traced, places: Sequence[int], kinds: Kinds) -> list[Piece]:
+        """The pieces of a trace; arguments as of `make_pieces`.
+
+        Raises:
+          ValueError: a piece computes an output or a part of the state of variables that other pieces have.
+        """
+        try:
+            return make_pieces(traced, self.cutting, places, kinds)
+        except ReadsOthers as error:
+            index, parts = error.args
+            names = ", ".join(sorted("/".join(self.whole.paths[part.leaf]) for part in parts))
+            raise ValueError(
+                f"{self.whole.layer.name} computes an output or a part of its state in {self.names[index]} of "
+                f"variables that other pieces have ({names}), and of no activation; compute it in the loss or in the "
+                "optimiser, or mark places by x = jpipe.cut(x) so that one piece has all of them"
+            ) from None
 
     def as_layers(
         self,
