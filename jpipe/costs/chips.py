@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from jpipe.costs.gpus import A100, B200, H100, H200, Gpu
 from jpipe.types import Device
 
 GIB, MIB = 2**30, 2**20
@@ -15,7 +16,7 @@ CLOUD = "Cloud TPU documentation, system architecture of the version: FLOP/s, me
 BOOK = f"{CLOUD}; How to Scale Your Model, 'TPU specs': links"
 PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
 BOTH = f"{CLOUD}; {PAPER}"
-NVIDIA = "NVIDIA data sheet of the SXM module, without sparsity"
+NVIDIA = "NVIDIA data sheets: of the SXM module, without sparsity; of the DGX or HGX host, its network"
 PAIR = (("chip_config_name", "megacore"),)  # both cores are a device
 
 
@@ -42,6 +43,8 @@ class Chip:
         `benchmarks/time_model.py rates`, or as it was measured; None: the memory's.
       start: seconds that any kernel takes, however small: the same estimate for an array of 8x128.
       config: options of JAX's `get_topology_desc` for such chips.
+      gpu: of a GPU, what its compiler asks; None of TPUs.
+      network_bandwidth: bytes/s one way that one GPU has to other hosts; 0 of TPUs, which have links to all neighbours.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Chip:
     counted: float | None = None
     start: float = 0.0
     config: tuple[tuple[str, str], ...] = ()
+    gpu: Gpu | None = None
+    network_bandwidth: float = 0.0
 
     @property
     def pass_bandwidth(self) -> float:
@@ -80,8 +85,10 @@ CHIPS = {
         Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK, "2x4", 1, 128, 128 * MIB, 64 * MIB, 664e9, 1.22e-6),
         Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK, "2x2x2", 1, 128, 64 * MIB, 0, 1988e9, 1.22e-6),
         Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK, "2x4", 1, 256, 128 * MIB, 64 * MIB, 1316e9, 1.21e-6),
-        Chip("h100", 989e12, 80 * 10**9, 3.35e12, 450e9, None, NVIDIA, "8"),
-        Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, NVIDIA, "8"),
+        Chip("a100", 312e12, 80 * 10**9, 2.04e12, 300e9, None, NVIDIA, "8", gpu=A100, network_bandwidth=25e9),
+        Chip("h100", 989e12, 80 * 10**9, 3.35e12, 450e9, None, NVIDIA, "8", gpu=H100, network_bandwidth=50e9),
+        Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, NVIDIA, "8", gpu=H200, network_bandwidth=50e9),
+        Chip("b200", 2250e12, 180 * 10**9, 8e12, 900e9, None, NVIDIA, "8", gpu=B200, network_bandwidth=50e9),
     ]
 }
 """The chips by name."""
@@ -90,10 +97,12 @@ KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5p": "v5p", "v5": "
     name: name for name, chip in CHIPS.items() if chip.clock
 }
 """TPUs by a part of what JAX calls them, those first that begin like others."""
-GPUS = {"nvidia h100 80gb hbm3": "h100", "nvidia h200": "h200"}
+GPUS = {chip.gpu.kind.lower(): name for name, chip in CHIPS.items() if chip.gpu}
 """SXM modules by what JAX calls them: of a PCIe or NVL card, or of a part of a GPU, memory and links are others."""
 MOST_GPUS = 8
 """The GPUs of one host, whose links are those of the table."""
+CUDA = (12, 13)
+"""The versions of CUDA for which JAX has a compiler."""
 
 EXAMPLES = {name: chip.example for name, chip in CHIPS.items()}
 """A shape of each."""
@@ -101,11 +110,11 @@ EXAMPLES = {name: chip.example for name, chip in CHIPS.items()}
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice of chips, such as "v5e:2x4".
+    """A slice of chips, such as "v5e:2x4", or hosts of GPUs, such as "h100:8" and "h100:4x8".
 
     Attributes:
       chip: the kind of its chips.
-      shape: the chips along each dimension of their network.
+      shape: the chips along each dimension of their network; of GPUs those of a host, or hosts and those of each.
     """
 
     chip: Chip
@@ -123,48 +132,59 @@ class Topology:
         """Devices for which programs compile, whether or not they are there.
 
         Raises:
-          ImportError: the TPU compiler is not installed.
-          ValueError: these are GPUs, or the compiler knows no slice of this shape.
+          ImportError: the compiler for TPUs, or that for GPUs, is not installed.
+          ValueError: the compiler knows no slice of this shape.
         """
-        if self.chip.clock is None:
-            raise ValueError(f"topology='{self}' is none of TPUs, which alone compile without a device; pass devices=")
-        if importlib.util.find_spec("libtpu") is None:
-            raise ImportError(f"topology='{self}' needs the TPU compiler; pip install 'jpipe[tpu]' (Linux, x86-64)")
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        if self.chip.gpu is not None:
+            if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in CUDA):
+                raise ImportError(
+                    f"topology='{self}' needs the GPU compiler; pip install 'jpipe[gpu-compiler]' (Linux)"
+                )
+            hosts, number = (1, *self.shape)[-2:]
+            where = {"platform": "cuda", "target_config": self.chip.gpu.description, "topology": f"1x{hosts}x{number}"}
+        else:
+            if importlib.util.find_spec("libtpu") is None:
+                raise ImportError(f"topology='{self}' needs the TPU compiler; pip install 'jpipe[tpu]' (Linux, x86-64)")
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+            where = {"platform": "tpu", "topology_name": str(self), **dict(self.chip.config)}
         from jax.experimental import topologies
 
         try:
-            options = dict(self.chip.config)
-            return list(topologies.get_topology_desc(platform="tpu", topology_name=str(self), **options).devices)
+            return list(topologies.get_topology_desc(**where).devices)
         except Exception as error:  # its type differs by what is wrong
-            raise ValueError(f"the TPU compiler refuses topology='{self}': {str(error).splitlines()[0]}") from error
+            compiler = "TPU" if self.chip.gpu is None else "GPU"
+            raise ValueError(
+                f"the {compiler} compiler refuses topology='{self}': {str(error).splitlines()[0]}"
+            ) from error
 
 
 def parse_topology(name: str) -> Topology:
     """The slice of a name.
 
     Args:
-      name: chip and shape, such as "v5p:4x4x8".
+      name: chip and shape, such as "v5p:4x4x8", "h100:8" (GPUs of one host), "h100:4x8" (four hosts of eight).
 
     Raises:
-      ValueError: no chip is called so, the shape isn't one of its slices, or it has more GPUs than a host.
+      ValueError: no chip is called so, the shape isn't one of its slices, or has more GPUs a host than a host has.
 
-    >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("v3:2x2").num_devices
-    (128, 8)
+    >>> [parse_topology(name).num_devices for name in ("v5p:4x4x8", "v3:2x2", "h100:4x8")]
+    [128, 8, 32]
     """
     match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
-    example = EXAMPLES.get(match[1]) if match else None
-    if match is None or example is None or match[2].count("x") != example.count("x"):
-        names = ", ".join(f"{chip}:{shape}" for chip, shape in EXAMPLES.items())
+    chip = CHIPS.get(match[1]) if match else None
+    shape = tuple(map(int, match[2].split("x"))) if match else ()
+    dimensions = chip.example.count("x") + 1 if chip else 0
+    if chip is None or len(shape) not in ((1, 2) if chip.gpu else (dimensions,)):
+        names = ", ".join(f"{name}:{shape}" for name, shape in EXAMPLES.items())
         raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {names}")
-    topology = Topology(CHIPS[match[1]], tuple(map(int, match[2].split("x"))))
-    if topology.chip.clock is None and topology.num_devices > MOST_GPUS:
+    if chip.gpu and shape[-1] > MOST_GPUS:
+        hosts = math.ceil(math.prod(shape) / MOST_GPUS)
         raise ValueError(
-            f"topology={name!r} has {topology.num_devices} GPUs, but their links are known within a host alone; "
-            f"pass {topology.chip.name}:{MOST_GPUS} or less"
+            f"topology={name!r} has {shape[-1]} GPUs in a host, which has at most {MOST_GPUS}; pass hosts and the "
+            f"GPUs of each, such as {chip.name}:{hosts}x{MOST_GPUS}"
         )
-    return topology
+    return Topology(chip, shape)
 
 
 def chip_of(device: Device) -> Chip | None:

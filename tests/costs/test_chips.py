@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpu_program import needs_gpu_compiler
 from jpipe.costs.chips import CHIPS, EXAMPLES, chip_of, parse_topology
 from tpu_program import needs_tpu_compiler
 
@@ -33,7 +34,7 @@ def test_tiles_and_vector_memories_are_those_that_jax_knows():
 def test_passes_go_no_faster_than_the_memory():
     for chip in CHIPS.values():
         assert 0.7 * chip.memory_bandwidth < chip.pass_bandwidth <= chip.memory_bandwidth
-        assert chip.fuses == (chip.clock is not None)
+        assert chip.fuses == (chip.clock is not None) == (chip.gpu is None)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,8 @@ def test_passes_go_no_faster_than_the_memory():
     [
         *[("TPU v2", "v2"), ("TPU v3", "v3"), ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5p", "v5p")],
         *[("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")],
-        *[(f"NVIDIA {kind}", None) for kind in ("H100 PCIe", "H100 NVL", "H200 NVL", "GH200 480GB", "A100-SXM4-80GB")],
+        *[("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA B200", "b200")],
+        *[(f"NVIDIA {kind}", None) for kind in ("H100 PCIe", "H100 NVL", "H200 NVL", "GH200 480GB", "A100-SXM4-40GB")],
         *[("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("cpu", None)],
     ],
 )
@@ -50,20 +52,26 @@ def test_a_device_is_known_by_its_kind_and_not_taken_for_another(kind, name):
     assert chip_of(SimpleNamespace(device_kind=kind)) == (CHIPS[name] if name else None)
 
 
-def test_gpus_of_several_hosts_are_not_known():
-    with pytest.raises(ValueError, match=r"topology='h200:16' has 16 GPUs, .*; pass h200:8 or less"):
+def test_hosts_of_gpus():
+    assert parse_topology("h100:4x8").num_devices == 32
+    with pytest.raises(ValueError, match=r"topology='h200:16' has 16 GPUs in a host, .*; pass .* such as h200:2x8"):
         parse_topology("h200:16")
 
 
-def test_gpus_need_devices():
-    with pytest.raises(ValueError, match="pass devices="):
-        parse_topology("h200:8").devices()
+@needs_gpu_compiler
+def test_gpus_compile_without_a_device():
+    devices = parse_topology("h100:2x4").devices()
+    assert [device.device_kind for device in devices] == ["NVIDIA H100 80GB HBM3"] * 8
+    assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
+    assert chip_of(devices[0]) == CHIPS["h100"]
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'jpipe\[tpu\]'"):
         parse_topology("v5e:2x2").devices()
+    with pytest.raises(ImportError, match=r"pip install 'jpipe\[gpu-compiler\]'"):
+        parse_topology("h100:8").devices()
 
 
 @needs_tpu_compiler
