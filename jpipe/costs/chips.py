@@ -173,7 +173,7 @@ def parse_topology(name: str) -> Topology:
     """
     match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
     chip = CHIPS.get(match[1]) if match else None
-    shape = tuple(map(int, match[2].split("x"))) if match else ()
+    shape = [int(number) for number in match[2].split("x")] if match else []
     dimensions = chip.example.count("x") + 1 if chip else 0
     if chip is None or len(shape) not in ((1, 2) if chip.gpu else (dimensions,)):
         names = ", ".join(f"{name}:{shape}" for name, shape in EXAMPLES.items())
@@ -184,7 +184,7 @@ def parse_topology(name: str) -> Topology:
             f"topology={name!r} has {shape[-1]} GPUs in a host, which has at most {MOST_GPUS}; pass hosts and the "
             f"GPUs of each, such as {chip.name}:{hosts}x{MOST_GPUS}"
         )
-    return Topology(chip, shape)
+    return Topology(chip, tuple(shape))
 
 
 def chip_of(device: Device) -> Chip | None:
