@@ -16,7 +16,7 @@ In a turn all stages work on the same micro-batch at the same time, so a turn ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,11 @@ from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
+from jpipe.schedules.ticks import Run
 from jpipe.types import Leaf
+
+MOST = {"enter": 0.5, "leave": 1.0, "back": 0.5}
+"""The share of a run's ticks that must have a turn for the others to compute it along; the last layer takes longest."""
 
 # --- before the ticks -------------------------------------------------------------------------------------------------
 
@@ -44,37 +48,64 @@ def empty(step: Step) -> tuple[list[jax.Array], list[jax.Array]]:
     return made(entered), made(filter(is_float, taken)) if step.schedule.trains else []
 
 
-def turns_of(step: Step, num_ticks: int) -> list[Turns]:
-    """The turns of the first ticks, for each slot, to be scanned over; none if each end runs on its own stage."""
-    return jax.tree.map(lambda microbatches: jnp.asarray(microbatches[:num_ticks]), [*step.ends.turns])
+def turns_of(step: Step, run: Run) -> list[Turns]:
+    """The turns of a run's ticks, for each slot, to be scanned over; none if each end runs on its own stage."""
+    return jax.tree.map(lambda microbatches: jnp.asarray(microbatches[run.start : run.stop]), [*step.ends.turns])
 
 
 # --- around a slot ----------------------------------------------------------------------------------------------------
 
 
-def before_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
-    """Runs the first layer on all stages, if it ever has a turn before this slot."""
-    if not stage.step.ends.has_turns(slot, "enter"):
+def before_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
+    """Runs the first layer on all stages, if it has a turn before this slot in any tick of the run."""
+
+    def enter(taken: tuple[Index, list[Leaf]], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:
+        return carry._replace(entered=_enter(stage, taken[0]))
+
+    return _take(stage, run, turns, slot, "enter", lambda carry: [], enter, carry)
+
+
+def after_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
+    """Runs the last layer, then the first one's backward on all stages, if they have turns after this slot."""
+
+    def leave(taken: tuple[Index, list[Leaf]], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:
+        return _leave(stage, *taken, counts, carry)
+
+    def back(taken: tuple[Index, list[Leaf]], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:
+        return carry._replace(backward=_back(stage, *taken, counts, carry.backward))
+
+    to_leave = lambda carry: _taken_by_last_layer(stage, carry.forward)
+    carry = _take(stage, run, turns, slot, "leave", to_leave, leave, carry)
+    return _take(stage, run, turns, slot, "back", lambda carry: _given_to_first_layer(stage, carry), back, carry)
+
+
+def _take(
+    stage: Stage,
+    run: Run,
+    turns: list[Turns],
+    slot: int,
+    name: str,
+    reads: Callable[[TickCarry], list[Leaf]],
+    body: Callable[[tuple[Index, list[Leaf]], jax.Array | bool, TickCarry], TickCarry],
+    carry: TickCarry,
+) -> TickCarry:
+    """The carry after `body((micro-batch, reads(carry)), counts, carry)`, if it is such a turn's tick.
+
+    What a turn takes from the layers between lies in the carry and doesn't change in the loop: if the body read it, a
+    compiler would compute all that follows from it ahead of the loop, and so in every tick. Where idle stages work
+    along, a turn that most ticks of the run have is computed in the others too, without effect.
+    """
+    if not stage.step.ends.shared:
         return carry
-    m = jnp.asarray(turns[slot].enter)
-    with jax.named_scope("enter"):
-        return carry._replace(entered=when(m >= 0, m, lambda m, _: _enter(stage, m), carry.entered))
-
-
-def after_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
-    """Runs the last layer, then the first one's backward on all stages, if they ever have turns after this slot."""
-    # What a turn takes from the layers between is read by `reads`. It lies in the carry and doesn't change in the loop:
-    # if the body read it, a compiler would compute all that follows from it ahead of the loop, and so in every tick.
-    to_leave = lambda m, carry: (m, _taken_by_last_layer(stage, carry.forward))
-    leave = lambda taken, carry: _leave(stage, taken[0], taken[1], carry)
-    to_come_back = lambda m, carry: (m, stage.step.cotangents.read(carry.backward.cotangent, 0, 0))
-    back = lambda taken, carry: carry._replace(backward=_back(stage, taken[0], taken[1], carry.backward))
-    for name, reads, body in (("leave", to_leave, leave), ("back", to_come_back, back)):
-        if stage.step.ends.has_turns(slot, name):
-            m = jnp.asarray(getattr(turns[slot], name))
-            with jax.named_scope(name):
-                carry = when(m >= 0, m, body, carry, reads=reads)
-    return carry
+    taken = getattr(stage.step.ends.turns[slot], name)[run.start : run.stop] >= 0
+    if not taken.any():
+        return carry
+    m = jnp.asarray(getattr(turns[slot], name))
+    with jax.named_scope(name):
+        if stage.step.idle_work.trips and taken.mean() >= MOST[name]:
+            return body((jnp.maximum(m, 0), reads(carry)), True if taken.all() else m >= 0, carry)
+        at_hand = lambda m, carry: (m, reads(carry))
+        return when(m >= 0, m, lambda values, carry: body(values, True, carry), carry, reads=at_hand)
 
 
 def _enter(stage: Stage, microbatch: Index) -> list[Leaf]:
@@ -88,10 +119,15 @@ def _taken_by_last_layer(stage: Stage, forward: ForwardWork) -> list[Leaf]:
     return stage.step.activations.read(forward.activation, stage.step.model.num_layers - 2, 0)
 
 
-def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> TickCarry:
+def _given_to_first_layer(stage: Stage, carry: TickCarry) -> list[Leaf]:
+    """The cotangents of the first layer's outputs, which are right on the stage of the layer after it alone."""
+    return stage.step.cotangents.read(carry.backward.cotangent, 0, 0)
+
+
+def _leave(stage: Stage, microbatch: Index, x: list[Leaf], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:
     """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`."""
     step, last = stage.step, stage.step.model.last
-    turn = Turn(last, 0, microbatch, {})
+    turn = Turn(last, 0, microbatch, {}, counts)
     arguments, mine = stage.arguments(turn, stage.batch_of(turn)), stage.device == step.ends.last
     x = _from_stage(mine, x)
     backward, cotangents = carry.backward, []
@@ -107,9 +143,11 @@ def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> 
     return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
 
 
-def _back(stage: Stage, microbatch: Index, cotangents: list[Leaf], backward: BackwardWork) -> BackwardWork:
+def _back(
+    stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: jax.Array | bool, backward: BackwardWork
+) -> BackwardWork:
     """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
-    step, turn = stage.step, Turn(0, 0, microbatch, {})
+    step, turn = stage.step, Turn(0, 0, microbatch, {}, counts)
     cotangents = _from_stage(stage.device == step.ends.first, cotangents)
     arguments = stage.arguments(turn, stage.batch_of(turn))
     _, residuals = step.layers[0].forward(arguments, [])

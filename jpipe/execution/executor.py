@@ -34,11 +34,13 @@ With `ends="shared"`, `end_turns` adds work before and after slots; else its fun
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.arrays.indexing import Index, put_row, take_row
@@ -54,7 +56,7 @@ from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS
-from jpipe.schedules.ticks import SlotTable, crosses_beside
+from jpipe.schedules.ticks import Run, SlotTable, crosses_beside
 from jpipe.types import Leaf
 
 
@@ -71,6 +73,7 @@ class Now(NamedTuple):
       residual, kept, stash: the rows of what the action keeps for later ones, or reads (`jpipe.planning.kept`); -1 for
         none.
       activation_in, cotangent_in: for each route, the row into which what arrives in this slot is written; -1 for none.
+      counts: no column; False if the stage idles, and only computes along.
     """
 
     kind: Index
@@ -84,6 +87,11 @@ class Now(NamedTuple):
     stash: Index
     activation_in: tuple[Index, ...]
     cotangent_in: tuple[Index, ...]
+    counts: jax.Array | bool = True
+
+
+COLUMNS = Now._fields[:-1]
+"""The fields of `Now` that are columns of the table."""
 
 
 # --- the two programs -------------------------------------------------------------------------------------------------
@@ -177,66 +185,74 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
     step, only = stage.step, stage.only
     slots = step.table.slots
-    names = step.schedule.slots
-    columns = [Now(*(getattr(slot, name) for name in Now._fields)) for slot in slots]
+    columns = [Now(*(getattr(slot, name) for name in COLUMNS)) for slot in slots]
+    columns = [now._replace(counts=()) for now in columns]  # no leaf
     structure = jax.tree.structure(columns[0])
-    table = jnp.asarray(list(map(jax.tree.leaves, columns)))  # [slots, columns, T, K]
+    table, runs = jnp.asarray(list(map(jax.tree.leaves, columns))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
-        table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
+        table = table[:, :, : only.shape[1]].at[:, COLUMNS.index("kind")].multiply(only)
+        runs = (Run(0, only.shape[1], ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
+    for run in runs:
+        turns = end_turns.turns_of(step, run)
 
-    turns = end_turns.turns_of(step, mine.shape[0])
+        def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
+            row, turns = entries
+            now = lambda i: jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
+            return _run_tick(stage, run, list(map(now, range(len(slots)))), turns, carry), None
 
-    def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]]) -> tuple[TickCarry, None]:
-        """Runs one tick of this device.
-
-        Args:
-          carry: as the tick before left it.
-          entries: (this device's row of the table, `[slots, columns]`; for each slot its `Turns` in this tick, scalars,
-            the same on all stages, or none if each end runs on its own stage).
-        """
-        row, turns = entries
-        for i, slot in enumerate(slots):
-            now = jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
-            # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot
-            #    that is the last one of the tick before, whose results are in the carry.)
-            beside = [flow for flow in _flows(slots[i - 1]) if crosses_beside(names, flow, i - 1)]
-            crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
-            carry = end_turns.before_slot(stage, turns, i, carry)
-            # 2. This slot's action: a loop of no trip or one, since a `lax.cond` would copy the carry.
-            for kind in slot.kinds:
-                with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
-                    active = _is_active(slot, kind, now, known=only is None)
-                    carry = when(active, now, partial(ACTIONS[kind], stage), carry)
-            carry = end_turns.after_slot(stage, turns, i, carry)
-            # 3. What it left is sent at once, where the next slot admits an action that receives along its flow.
-            #    No flow is in `beside` too: the kinds that send along a flow also receive along it, so nothing of that
-            #    flow crosses beside a slot that sends along it.
-            at_end = [flow for flow in _flows(slot) if not crosses_beside(names, flow, i)]
-            crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
-            # 4. Arrivals are written last: the action has read its row by then, so they may take it.
-            for flow, arrived in crossing.items():
-                carry = _receive(flow, slot, now, arrived, carry)
-        return carry, None
-
-    with jax.named_scope("ticks"):
-        return jax.lax.scan(tick, carry, (mine, turns))[0]
+        with jax.named_scope("ticks"):
+            carry = jax.lax.scan(tick, carry, (mine[run.start : run.stop], turns))[0]
+    return carry
 
 
-def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> bool | jax.Array:
-    """Whether this device runs an action of a kind in this slot: True where every stage does in every tick.
+def _run_tick(stage: Stage, run: Run, entries: list[Now], turns: list[Turns], carry: TickCarry) -> TickCarry:
+    """Runs one tick of this device.
 
-    `known` is false if `Stage.only` may let stages idle that have an action in the table.
+    Args:
+      stage: this device.
+      run: the ticks to which this one belongs.
+      entries: for each slot this device's entries of the table.
+      turns: for each slot its `Turns` in this tick, scalars, the same on all stages; none if each end runs on its own
+        stage.
+      carry: as the tick before left it.
     """
-    code = 1 + slot.kinds.index(kind)
-    if known and (slot.kind == code).all():
-        return True
-    return now.kind == code
+    slots, names = stage.step.table.slots, stage.step.schedule.slots
+    for i, (slot, now) in enumerate(zip(slots, entries, strict=True)):
+        # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
+        #    is the last one of the tick before, whose results are in the carry.)
+        beside = [flow for flow in _flows(slots, run, i - 1) if crosses_beside(names, flow, i - 1)]
+        crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
+        carry = end_turns.before_slot(stage, run, turns, i, carry)
+        # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
+        #    the carry.
+        for code, kind in enumerate(slot.kinds, start=1):
+            of_run = slot.kind[run.start : run.stop] == code
+            with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
+                if run.together[i] == kind:
+                    counts = True if of_run.all() else now.kind == code
+                    carry = ACTIONS[kind](stage, now._replace(counts=counts), carry)
+                elif of_run.any() or stage.only is not None:
+                    body = lambda now, carry, kind=kind: ACTIONS[kind](stage, now._replace(counts=True), carry)
+                    carry = when(now.kind == code, now, body, carry)
+        carry = end_turns.after_slot(stage, run, turns, i, carry)
+        # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
+        #    in `beside` too: the kinds that send along a flow also receive along it, so nothing of that flow crosses
+        #    beside a slot that sends along it.
+        at_end = [flow for flow in _flows(slots, run, i) if not crosses_beside(names, flow, i)]
+        crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
+        # 4. Arrivals are written last: the action has read its row by then, so they may take it.
+        for flow, arrived in crossing.items():
+            carry = _receive(flow, slot, now, arrived, carry)
+    return carry
 
 
-def _flows(slot: SlotTable) -> list[int]:
-    """The directions in which actions of this slot send."""
-    return [flow for flow, kinds in FLOWS.items() if set(kinds) & set(slot.kinds)]
+def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
+    """The directions in which a slot's actions send in the ticks of a run; slot -1 is the last of the tick before."""
+    slot, earlier = slots[i], int(i < 0)
+    codes = np.unique(slot.kind[max(0, run.start - earlier) : run.stop - earlier])
+    kinds = {slot.kinds[code - 1] for code in codes if code}
+    return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]
 
 
 def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[int, Buffers]:
@@ -336,7 +352,7 @@ def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     rows = {name: Row(getattr(now, name), stage.device) for name in stage.step.kept.storages} if keeps else {}
-    return Job(virtual_stage, now.microbatch, rows)
+    return Job(virtual_stage, now.microbatch, rows, now.counts)
 
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:

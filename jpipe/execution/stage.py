@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import numpy as np
 
 from jpipe.arrays.indexing import Index, look_up, put_row, take_row, take_slice
 from jpipe.arrays.loops import Carry, each, of_trip
+from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.memory_order import compact_order, in_order
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.specs import on_all_stages
@@ -34,6 +35,7 @@ from jpipe.planning.step import Step
 from jpipe.types import Batch, Leaf
 
 Reads = TypeVar("Reads")
+T = TypeVar("T")
 
 
 class Job(NamedTuple):
@@ -44,11 +46,14 @@ class Job(NamedTuple):
       microbatch: its micro-batch's index.
       rows: the rows of what it keeps for later actions, or reads, by `ROWS` of `jpipe.schedules.ticks`; empty if it
         keeps nothing.
+      counts: False if the stage idles, and only computes along (`jpipe.planning.idle_work`). Then nothing is added to
+        sums, and what is kept is written to a row that nothing else is in.
     """
 
     virtual_stage: Index
     microbatch: Index
     rows: dict[str, Row]
+    counts: jax.Array | bool = True
 
 
 class ForwardWork(NamedTuple):
@@ -112,12 +117,20 @@ class Turn(NamedTuple):
       g, position: which layer: the group, and the position in it.
       microbatch: its micro-batch's index.
       rows: those of its `Job`.
+      counts: that of its job; False too if the virtual stage doesn't have the layer, and only computes along.
+      record: the index of the record that it keeps, among those of its group.
     """
 
     g: int
     position: Index
     microbatch: Index
     rows: dict[str, Row]
+    counts: jax.Array | bool = True
+    record: Index = 0
+
+    def chosen(self, new: T, old: T) -> T:
+        """`new` if the layer's turn counts, else `old`, of the same structure."""
+        return new if self.counts is True else jax.tree.map(lambda a, b: jnp.where(self.counts, a, b), new, old)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,13 +183,15 @@ class Stage:
                 is_last_microbatch = turn.microbatch == step.schedule.num_microbatches - 1
                 names = groups[turn.g].state_names
                 totals = self._read(work.state, names, turn.g, turn.position)
-                totals = step.mergings[turn.g].accumulate(totals, arguments.state, results.state, is_last_microbatch)
+                new_state = step.mergings[turn.g].accumulate(totals, arguments.state, results.state, is_last_microbatch)
+                totals = turn.chosen(new_state, totals)
                 work = work._replace(state=self._write(work.state, names, turn.g, turn.position, totals))
             if turn.g != step.model.last:
-                activation = step.activations.write(work.activation, groups[turn.g].indices[0], 0, results.outputs)
+                boundary = groups[turn.g].indices[0]
+                activation = self._passed_on(step.activations, turn, boundary, results.outputs, work.activation)
                 work = work._replace(activation=activation)
             if turn.rows:
-                work = work._replace(kept=step.kept.write_residuals(work.kept, turn.g, turn.position, new, turn.rows))
+                work = work._replace(kept=step.kept.write_residuals(work.kept, turn.g, turn.record, new, turn.rows))
             return work
 
         return self.sweep(job, reads, visit, work)
@@ -201,7 +216,7 @@ class Stage:
                 cotangents = self.of_loss(turn.g)
             else:
                 cotangents = step.cotangents.read(state[0].cotangent, step.model.groups[turn.g].indices[0], 0)
-            return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.position, turn.rows), cotangents
+            return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.record, turn.rows), cotangents
 
         def visit(
             turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Buffers]
@@ -213,19 +228,21 @@ class Stage:
                 gradients, new, cotangents = layer.backward(arguments, residuals, cotangents)
             else:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
-                stash = step.kept.storages["stash"].write(stash, turn.g, turn.position, leaves, turn.rows["stash"])
+                stash = step.kept.storages["stash"].write(stash, turn.g, turn.record, leaves, turn.rows["stash"])
             work = self.add_gradients(turn, work, gradients)
             if new:
                 names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
-                largest = self._read(work.overwritten, names, turn.g, turn.position)
+                so_far = self._read(work.overwritten, names, turn.g, turn.position)
                 # Each micro-batch gives the largest amplitude that it saw; the batch's is the largest of those.
-                largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(largest, new, strict=True)]
+                largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(so_far, new, strict=True)]
+                largest = turn.chosen(largest, so_far)
                 overwritten = self._write(work.overwritten, names, turn.g, turn.position, largest)
                 work = work._replace(overwritten=overwritten)
             first = step.model.groups[turn.g].indices[0]
             if first == 0:
                 return work, stash
-            return work._replace(cotangent=step.cotangents.write(work.cotangent, first - 1, 0, cotangents)), stash
+            passed_on = self._passed_on(step.cotangents, turn, first - 1, cotangents, work.cotangent)
+            return work._replace(cotangent=passed_on), stash
 
         kind, stash = ("B", {}) if whole else ("I", kept["stash"])
         work, stash = self.sweep(job, reads, visit, (work, stash), kind=kind, reverse=True)
@@ -238,7 +255,7 @@ class Stage:
         def reads(turn: Turn, _: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, the stash)."""
             storages = step.kept.storages
-            read = lambda name: storages[name].read(kept[name], turn.g, turn.position, turn.rows[name])
+            read = lambda name: storages[name].read(kept[name], turn.g, turn.record, turn.rows[name])
             return self.batch_of(turn), read("kept"), read("stash")
 
         def visit(turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
@@ -255,6 +272,8 @@ class Stage:
             return work
         storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
         record = storage.record_types[v]
+        # What idle stages compute along may be anything, NaN too, so it isn't multiplied by zero.
+        gradients = [None if a is None else turn.chosen(a, jnp.zeros_like(a)) for a in gradients]
         gradients = self.step.gradient_sums.converted(record.buffers, gradients, now)
         # A set of shared ends is in `self.shared` too, since each stage has its leaves at hand. But it takes the first
         # branch: each stage adds to its own part, so that nothing has to be summed over stages after the ticks. Where a
@@ -279,8 +298,16 @@ class Stage:
         """Results with what the last layer gave for a micro-batch."""
         pairs = zip(results, outputs, strict=True)
         if self.step.loss is not None:
-            return [a + new.astype(a.dtype) for a, new in pairs]
-        return [put_row(a, new, turn.microbatch) for a, new in pairs]
+            return [turn.chosen(a + new.astype(a.dtype), a) for a, new in pairs]
+        return [put_row(a, turn.chosen(new, take_row(a, turn.microbatch)), turn.microbatch) for a, new in pairs]
+
+    def _passed_on(
+        self, boundaries: Boundaries, turn: Turn, boundary: int, leaves: Sequence[Leaf], buffers: Buffers
+    ) -> Buffers:
+        """Boundary buffers with what a layer gives; where it isn't the virtual stage's own, with what they have."""
+        if turn.g in self.step.idle_work.ends:
+            leaves = turn.chosen([*leaves], boundaries.read(buffers, boundary, 0))
+        return boundaries.write(buffers, boundary, 0, leaves)
 
     def batch_of(self, turn: Turn) -> Batch:
         """The micro-batch, for layers that look at it; else None.
@@ -362,44 +389,10 @@ class Stage:
 
         An empty range is a loop of zero trips. `loops.each` ties what the loop reads to its trips by an
         `optimization_barrier`; else a compiler could move work out of the loop, and do it even for zero trips.
-        Groups without a layer on any virtual stage that has actions of this `kind` have no loop.
+        Groups without a layer on any virtual stage that has actions of this `kind` have no loop. Those of
+        `Step.idle_work` are run by all virtual stages, as many of their layers on each.
         """
-        virtual_stage, of_job = job.virtual_stage, (job.microbatch, job.rows)
-        ranges, groups = self.step.ranges, self.step.model.groups
-        among, num_passes, always_one = self.step.groups_in(kind), ranges.start.shape[1], ranges.always_one
-        # In a group of one layer the position is known.
-        turn = lambda g, position, at: Turn(g, 0 if len(groups[g].indices) == 1 else position, *at)
-
-        def run_layer(g: int, position: Index, at: tuple[Index, dict[str, Row]], carry: Carry) -> Carry:
-            return visit(turn(g, position, at), reads(turn(g, position, at), carry), carry)
-
-        def run_range(g: int, start: Index, stop: Index, carry: Carry) -> Carry:
-            if ranges.most[g] > 1:  # the trip is the position, which selects what is read
-                return each(start, stop, of_job, partial(run_layer, g), carry, reverse=reverse)
-            # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
-            read = lambda position, at, carry: (at, reads(turn(g, position, at), carry))
-            body = lambda position, at_hand, carry: visit(turn(g, position, at_hand[0]), at_hand[1], carry)
-            return each(start, stop, of_job, body, carry, reads=read, reverse=reverse)
-
-        def run_pass(p: Index, _: tuple[()], carry: Carry) -> Carry:
-            if isinstance(virtual_stage, int):
-                start, stop = ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
-            else:
-                table = jnp.asarray([ranges.start, ranges.stop])
-                start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
-            for g in reversed(among) if reverse else among:
-                with jax.named_scope(groups[g].scope(g)):
-                    if num_passes == 1 and always_one[0, g]:
-                        carry = run_layer(g, start[g], of_job, carry)
-                    else:
-                        carry = run_range(g, start[g], stop[g], carry)
-            return carry
-
-        if num_passes > 1 and not isinstance(virtual_stage, int):
-            return each(0, look_up(ranges.passes_of.tolist(), virtual_stage), (), run_pass, carry, reverse=reverse)
-        for p in reversed(range(num_passes)) if reverse else range(num_passes):
-            carry = run_pass(p, (), carry)
-        return carry
+        return _Sweep(self.step, job, reads, visit, kind, reverse).run(carry)
 
     # --- state ---
 
@@ -442,3 +435,88 @@ class Stage:
             of_collection = [next(rest) for _ in storage.record_types[v].leaves]
             buffers[name] = storage.write(buffers[name], v, position, of_collection)
         return buffers
+
+
+@dataclass(frozen=True, eq=False)
+class _Sweep(Generic[Carry, Reads]):
+    """The arguments of `Stage.sweep`, but for the carry."""
+
+    step: Step
+    job: Job
+    reads: Callable[[Turn, Carry], Reads]
+    visit: Callable[[Turn, Reads, Carry], Carry]
+    kind: str
+    reverse: bool
+
+    def run(self, carry: Carry) -> Carry:
+        """The carry after all passes."""
+        virtual_stage, ranges = self.job.virtual_stage, self.step.ranges
+        num_passes = ranges.start.shape[1]
+        if num_passes > 1 and not isinstance(virtual_stage, int):
+            stop = look_up(ranges.passes_of.tolist(), virtual_stage)
+            return each(0, stop, (), lambda p, _, carry: self.run_pass(p, carry), carry, reverse=self.reverse)
+        for p in reversed(range(num_passes)) if self.reverse else range(num_passes):
+            carry = self.run_pass(p, carry)
+        return carry
+
+    def run_pass(self, p: Index, carry: Carry) -> Carry:
+        """Runs a range of the layers of each group."""
+        virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
+        if isinstance(virtual_stage, int):
+            start, stop = ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
+        else:
+            table = jnp.asarray([ranges.start, ranges.stop])
+            start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
+        among = self.step.groups_in(self.kind)
+        for g in reversed(among) if self.reverse else among:
+            with jax.named_scope(groups[g].scope(g)):
+                if g in self.step.idle_work.trips:
+                    carry = self.run_along(g, start[g], stop[g], carry)
+                else:
+                    carry = self.run_range(g, start[g], stop[g], carry)
+        return carry
+
+    def run_range(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
+        """Runs the virtual stage's own layers of a group; none if it idles."""
+        ranges, of_job = self.step.ranges, self.of_job
+        if ranges.start.shape[1] == 1 and ranges.always_one[0, g] and self.job.counts is True:
+            return self.run_layer(g, start, of_job, carry)
+        if self.job.counts is not True:
+            stop = jnp.where(self.job.counts, stop, start)
+        if ranges.most[g] > 1:  # the trip is the position, which selects what is read
+            return each(start, stop, of_job, partial(self.run_layer, g), carry, reverse=self.reverse)
+        # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
+        read = lambda position, at, carry: (at, self.reads(self.turn(g, position, at), carry))
+        body = lambda position, at_hand, carry: self.visit(self.turn(g, position, at_hand[0]), at_hand[1], carry)
+        return each(start, stop, of_job, body, carry, reads=read, reverse=self.reverse)
+
+    def run_along(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
+        """Runs as many layers of a group as every other virtual stage does, also where they don't count."""
+        along, counts = self.step.idle_work, self.job.counts
+        if g in along.ends:
+            counts = counts & (jnp.asarray(stop) > start)
+        body = lambda i, at, carry: self.run_layer(g, at[0] + i, at[1:], carry, counts)
+        return each(0, along.trips[g], (start, *self.of_job), body, carry, reverse=self.reverse)
+
+    def run_layer(
+        self,
+        g: int,
+        position: Index,
+        at: tuple[Index, dict[str, Row]],
+        carry: Carry,
+        counts: jax.Array | bool = True,
+    ) -> Carry:
+        """Runs one layer."""
+        turn = self.turn(g, position, at, counts)
+        return self.visit(turn, self.reads(turn, carry), carry)
+
+    def turn(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], counts: jax.Array | bool = True) -> Turn:
+        """The turn of a layer; in a group of one layer the position is known."""
+        position = 0 if len(self.step.model.groups[g].indices) == 1 else position
+        record = self.job.virtual_stage if g in self.step.idle_work.ends else position
+        return Turn(g, position, *at, counts, record)
+
+    @property
+    def of_job(self) -> tuple[Index, dict[str, Row]]:
+        """What a turn has of its job, which loops tie to their trips."""
+        return self.job.microbatch, self.job.rows

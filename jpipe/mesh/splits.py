@@ -50,6 +50,11 @@ class Splits:
         return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the devices are known, and are GPUs."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "gpu"
+
+    @property
     def num_shards(self) -> int:
         """The number of parts that a micro-batch is split into."""
         return self._devices(self.batch_axes)

@@ -313,8 +313,8 @@ class Planner:
         layers = self.layers(micro, key)
         functions = [layer.function for layer in layers]
         with self.tracing():
-            schedule, make = self.request.schedule, self.on_device
-            return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make)
+            schedule, make, idles = self.request.schedule, self.on_device, self.request.splits.on_gpu
+            return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make, idles_work=idles)
 
     def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
         if with_loss:
@@ -323,7 +323,8 @@ class Planner:
         schedule = forward_only(**sizes, style=self.request.schedule.style)
         functions = self._functions(micro, None, with_loss)
         with self.tracing():
-            return build_step(self.known_plan(), self.model(micro), schedule, functions)
+            idles = self.request.splits.on_gpu
+            return build_step(self.known_plan(), self.model(micro), schedule, functions, idles_work=idles)
 
 
 def _no_change(inputs: Batch) -> Batch:

@@ -25,6 +25,7 @@ from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, pa
 from jpipe.partitioner.shardings import Sharding
 from jpipe.planning.ends import Ends, as_they_lie, check_layers, make_shared_ends
 from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
+from jpipe.planning.idle_work import IdleWork, plan_idle_work
 from jpipe.planning.kept import KeptStorage, make_kept_storage
 from jpipe.planning.layer_ranges import LayerRanges, make_ranges
 from jpipe.planning.plan import Plan
@@ -54,6 +55,7 @@ class Step:
       activations: the format of activations at the boundaries.
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
+      idle_work: the layers that idle stages compute along; none, unless the devices are GPUs.
       table: when each action runs, T ticks of K stages.
       ends: how the first and the last layer run.
     """
@@ -71,6 +73,7 @@ class Step:
     activations: Boundaries
     cotangents: Boundaries
     ranges: LayerRanges
+    idle_work: IdleWork
     table: TickTable
     ends: Ends
 
@@ -131,6 +134,8 @@ def build_step(
     functions: Sequence[LayerFunction],
     trained: Sequence[TracedLayer] = (),
     on_device: Callable[..., DeviceLayer] = partition_layer,
+    *,
+    idles_work: bool = False,
 ) -> Step:
     """Lays out a step for the shapes of one micro-batch.
 
@@ -142,6 +147,7 @@ def build_step(
       trained: their forward and backward, in the same order; empty for a step without backward.
       on_device: `partition_layer`, or a cached one, so that steps that share a layer partition it once
         (`Planner.on_device`).
+      idles_work: whether idle stages may compute along (`jpipe.planning.idle_work`).
 
     Raises:
       ValueError: as `check_layers` and `make_merging`.
@@ -159,24 +165,34 @@ def build_step(
         """Items made for each group as traced (none if there are none), for each group of `model`."""
         return tuple(made[g] for g in model.traced_as) if made else ()
 
-    table = lower(schedule, keep_inputs=request.remat.keep_inputs)
-    cuts, ends = [stop - 1 for _, stop in bounds[:-1]], Ends()
-    if plan.shares_ends:
-        ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
+    cuts, over_stages, ends = [stop - 1 for _, stop in bounds[:-1]], plan.shares_ends, Ends()
+    if over_stages:
         functions, trained = as_they_lie(model, plan.layouts, functions, trained)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
-    over = lambda g: replace(splits, over_stages=ends.shared and g in (0, traced.last))
+    over = lambda g: replace(splits, over_stages=over_stages and g in (0, traced.last))
     layers = [on_device(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
-    check_layers(trained, layers, shared=ends.shared)
+    check_layers(trained, layers, shared=over_stages)
     forwards = [layer.forward for layer in layers]
     if not stores_residuals:
         forwards = [trace_forward(function, over(g)) for g, function in enumerate(functions)]
+    ranges, idle_work = make_ranges(model, bounds), IdleWork()
+    if idles_work:
+        programs = [[forward.jaxpr] for forward in forwards]
+        for of_group, layer in zip(programs, layers, strict=False):
+            of_group.append(layer.backward_jaxpr)
+        idle_work = plan_idle_work(model, for_groups(programs), ranges, schedule.num_chunks)
+    table = lower(schedule, keep_inputs=request.remat.keep_inputs, idle_work=bool(idle_work.trips))
+    if over_stages:
+        ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
     virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
+    owners = [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups]
+    for g in idle_work.ends:
+        owners[g] = list(range(len(bounds)))
     kept = make_kept_storage(
         layers,
         model.traced_as,
-        [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups],
+        owners,
         [schedule.placement.stage_of(s) for s in range(len(bounds))],
         table.rows,
         mesh=request.mesh,
@@ -195,7 +211,8 @@ def build_step(
         kept=kept,
         activations=make_boundaries(model.boundaries, cuts),
         cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in model.boundaries], cuts),
-        ranges=make_ranges(model, bounds),
+        ranges=ranges,
+        idle_work=idle_work,
         table=table,
         ends=ends,
     )

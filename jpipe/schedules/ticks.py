@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +72,20 @@ class SlotTable:
     cotangent_in: tuple[np.ndarray, ...]
 
 
+class Run(NamedTuple):
+    """Ticks that follow each other, which the executor scans over in one loop.
+
+    Attributes:
+      start: the first tick.
+      stop: one past the last.
+      together: for each slot the kind of action that every stage computes in each of these ticks; "" if there is none.
+    """
+
+    start: int
+    stop: int
+    together: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class TickTable:
     """A schedule in lockstep ticks.
@@ -78,12 +93,18 @@ class TickTable:
     Attributes:
       slots: the slots of a tick, in the order in which they run.
       num_ticks: T; the last tick has an action.
+      runs: all ticks, in order. One run, if idle stages do nothing. If they work along (`lower`), up to five:
+
+          ticks    0   1   2 | 3   4   5   6   7   8   9   10 | 11  12  13      1F1B, K=4, M=8
+          slot     F   F   F | FB  FB  FB  FB  FB  FB  FB  FB | B   B   B       what any stage has
+          together F, ""     | F, B                           | "", B
       rows: by name (`ROWS`), K numbers: the rows that each stage needs. That is the most (micro-batch, chunk) pairs at
         a time which are between the action that writes a row and the last one that reads it.
     """
 
     slots: tuple[SlotTable, ...]
     num_ticks: int
+    runs: tuple[Run, ...]
     rows: dict[str, tuple[int, ...]]
 
     def rows_written(self, name: str) -> int:
@@ -136,6 +157,21 @@ class _Values:
             heapq.heappush(live, (last, row))
         return rows
 
+    def free(self, shape: tuple[int, int], begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """`[T * width, K]`, the lowest row that no value has, if each has its own from slot time `begin` until `end`.
+
+        Where all are taken, it is one more than there are.
+        """
+        free = np.zeros(shape, np.int32)
+        for stage in set(self.stage.tolist()):
+            kept = self.stage == stage
+            taken = np.zeros((self.row[kept].max() + 2, shape[0]), bool)  # [rows, T * width]; the last is never taken
+            spans = self.row[kept], begin[kept], end[kept]
+            for row, first, last in zip(*(span.tolist() for span in spans), strict=True):
+                taken[row, first:last] = True
+            free[:, stage] = np.argmin(taken, axis=0)
+        return free
+
     def column(self, shape: tuple[int, int]) -> np.ndarray:
         """`[T * width, K]`, the row of the value that a stage uses at a slot time; -1 where it uses none."""
         column = np.full(shape, -1, np.int32)
@@ -144,7 +180,7 @@ class _Values:
         return column
 
 
-def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
+def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False) -> TickTable:
     """Lowers any valid orders to ticks, each action as soon as possible, each value in the lowest free row.
 
     Args:
@@ -152,6 +188,8 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
       keep_inputs: keep an activation that crossed a boundary, in place of residuals, until the R of its micro-batch and
         chunk has read it again, or its B or I if there is no R (for remat); otherwise until its F has. Without effect
         in a forward-only schedule.
+      idle_work: stages that idle work along, wherever all stages that have an action have one of the same kind. What
+        they keep goes into rows that hold nothing live.
 
     Returns:
       The table. Slot times at which every stage idles are kept, except after the last action's tick.
@@ -169,6 +207,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
         columns["kind"][taus, stages] = np.array([1 + kinds.find(kind) for kinds in used])[taus % width]
         columns["microbatch"][taus, stages] = microbatches
         columns["chunk"][taus, stages] = chunks
+    runs = _runs(used, columns["kind"].reshape(num_ticks, width, -1), idle_work=idle_work)
     backward = np.maximum(at["B"], at["I"])
     anew = np.where((at["R"] >= 0) | (not keep_inputs), at["R"], backward)
     columns["anew"] = np.zeros(shape, np.int32)
@@ -178,11 +217,15 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     for name, flow in (("activation", +1), ("cotangent", -1)):
         values = _boundary_values(orders, at, flow, [anew] if keep_inputs and flow > 0 else [])
         columns[name] = values.column(shape)
-        arrivals[name] = _arrivals(values, orders.placement.routes(flow), shape, width)
+        arrivals[name] = _arrivals(values, orders.placement.routes(flow), shape, width, always=idle_work)
     for name, (writer, readers) in KEEPS.items():
         unused = name == "kept" and not occurs["W"]
-        written = anew if keep_inputs and writer == "F" else at[writer]
-        columns[name] = _kept(written, [at[kind] for kind in ("" if unused else readers)]).column(shape)
+        again = keep_inputs and writer == "F"
+        values = _kept(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
+        columns[name] = values.column(shape)
+        if idle_work and values.stage.size:
+            writes = _works_along(runs, "RBI" if again else writer, columns["kind"] == 0)
+            columns[name] = np.where(writes, values.free(shape, values.first, values.last + 1), columns[name])
     for column in [*columns.values(), *itertools.chain(*arrivals.values())]:
         column.flags.writeable = False
     slots = (
@@ -195,7 +238,56 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
         for i, kinds in enumerate(used)
     )
     rows = {name: tuple((1 + columns[name].max(axis=0)).tolist()) for name in ROWS}
-    return TickTable(slots=tuple(slots), num_ticks=num_ticks, rows=rows)
+    return TickTable(slots=tuple(slots), num_ticks=num_ticks, runs=runs, rows=rows)
+
+
+def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Run, ...]:
+    """Cuts the ticks into runs, each with the same kinds of actions in all of its ticks.
+
+    Each is compiled, so there are at most five, which `zero_bubble` has. If the kinds change more often, the runs are
+    the one in which most is done together, what is before it, and what is after it; or, if that one has less than a
+    quarter of all ticks, all of them are one run.
+
+    Args:
+      used: for each slot the kinds that ever run in it.
+      kind: `[T, width, K]`, as `SlotTable.kind`.
+      idle_work: whether stages that idle work along; else all ticks are one run.
+    """
+    slots = np.array([i for i, kinds in enumerate(used) for _ in kinds])  # of each (slot, kind)
+    names = "".join(used)
+    actions = np.stack([kind[:, i] == 1 + code for i, kinds in enumerate(used) for code in range(len(kinds))], axis=1)
+    done = np.asarray(actions.any(axis=2) if idle_work else actions.all(axis=2))  # [T, (slot, kind)]
+
+    def run(start: int, stop: int) -> Run:
+        always, ever = done[start:stop].all(axis=0), done[start:stop].any(axis=0)
+        alone = [np.flatnonzero(ever & (slots == i)) for i in range(len(used))]
+        return Run(start, stop, tuple(names[j[0]] if len(j) == 1 and always[j[0]] else "" for j in alone))
+
+    num_ticks = len(kind)
+    changes = 1 + np.flatnonzero((done[1:] != done[:-1]).any(axis=1)) if idle_work else []
+    borders = [0, *map(int, changes), num_ticks]
+    runs = [run(*border) for border in itertools.pairwise(borders)]
+    if len(runs) > 5:
+        steady = max(runs, key=lambda one: (one.stop - one.start) * sum(map(bool, one.together)))
+        borders = sorted({0, steady.start, steady.stop, num_ticks})
+        if 4 * (steady.stop - steady.start) < num_ticks:
+            borders = [0, num_ticks]
+        runs = [run(*border) for border in itertools.pairwise(borders)]
+    return tuple(runs)
+
+
+def _works_along(runs: Sequence[Run], kinds: str, idles: np.ndarray) -> np.ndarray:
+    """`[T * width, K]`: whether a stage that idles works along with an action of one of these kinds.
+
+    Args:
+      runs: those of all ticks.
+      kinds: the kinds.
+      idles: `[T * width, K]`, whether it idles.
+    """
+    by_slot = [
+        [name != "" and name in kinds for name in run.together] for run in runs for _ in range(run.start, run.stop)
+    ]
+    return idles & np.array(by_slot).reshape(-1, 1)
 
 
 def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
@@ -252,13 +344,13 @@ def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
 
 
 def _arrivals(
-    values: _Values, routes: list[list[tuple[int, int]]], shape: tuple[int, int], width: int
+    values: _Values, routes: list[list[tuple[int, int]]], shape: tuple[int, int], width: int, *, always: bool
 ) -> list[np.ndarray]:
     """For each route a column `[T * width, K]`: the row into which a stage writes the value that arrives by it.
 
     Where nothing arrives, it is the lowest row that holds nothing live. It stays -1 in slots in which nothing ever
-    arrives, and in slots in which values arrive by two routes: there one route's write could hit the other's row. There
-    are two routes only where virtual stages are placed as a "v".
+    arrives, and, unless a stage is `always` to write, in slots in which values arrive by two routes: one write is less
+    than two. There are two routes only where virtual stages are placed as a "v".
     """
     columns = []
     for route in routes:
@@ -268,16 +360,9 @@ def _arrivals(
         column = np.full(shape, -1, np.int32)
         column[values.first[arrives] - 1, values.stage[arrives]] = values.row[arrives]
         columns.append(column)
-    free = np.zeros(shape, np.int32)
-    for stage in set(values.stage.tolist()):
-        kept = values.stage == stage
-        taken = np.zeros((values.row[kept].max() + 2, shape[0]), bool)  # [rows, T * width]; the last row is never taken
-        spans = values.row[kept], values.first[kept] - 1, values.last[kept]
-        for row, first, last in zip(*(span.tolist() for span in spans), strict=True):
-            taken[row, first:last] = True
-        free[:, stage] = np.argmin(taken, axis=0)
+    free = values.free(shape, values.first - 1, values.last)
     for i in range(width):
         used = [column[i::width] for column in columns if (column[i::width] >= 0).any()]
-        if len(used) == 1:
-            used[0][:] = np.where(used[0] >= 0, used[0], free[i::width])
+        for column in used if len(used) == 1 or always else ():
+            column[:] = np.where(column >= 0, column, free[i::width])
     return columns

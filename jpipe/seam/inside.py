@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -188,9 +189,10 @@ def carry_out(equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping | No
     """Computes an equation for operands that may have other shapes than when it was traced, under another mesh.
 
     Makes a jaxpr of this equation alone, so that its scope, its compute type and the line of the user's that it came
-    from stay; its context `ctx` is made anew for the mesh at hand. `Primitive.bind`, which is public, takes other
-    parameters than an equation has for some primitives, and loses all of these. Without it nothing could be
-    partitioned.
+    from stay; its context `ctx` is made anew for the mesh at hand. So is the function by which a scatter combines two
+    numbers: else JAX lowers it with constraints of how these lie, and the GPU compiler fails where it folds constants.
+    `Primitive.bind`, which is public, takes other parameters than an equation has for some primitives, and loses all of
+    these. Without it nothing could be partitioned.
 
     Args:
       equation: whose variables may be of any shape.
@@ -198,8 +200,12 @@ def carry_out(equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping | No
       params: instead of its parameters.
     """
     variables = _variables(len(operands))
+    params = dict(params or equation.params)
+    if params.get("update_jaxpr") is not None:
+        combine = _traced_here(ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))
+        params |= {"update_jaxpr": combine.jaxpr, "update_consts": tuple(combine.consts)}
     context = _context(equation.ctx, jax.sharding.get_abstract_mesh())
-    single = replaced(equation, invars=variables, params=dict(params or equation.params), ctx=context)
+    single = replaced(equation, invars=variables, params=params, ctx=context)
     fields: dict[str, object] = {"invars": variables, "outvars": equation.outvars, "effects": equation.effects}
     return jaxpr_as_fun(ClosedJaxpr(replaced(_EMPTY, eqns=[single], **fields), ()))(*operands)
 
@@ -227,6 +233,20 @@ def _context(context: Any, mesh: AbstractMesh) -> Any:
     """Makes the context of an equation (compute type and the like), but with another mesh."""
     with context.manager, jax.sharding.use_abstract_mesh(mesh):
         return jax.make_jaxpr(lambda x: x + 1)(0.0).jaxpr.eqns[0].ctx
+
+
+def _traced_here(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Traces a jaxpr again, under the mesh at hand."""
+    jaxpr = closed.jaxpr
+
+    def run(*arguments: Leaf) -> list[Leaf]:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
+        read = lambda v: np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else values[v]
+        for equation in jaxpr.eqns:
+            values.update(zip(equation.outvars, carry_out(equation, list(map(read, equation.invars))), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    return jax.make_jaxpr(run)(*shapes_of(jaxpr.invars))
 
 
 _EMPTY = jax.make_jaxpr(lambda: ())().jaxpr

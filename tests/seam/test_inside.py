@@ -151,6 +151,27 @@ def test_carry_out_in_another_mesh():
     assert "mine/sin" in jax.jit(run).lower(X).as_text(debug_info=True), f"{CHANGED} carry_out"
 
 
+@pytest.mark.parametrize("change", ["add", "max", "apply"])
+def test_carry_out_of_a_scatter_in_another_mesh(change):
+    """What a scatter does with two numbers forgets the mesh of its trace.
+
+    It was lowered with sharding constraints inside, which the GPU compiler couldn't compute as it folded constants.
+    """
+    mesh = jax.make_mesh((2, 1), ("stage", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    value = (lambda x: x + jnp.pi) if change == "apply" else 1.5
+    function = lambda x: getattr(jnp.asarray(x).at[jnp.array([0, 1])], change)(value)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types({"stage": AxisType.Manual})):
+        equation = jax.make_jaxpr(function)(X).jaxpr.eqns[-1]
+    assert equation.primitive.name.startswith("scatter")
+    indices, updates = jnp.array([[0], [1]]), jnp.full((2, X.shape[1]), 1.5, X.dtype)
+    run = lambda x: inside.carry_out(equation, [x, indices, updates])[0]
+    on_devices = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    )
+    assert_equal(on_devices(X), function(X))
+    assert "sharding_constraint" not in on_devices.lower(X).as_text()
+
+
 def test_with_named_axes():
     """The axis is named, has its size, and adds no dimension."""
     closed, shapes = inside.with_named_axes(lambda x: jax.lax.psum(x, "data"), {"data": 2})(X)
