@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index
-from jpipe.arrays.loops import when
-from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage, TickCarry, Turn
+from jpipe.arrays.loops import Carry, when
+from jpipe.execution.stage import BackwardWork, Job, Stage, TickCarry, Turn
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
@@ -58,25 +58,19 @@ def turns_of(step: Step, run: Run) -> list[Turns]:
 
 def before_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
     """Runs the first layer on all stages, if it has a turn before this slot in any tick of the run."""
-
-    def enter(taken: tuple[Index, list[Leaf]], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        return carry._replace(entered=_enter(stage, taken[0]))
-
-    return _take(stage, run, turns, slot, "enter", lambda carry: [], enter, carry)
+    enter = lambda m, _, counts, entered: _enter(stage, m)
+    return carry._replace(entered=_take(stage, run, turns, slot, "enter", None, enter, carry.entered))
 
 
 def after_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
     """Runs the last layer, then the first one's backward on all stages, if they have turns after this slot."""
-
-    def leave(taken: tuple[Index, list[Leaf]], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        return _leave(stage, *taken, counts, carry)
-
-    def back(taken: tuple[Index, list[Leaf]], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        return carry._replace(backward=_back(stage, *taken, counts, carry.backward))
-
-    to_leave = lambda carry: _taken_by_last_layer(stage, carry.forward)
-    carry = _take(stage, run, turns, slot, "leave", to_leave, leave, carry)
-    return _take(stage, run, turns, slot, "back", lambda carry: _given_to_first_layer(stage, carry), back, carry)
+    before_last = stage.step.model.num_layers - 2
+    taken_by_last = lambda carry: stage.step.activations.read(carry.forward.activation, before_last, 0)
+    leave = lambda m, x, counts, carry: _leave(stage, m, x, counts, carry)
+    carry = _take(stage, run, turns, slot, "leave", taken_by_last, leave, carry)
+    given_to_first = lambda carry: stage.step.cotangents.read(carry.backward.cotangent, 0, 0)
+    back = lambda m, x, counts, carry: carry._replace(backward=_back(stage, m, x, counts, carry.backward))
+    return _take(stage, run, turns, slot, "back", given_to_first, back, carry)
 
 
 def _take(
@@ -85,15 +79,16 @@ def _take(
     turns: list[Turns],
     slot: int,
     name: str,
-    reads: Callable[[TickCarry], list[Leaf]],
-    body: Callable[[tuple[Index, list[Leaf]], jax.Array | bool, TickCarry], TickCarry],
-    carry: TickCarry,
-) -> TickCarry:
-    """The carry after `body((micro-batch, reads(carry)), counts, carry)`, if it is such a turn's tick.
+    reads: Callable[[Carry], list[Leaf]] | None,
+    body: Callable[[Index, list[Leaf], jax.Array | bool, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """The carry after `body(micro-batch, reads(carry), counts, carry)`, if a turn of this name is taken in this tick.
 
-    What a turn takes from the layers between lies in the carry and doesn't change in the loop: if the body read it, a
-    compiler would compute all that follows from it ahead of the loop, and so in every tick. Where idle stages work
-    along, a turn that most ticks of the run have is computed in the others too, without effect.
+    `reads` takes from the carry what the layers between have left there, right on one stage alone. It doesn't change in
+    the loop: if the body read it, a compiler would compute all that follows from it ahead of the loop, and so in every
+    tick. Where idle stages work along, a turn that most ticks of the run have is computed in the others too, and
+    doesn't count there.
     """
     if not stage.step.ends.shared:
         return carry
@@ -101,27 +96,27 @@ def _take(
     if not taken.any():
         return carry
     m = jnp.asarray(getattr(turns[slot], name))
+    leaves = lambda carry: [] if reads is None else reads(carry)
     with jax.named_scope(name):
         if stage.step.idle_work.trips and taken.mean() >= MOST[name]:
-            return body((jnp.maximum(m, 0), reads(carry)), True if taken.all() else m >= 0, carry)
-        at_hand = lambda m, carry: (m, reads(carry))
-        return when(m >= 0, m, lambda values, carry: body(values, True, carry), carry, reads=at_hand)
+            counts = True if taken.all() else m >= 0
+            m = jnp.maximum(m, 0)
+            return body(m, leaves(carry), counts, carry)
+        if reads is None:
+            return when(m >= 0, m, lambda m, carry: body(m, [], True, carry), carry)
+        return when(
+            m >= 0,
+            m,
+            lambda at_hand, carry: body(at_hand[0], at_hand[1], True, carry),
+            carry,
+            reads=lambda m, carry: (m, leaves(carry)),
+        )
 
 
 def _enter(stage: Stage, microbatch: Index) -> list[Leaf]:
     """The first layer's outputs, on all stages."""
     turn = Turn(0, 0, microbatch, {})
     return stage.step.forwards[0](stage.arguments(turn, stage.batch_of(turn)), [])[0].outputs
-
-
-def _taken_by_last_layer(stage: Stage, forward: ForwardWork) -> list[Leaf]:
-    """The last layer's input, which is right on the stage of the layer before it alone."""
-    return stage.step.activations.read(forward.activation, stage.step.model.num_layers - 2, 0)
-
-
-def _given_to_first_layer(stage: Stage, carry: TickCarry) -> list[Leaf]:
-    """The cotangents of the first layer's outputs, which are right on the stage of the layer after it alone."""
-    return stage.step.cotangents.read(carry.backward.cotangent, 0, 0)
 
 
 def _leave(stage: Stage, microbatch: Index, x: list[Leaf], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:

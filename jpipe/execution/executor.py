@@ -34,7 +34,7 @@ With `ends="shared"`, `end_turns` adds work before and after slots; else its fun
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -199,26 +199,27 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
         def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
             row, turns = entries
             now = lambda i: jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
-            return _run_tick(stage, run, list(map(now, range(len(slots)))), turns, carry), None
+            return _run_tick(stage, run, now, turns, carry), None
 
         with jax.named_scope("ticks"):
             carry = jax.lax.scan(tick, carry, (mine[run.start : run.stop], turns))[0]
     return carry
 
 
-def _run_tick(stage: Stage, run: Run, entries: list[Now], turns: list[Turns], carry: TickCarry) -> TickCarry:
+def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list[Turns], carry: TickCarry) -> TickCarry:
     """Runs one tick of this device.
 
     Args:
       stage: this device.
       run: the ticks to which this one belongs.
-      entries: for each slot this device's entries of the table.
+      entries: index of a slot -> this device's entries of the table.
       turns: for each slot its `Turns` in this tick, scalars, the same on all stages; none if each end runs on its own
         stage.
       carry: as the tick before left it.
     """
     slots, names = stage.step.table.slots, stage.step.schedule.slots
-    for i, (slot, now) in enumerate(zip(slots, entries, strict=True)):
+    for i, slot in enumerate(slots):
+        now = entries(i)
         # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
         #    is the last one of the tick before, whose results are in the carry.)
         beside = [flow for flow in _flows(slots, run, i - 1) if crosses_beside(names, flow, i - 1)]

@@ -132,6 +132,10 @@ class Turn(NamedTuple):
         """`new` if the layer's turn counts, else `old`, of the same structure."""
         return new if self.counts is True else jax.tree.map(lambda a, b: jnp.where(self.counts, a, b), new, old)
 
+    def or_zeros(self, array: jax.Array) -> jax.Array:
+        """`array` if the layer's turn counts, else zeros."""
+        return array if self.counts is True else jnp.where(self.counts, array, jnp.zeros_like(array))
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:
@@ -273,7 +277,7 @@ class Stage:
         storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
         record = storage.record_types[v]
         # What idle stages compute along may be anything, NaN too, so it isn't multiplied by zero.
-        gradients = [None if a is None else turn.chosen(a, jnp.zeros_like(a)) for a in gradients]
+        gradients = [None if a is None else turn.or_zeros(a) for a in gradients]
         gradients = self.step.gradient_sums.converted(record.buffers, gradients, now)
         # A set of shared ends is in `self.shared` too, since each stage has its leaves at hand. But it takes the first
         # branch: each stage adds to its own part, so that nothing has to be summed over stages after the ticks. Where a
@@ -296,10 +300,12 @@ class Stage:
 
     def collected(self, turn: Turn, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
         """Results with what the last layer gave for a micro-batch."""
-        pairs = zip(results, outputs, strict=True)
+        pairs = list(zip(results, outputs, strict=True))
         if self.step.loss is not None:
-            return [turn.chosen(a + new.astype(a.dtype), a) for a, new in pairs]
-        return [put_row(a, turn.chosen(new, take_row(a, turn.microbatch)), turn.microbatch) for a, new in pairs]
+            return [a + turn.or_zeros(new).astype(a.dtype) for a, new in pairs]
+        if turn.counts is not True:
+            pairs = [(a, turn.chosen(new, take_row(a, turn.microbatch))) for a, new in pairs]
+        return [put_row(a, new, turn.microbatch) for a, new in pairs]
 
     def _passed_on(
         self, boundaries: Boundaries, turn: Turn, boundary: int, leaves: Sequence[Leaf], buffers: Buffers

@@ -76,10 +76,6 @@ class Ends:
         """Whether all stages compute the ends together."""
         return bool(self.turns)
 
-    def has_turns(self, slot: int, name: str) -> bool:
-        """Whether a turn of a name ("enter", "leave", "back") is ever taken around a slot."""
-        return self.shared and bool((getattr(self.turns[slot], name) >= 0).any())
-
 
 def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> Ends:
     """Decides when the ends of a model run under a schedule, if all stages compute them together.

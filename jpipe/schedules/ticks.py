@@ -256,12 +256,13 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
     slots = np.array([i for i, kinds in enumerate(used) for _ in kinds])  # of each (slot, kind)
     names = "".join(used)
     actions = np.stack([kind[:, i] == 1 + code for i, kinds in enumerate(used) for code in range(len(kinds))], axis=1)
-    done = np.asarray(actions.any(axis=2) if idle_work else actions.all(axis=2))  # [T, (slot, kind)]
+    done = np.asarray((np.any if idle_work else np.all)(actions, axis=2))  # [T, (slot, kind)]
 
     def run(start: int, stop: int) -> Run:
-        always, ever = done[start:stop].all(axis=0), done[start:stop].any(axis=0)
-        alone = [np.flatnonzero(ever & (slots == i)) for i in range(len(used))]
-        return Run(start, stop, tuple(names[j[0]] if len(j) == 1 and always[j[0]] else "" for j in alone))
+        count = done[start:stop].sum(axis=0).tolist()  # of ticks, by (slot, kind)
+        of_slot = [[j for j in np.flatnonzero(slots == i).tolist() if count[j]] for i in range(len(used))]
+        alone = lambda ever: len(ever) == 1 and count[ever[0]] == stop - start
+        return Run(start, stop, tuple(names[ever[0]] if alone(ever) else "" for ever in of_slot))
 
     num_ticks = len(kind)
     changes = 1 + np.flatnonzero((done[1:] != done[:-1]).any(axis=1)) if idle_work else []
@@ -284,10 +285,8 @@ def _works_along(runs: Sequence[Run], kinds: str, idles: np.ndarray) -> np.ndarr
       kinds: the kinds.
       idles: `[T * width, K]`, whether it idles.
     """
-    by_slot = [
-        [name != "" and name in kinds for name in run.together] for run in runs for _ in range(run.start, run.stop)
-    ]
-    return idles & np.array(by_slot).reshape(-1, 1)
+    has = [[name != "" and name in kinds for name in run.together] for run in runs]
+    return idles & np.repeat(has, [run.stop - run.start for run in runs], axis=0).reshape(-1, 1)
 
 
 def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:

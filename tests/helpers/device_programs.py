@@ -1,8 +1,8 @@
-"""Which of its two programs a case of a large table runs: the one for CPUs, or the one for TPUs and GPUs.
+"""Which program a case of a large table runs: that for CPUs, that for TPUs, or that for GPUs.
 
-They compute gradients of weights otherwise (`jpipe.model.weight_products`), and a mesh of simulated devices would
-never run the second. Half of all cases run each. Which one follows from a case's words, so that a new case changes
-nothing for the others.
+On CPUs gradients of weights are computed otherwise (`jpipe.model.weight_products`), on GPUs idle stages compute along
+(`jpipe.planning.idle_work`), and a mesh of simulated devices would run the first alone. A third of all cases run each.
+Which one follows from a case's words, so that a new case changes nothing for the others.
 """
 
 import contextlib
@@ -11,12 +11,25 @@ from unittest import mock
 
 from jpipe.mesh.splits import Splits
 
-
-def is_for_accelerators(case: str) -> bool:
-    """Whether a case runs the program for TPUs and GPUs."""
-    return zlib.crc32(case.encode()) % 2 == 1
+DEVICES = ("cpu", "tpu", "gpu")
 
 
-def programs_of(case: str) -> contextlib.AbstractContextManager[object]:
+def devices_of(case: str) -> str:
+    """The kind of devices whose program a case runs."""
+    import os
+    if "FORCE" in os.environ: return os.environ["FORCE"]
+    return DEVICES[zlib.crc32(case.encode()) % 3]
+
+
+@contextlib.contextmanager
+def programs_for(devices: str):
+    """The context in which pipelines on simulated devices are traced for devices of a kind."""
+    with contextlib.ExitStack() as patches:
+        for name in ("on_cpu", "on_gpu"):
+            patches.enter_context(mock.patch.object(Splits, name, name == f"on_{devices}"))
+        yield
+
+
+def programs_of(case: str) -> contextlib.AbstractContextManager[None]:
     """The context in which pipelines are traced for the devices of a case."""
-    return mock.patch.object(Splits, "on_cpu", False) if is_for_accelerators(case) else contextlib.nullcontext()
+    return programs_for(devices_of(case))

@@ -27,7 +27,7 @@ import fuzz_layers as kinds
 import jpipe
 import sequential
 from cases import is_float, one_slot, take_microbatch
-from device_programs import is_for_accelerators, programs_of
+from device_programs import devices_of, programs_of
 from fuzz_layers import RATE, STEPS, VOCABULARY, WIDE, Scope, finished, over
 from timed import FAST, Result, Worker, alive
 
@@ -455,8 +455,7 @@ def check_case(case: Case, items: list, expected: tuple, evaluated: tuple) -> in
         comparison.add("outputs", pipe.apply(variables, case.batch), outputs)
         alive("evaluate")
         comparison.add("evaluation", pipe.evaluate(variables, case.batch), evaluation)
-    devices = "TPUs and GPUs" if is_for_accelerators(str(case)) else "CPUs"
-    return comparison.result(f"the program for {devices}; {case}")
+    return comparison.result(f"the program for {devices_of(str(case)).upper()}s; {case}")
 
 
 # --- many of them -----------------------------------------------------------------------------------------------------
