@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
@@ -16,15 +15,15 @@ from jpipe.costs.chips import Chip, chip_of
 from jpipe.costs.holdings import holdings, optimizer_bytes
 from jpipe.costs.liveness import Compiler, working_bytes
 from jpipe.costs.step_cost import Parts
-from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import part_structs
+from jpipe.planning.narrow_weights import weight_uses
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.jaxpr_types import Literal, shapes_of
+from jpipe.seam.jaxpr_types import shapes_of
 from jpipe.types import Batch
 
 
@@ -54,7 +53,7 @@ def predict_memory(
     at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
-    (casts, whole), params = _uses(step), jax.eval_shape(layouts["params"].zeros)
+    uses, params = weight_uses(step), jax.eval_shape(layouts["params"].zeros)
     compiler = compiler_for(chip or chip_of(planner.request.mesh.devices.flat[0]))
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
@@ -63,13 +62,13 @@ def predict_memory(
         optimizer=optimizer,
         gradients=bytes_of(at_work["params"]),
         other_variables=sum(at_rest.values())
-        + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
+        + sum(_brought(layout, uses.whole if name == "params" else None) for name, layout in layouts.items())
         + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * _batch_part(step),
         boundaries=boundary_bytes(step, compiler),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)),
         work=work,
-        casts=sum(params[name].size * dtype.itemsize for name, _, dtype in casts),
+        casts=sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts),
     )
 
 
@@ -132,29 +131,3 @@ def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
     weights = [i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1]
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
     return max(working_bytes(layer.forward.jaxpr, weights), working_bytes(backward, [*weights, *residuals]))
-
-
-def _uses(step: Step) -> tuple[set[tuple[str, bool, np.dtype]], set[str]]:
-    """How layers use the parameters of a step.
-
-    Returns:
-      (buffer, whether it is turned for them, dtype) of the parameters that layers only cast; and the buffers that they
-      use otherwise.
-    """
-    layout, casts, whole = step.plan.at_work["params"], set[tuple[str, bool, np.dtype]](), set[str]()
-    once = step.plan.request.options.cast == "step"
-    for g, layer in enumerate(step.layers):
-        v, jaxpr = step.model.groups[g].variable_set, without_calls(layer.forward.jaxpr).jaxpr
-        if v is None:
-            continue
-        record, cast_once = layout.storage.record_types[v], once or v in layout.brought
-        leaves = zip(record.buffers, record.leaves, strict=True)
-        buffers = [(name, layout.storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
-        params = dict(zip(jaxpr.invars, buffers, strict=False))
-        for equation in jaxpr.eqns:
-            for v in params.keys() & {v for v in equation.invars if not isinstance(v, Literal)}:
-                if cast_once and equation.primitive.name == "convert_element_type":
-                    casts.add((*params[v], shapes_of(equation.outvars)[0].dtype))
-                else:
-                    whole.add(params[v][0])
-    return casts, whole

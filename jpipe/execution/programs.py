@@ -31,6 +31,7 @@ from jpipe.model.layer_function import trace_group_init
 from jpipe.model.random_keys import init_key, key_shape
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
+from jpipe.planning.narrow_weights import narrow_dtypes
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
 from jpipe.terminal.first_calls import compiles
@@ -167,8 +168,11 @@ def run_step(
 
     def on_device(variables: dict[str, Buffers], batch: Batch, key: jax.Array | None, only: jax.Array | None) -> PyTree:
         variables, device = drop_stage_axis(variables), device_index(mesh)
-        weights = step.collections(*WEIGHTS)
-        variables = variables | {name: plan.at_work[name].gathered(variables[name]) for name in weights}
+        narrow = narrow_dtypes(step)
+        cast = lambda buffers: {name: array.astype(narrow.get(name, array.dtype)) for name, array in buffers.items()}
+        variables |= {"params": cast(variables["params"])}  # before they are gathered, which sends less then
+        variables |= {name: plan.at_work[name].gathered(variables[name]) for name in step.collections(*WEIGHTS)}
+        variables |= {"params": cast(variables["params"])}  # of the ends, what has been brought together
         scales = loss_scales(step, batch) if step.schedule.trains else []
         return work(Stage(step, variables, batch, key, only, scales, send_shared(step, variables, device), device))
 

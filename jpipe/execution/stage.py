@@ -352,6 +352,10 @@ class Stage:
             return self._read(self.variables, names, turn.g, turn.position)
 
         params, fixed = read(["params"]), read(group.fixed_names)
+        if group.variable_set is not None:
+            # Of some there are narrow copies alone (`narrow_dtypes`), which the layer casts back.
+            whole = self.step.storages["params"].record_types[group.variable_set].leaves
+            params = [leaf.astype(shape.dtype) for leaf, shape in zip(params, whole, strict=True)]
         # A layer that computes in another dtype casts its weights. Each weight is multiplied by a one that is computed
         # in the loop, so that the compiler can't move the cast out of the loop and keep a cast copy of all weights.
         # Weights that are brought together for the step are left alone: their cast copy may be all that is kept.
