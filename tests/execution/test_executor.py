@@ -1,11 +1,15 @@
 """The scan over ticks: what crosses when, and that nothing is branched over."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jpipe
-from jpipe.execution.executor import _is_active
+from cases import names
+from jpipe.execution.executor import _flows
+from jpipe.schedules.actions import FLOWS
 from jpipe.schedules.ticks import lower
 
 
@@ -22,13 +26,24 @@ def test_what_arrives_in_which_slot():
     assert [arrives(slot.cotangent_in) for slot in (forward, backward)] == [[True], [False]]
 
 
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_in_each_run_all_is_sent_that_an_action_left(num_chunks):
+    for name in names(chunks=num_chunks, split=None):
+        schedule = jpipe.make_schedule(name, num_stages=3, num_microbatches=6, num_chunks=num_chunks)
+        table = lower(schedule, idle_work=True)
+        run_of = [run for run in table.runs for _ in range(run.start, run.stop)]
+        for tick, (i, slot) in itertools.product(range(table.num_ticks - 1), enumerate(table.slots)):
+            kinds = {slot.kinds[code - 1] for code in slot.kind[tick] if code}
+            following = (tick, i + 1) if i + 1 < len(table.slots) else (tick + 1, 0)
+            for flow in (flow for flow, sending in FLOWS.items() if kinds & {*sending}):
+                assert flow in _flows(table.slots, run_of[tick], i)
+                assert flow in _flows(table.slots, run_of[following[0]], following[1] - 1)
+
+
 def test_one_stage_is_always_at_work():
-    slots = table_of("gpipe", num_stages=1, num_microbatches=2).slots
-    assert all((column < 0).all() for slot in slots for column in slot.activation_in + slot.cotangent_in)
-    only_forward = table_of("forward", num_stages=1, num_microbatches=2).slots[0]
-    now = type("Now", (), {"kind": jnp.int32(0)})
-    assert _is_active(only_forward, "F", now, known=True) is True
-    assert not _is_active(only_forward, "F", now, known=False), "another table may be at work"
+    table = table_of("gpipe", num_stages=1, num_microbatches=2)
+    assert all((column < 0).all() for slot in table.slots for column in slot.activation_in + slot.cotangent_in)
+    assert table_of("forward", num_stages=1, num_microbatches=2).runs == ((0, 2, ("F",)),)
 
 
 def test_of_two_routes_each_is_written_where_something_arrives():

@@ -121,7 +121,10 @@ def _play_kept(
     buffer: list[Tag], row: int, action: Action | None, last: set[Action], readers: str, *, writes: bool
 ) -> None:
     """What writes fills the row; readers of the same micro-batch and chunk find that, and the last one empties it."""
-    if action is None or not {action._replace(kind=kind) for kind in readers} & last:
+    if action is None:
+        assert row == -1 or buffer[row] == EMPTY  # what a stage that works along writes is in nobody's way
+        return
+    if not {action._replace(kind=kind) for kind in readers} & last:
         assert row == -1
         return
     tag = ("kept", action.microbatch, action.chunk)
@@ -199,6 +202,52 @@ def test_any_valid_schedule_reads_what_was_written_in_as_few_rows_as_can_be(sche
 def test_named_schedules_read_what_was_written_in_as_few_rows_as_can_be(num_chunks, keep_inputs):
     for schedule in named(num_chunks):
         check(schedule, keep_inputs=keep_inputs)
+
+
+def check_idle_work(schedule: Schedule, *, keep_inputs: bool) -> None:
+    """Plays through a table for stages that work along, and compares its runs with the actions of its ticks."""
+    table = lower(schedule, keep_inputs=keep_inputs, idle_work=True)
+    play(schedule, table, keep_inputs=keep_inputs)
+    plain = lower(schedule, keep_inputs=keep_inputs)
+    for name in KEEPS:
+        assert all(a <= b <= a + 1 for a, b in zip(plain.rows[name], table.rows[name], strict=True))
+        assert any(table.rows[name]) == any(plain.rows[name])
+    assert [tick for run in table.runs for tick in range(run.start, run.stop)] == [*range(table.num_ticks)]
+    for run, (i, slot) in itertools.product(table.runs, enumerate(table.slots)):
+        ticks = slot.kind[run.start : run.stop]
+        alone = [kind for code, kind in enumerate(slot.kinds, 1) if np.isin(ticks, (0, code)).all()]
+        assert run.together[i] == ("".join(alone) if ticks.any(axis=1).all() else "")
+        writers = {"residual": "RBI" if keep_inputs else "F", "stash": "I"} if run.together[i] else {}
+        for name, kinds in writers.items():
+            rows = getattr(slot, name)[run.start : run.stop]
+            is_kept = np.array(plain.rows[name]) > 0
+            assert (rows[:, is_kept] >= 0).all() or run.together[i] not in kinds
+
+
+@given(schedules(), st.booleans())
+def test_stages_that_work_along_write_where_nothing_is_kept(schedule, keep_inputs):
+    check_idle_work(schedule, keep_inputs=keep_inputs)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("keep_inputs", [False, True])
+def test_in_named_schedules_too(num_chunks, keep_inputs):
+    for schedule in named(num_chunks):
+        check_idle_work(schedule, keep_inputs=keep_inputs)
+
+
+def test_runs_of_named_schedules():
+    runs = lambda name, **sizes: lower(make_schedule(name, num_stages=4, **sizes), idle_work=True).runs
+    assert runs("1f1b", num_microbatches=8) == ((0, 3, ("F", "")), (3, 11, ("F", "B")), (11, 14, ("", "B")))
+    steady = {
+        "interleaved": runs("interleaved", num_microbatches=8, num_chunks=2)[1],
+        "v": runs("v", num_microbatches=8, num_chunks=2)[1],
+        "zero_bubble": runs("zero_bubble", num_microbatches=16)[2],
+    }
+    assert steady == {
+        name: (a, b, ("F", "B")) for name, a, b in (("interleaved", 7, 19), ("v", 7, 22), ("zero_bubble", 6, 16))
+    }
+    assert runs("zb-h2", num_microbatches=16) == ((0, 51, ("",)),), "kinds change often: one run"
 
 
 @given(schedules())

@@ -1,0 +1,93 @@
+"""Which layers idle stages compute along, and that nothing of what they give counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from device_programs import programs_for
+from jpipe.planning.idle_work import IdleWork
+
+BATCH = {"x": np.arange(64.0, dtype=np.float32).reshape(8, 8) / 64}
+
+
+def product(width=8, *, apply=lambda w, x: jnp.tanh(x @ w)):
+    return jpipe.Layer(lambda key, x: jax.random.normal(key, (x.shape[-1], width), jnp.float32), apply)
+
+
+def pipeline(layers, counts, **options):
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": counts, "inputs": lambda batch: batch["x"], **options}
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **options)
+
+
+def step_of(pipe):
+    return pipe.planner.training_step(pipe.planner.for_training(BATCH))
+
+
+def test_only_gpus_have_idle_work():
+    layers = [product()] * 4
+    for devices in ("cpu", "tpu", "gpu"):
+        with programs_for(devices):
+            step = step_of(pipeline(layers, [2, 2]))
+        assert bool(step.idle_work.trips) == (devices == "gpu")
+        assert (len(step.table.runs) > 1) == (devices == "gpu")
+
+
+@pytest.mark.parametrize(
+    ("ends", "counts", "expected"),
+    [
+        ((1, 1), [3, 3], IdleWork({1: 2, 0: 1, 2: 1}, frozenset([0, 2]))),
+        # The last stage takes longer with its end, and the first one waits for it: it may as well compute the same.
+        ((1, 256), [3, 3], IdleWork({1: 2, 0: 1, 2: 1}, frozenset([0, 2]))),
+        ((256, 256), [3, 3], IdleWork({1: 2}, frozenset())),
+        ((1, 1), [4, 2], IdleWork()),
+    ],
+)
+def test_layers_that_all_stages_have_equally_many_of_and_small_ends(ends, counts, expected):
+    first = jpipe.Layer(lambda key, x: jnp.ones((ends[0], 256)), lambda w, x: jnp.tile(x, 32)[:, : ends[0]] @ w)
+    last = jpipe.Layer(lambda key, x: jnp.ones((256, ends[1])), lambda w, x: x @ w)
+    with programs_for("gpu"):
+        assert step_of(pipeline([first, *[product(256)] * 4, last], counts)).idle_work == expected
+
+
+def until_small(w, x):
+    return jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.1, lambda x: x / 2, jax.lax.stop_gradient(x)) + x @ w
+
+
+def shown(w, x):
+    jax.debug.print("{}", x.sum())
+    return x @ w
+
+
+@pytest.mark.parametrize("apply", [until_small, shown])
+def test_what_may_never_end_or_calls_back_is_not_computed_of_anything(apply):
+    layers = [product(apply=apply), product(), product(apply=apply), product()]
+    with programs_for("gpu"):
+        assert step_of(pipeline(layers, [2, 2])).idle_work == IdleWork()
+        layers = [lambda x: x, *[product(), product(apply=apply)] * 2, lambda x: x]
+        assert step_of(pipeline(layers, [3, 3])).idle_work.trips == {1: 1}, "the others are"
+
+
+def anything(shape, dtype=None, **_):
+    """What an empty array may hold."""
+    return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 1, dtype)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved", "v"])
+@pytest.mark.parametrize("ends", ["own", "shared"])
+def test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there(schedule, ends, monkeypatch):
+    chunks = 2 if schedule in ("interleaved", "v") else 1
+    layers = [product(128), *[product(128)] * (4 * chunks), product(128)]
+    counts = [3] + [2] * (2 * chunks - 2) + [3]
+    results = []
+    for devices in ("cpu", "gpu"):
+        with programs_for(devices):
+            pipe = pipeline(layers, counts, schedule=schedule, num_chunks=chunks, ends=ends, remat="none")
+            variables = pipe.init(jax.random.key(0), BATCH)
+            with monkeypatch.context() as patch:
+                patch.setattr(jax.lax, "empty", anything)
+                results.append((pipe.value_and_grad(variables, BATCH), pipe.apply(variables, BATCH)))
+            assert (len(step_of(pipe).table.runs) > 1) == (devices == "gpu")
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results[1]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *results)

@@ -1,0 +1,68 @@
+"""Which parameters a step on GPUs copies ahead of the ticks, and that a layer computes the same with the copies."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from device_programs import programs_for
+from jpipe.planning.narrow_weights import narrow_dtypes
+
+BATCH = np.linspace(-1, 1, 8 * 16, dtype=np.float32).reshape(8, 16)
+
+
+class Block(nn.Module):
+    """A product in bfloat16 whose kernel is cast, and a scale that is used as it is."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.normal(1.0), (16,))
+        return nn.Dense(16, use_bias=False, dtype=jnp.bfloat16)(x).astype(jnp.float32) * scale
+
+
+class Regularized(Block):
+    """As a block, but the kernel itself counts too."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(1.0), (16, 16))
+        return (x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32) + jnp.tanh(kernel).sum()
+
+
+def pipeline(block, **options):
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": "even", **options}
+    return jpipe.Pipeline([block() for _ in range(4)], lambda y, _: jnp.mean(y**2), **options)
+
+
+def narrow_of(pipe):
+    return narrow_dtypes(pipe.planner.training_step(pipe.planner.for_training(BATCH)))
+
+
+@pytest.mark.parametrize(
+    ("block", "devices", "cast", "expected"),
+    [
+        (Block, "gpu", "step", {"float32_16x16": np.dtype(jnp.bfloat16)}),
+        (Block, "gpu", "use", {}),
+        (Block, "tpu", "step", {}),
+        (Regularized, "gpu", "step", {}),
+    ],
+)
+def test_what_is_only_cast_is_copied_on_gpus(block, devices, cast, expected):
+    with programs_for(devices):
+        assert narrow_of(pipeline(block, cast=cast)) == expected
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "full"])
+@pytest.mark.parametrize("ends", ["own", "spread"])
+def test_layers_compute_the_same_to_the_bit(remat, ends):
+    results = []
+    for devices in ("tpu", "gpu"):
+        with programs_for(devices):
+            pipe = pipeline(Block, remat=remat, ends=ends)
+            variables = pipe.init(jax.random.key(0), BATCH)
+            results.append((pipe.value_and_grad(variables, BATCH), pipe.apply(variables, BATCH)))
+            text = jax.jit(pipe.value_and_grad).lower(variables, BATCH).as_text()
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert "tensor<2x16x16xbf16>" in text, "the copies of a stage"
