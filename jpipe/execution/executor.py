@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import NamedTuple
 
 import jax
@@ -269,17 +270,27 @@ def _send(stage: Stage, flow: int, route: int, carry: TickCarry) -> Buffers:
         sent = step.activations.crossing(carry.forward.activation)
     else:
         sent = step.cotangents.crossing(carry.backward.cotangent)
-    return moved(sent, step.schedule.placement.routes(flow)[route], stage.device)
+    return moved(stage, sent, step.schedule.placement.routes(flow)[route])
 
 
-def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
-    """The values that arrive here, if each of `pairs` (from stage, to stage) sends; those to the stage itself stay."""
-    hops = [pair for pair in pairs if pair[0] != pair[1]]
-    turns = [device == sender for sender, receiver in pairs if sender == receiver]
+def moved(stage: Stage, sent: Buffers, pairs: list[tuple[int, int]]) -> Buffers:
+    """The values that arrive here, if each of `pairs` (from stage, to stage) sends; those to the stage itself stay.
+
+    On GPUs a ring is sent by two permutes, one up the stages and one down. Under `xla_gpu_enable_pipelined_p2p` XLA
+    splits rings itself, and where a permute has several, one for each place along the other mesh axes, all but one of
+    the devices at which they close get zeros (openxla/xla#45222).
+    """
+    hops, stays = [(a, b) for a, b in pairs if a != b], [(a, b) for a, b in pairs if a == b]
+    up, down = [(a, b) for a, b in hops if a < b], [(a, b) for a, b in hops if a > b]
+    ways = [stays, up, down] if stage.step.plan.request.splits.on_gpu else [stays, hops]
+    *few, most = sorted(filter(None, ways), key=len)
 
     def of_leaf(leaf: Leaf) -> Leaf:
-        there = jax.lax.ppermute(leaf, AXIS, hops) if hops else leaf
-        return jnp.where(turns[0], leaf, there) if hops and turns else there
+        by = lambda way: leaf if way is stays else jax.lax.ppermute(leaf, AXIS, way)
+        arrived = by(most)
+        for way in few:
+            arrived = jnp.where(reduce(or_, [stage.device == receiver for _, receiver in way]), by(way), arrived)
+        return arrived
 
     return jax.tree.map(of_leaf, sent)
 
