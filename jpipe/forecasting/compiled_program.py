@@ -1,17 +1,23 @@
-"""Reads a program compiled for a TPU: its loops, their cycles by the compiler's estimate, the bytes they move.
+"""Reads a program compiled for a TPU or a GPU: its loops, their cycles, what runs beside transfers, stops of the host.
 
-The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists. A loop's own are
-those of one trip without the loops inside; how often each turns is in tables that only the caller knows.
+The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists; the GPU compiler
+notes none. A loop's own are those of one trip without the loops inside; how often each turns is in tables that only the
+caller knows.
 """
 
+import itertools
 import re
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jax.stages import Compiled, Lowered
 
+PERMUTE = "collective-permute"
+COLLECTIVES = (PERMUTE, "all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+_LIBRARIES = ("__cublas", "__cudnn", "mosaic_gpu", "triton", "tpu_custom_call")
+"""How calls of products and attention begin, which compilers don't make themselves."""
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 
 
@@ -45,14 +51,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Loop:
-    """A `while` of the program, or the program itself.
+    """A `while` of the program, or the program itself, or a branch of a `conditional`.
 
     Attributes:
       scope: the `op_name` of the `while`; empty for the program.
       operations: the operations of its body, in the order in which they are scheduled.
       inner: the loops in its body.
       computations: the operations of all of the program's computations, by name.
-      trips: the number of its turns, if its condition has it as a number; else None.
+      trips: the number of its turns, if the compiler notes it or its condition has it as a number; else None.
+      counted: the number of its turns, if the compiler notes it, as that for GPUs does; else None.
+      branches: for each `conditional` in its body, the branches, which aren't among the inner loops.
     """
 
     scope: str
@@ -60,6 +68,8 @@ class Loop:
     inner: list["Loop"]
     computations: dict[str, list[Operation]]
     trips: int | None = None
+    counted: int | None = None
+    branches: list[list["Loop"]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -81,20 +91,35 @@ class Loop:
         """The loops inside that lie in loops of these names, the last their own."""
         return [loop for loop in self.walk() if loop.name == names[-1] and {*names} <= {*loop.scope.split("/")}]
 
+    @property
+    def has_products(self) -> bool:
+        """Whether products are computed in it, in a loop inside or in a branch."""
+        inner = itertools.chain(self.inner, *self.branches)
+        return any(is_product(each, self.computations) for each in self.operations) or any(
+            loop.has_products for loop in inner
+        )
+
 
 @dataclass(frozen=True)
-class Permute:
-    """A `collective-permute` and what is scheduled between its start and its end, in the same loop.
+class Transfer:
+    """A collective and what is scheduled between its start and its end, in the same loop.
 
     Attributes:
       operation: the start.
       loops: the loops in between.
+      products: the products in between, outside of loops.
       cycles: the cycles of the operations in between, without those of loops.
     """
 
     operation: Operation
     loops: list[Loop]
+    products: list[Operation]
     cycles: int
+
+    @property
+    def beside_products(self) -> bool:
+        """Whether products are computed meanwhile; an update of a slice hides no transfer."""
+        return bool(self.products) or any(loop.has_products for loop in self.loops)
 
 
 def compile_with_text(lowered: Lowered) -> tuple[Compiled, str]:
@@ -115,19 +140,50 @@ def read(text: str) -> Loop:
     return _loop(computations, entry, "")
 
 
-def transfers(loop: Loop) -> list[Permute]:
-    """The permutes in a loop's body."""
-    permutes, inner = [], {inner.scope: inner for inner in loop.inner}
-    names = [operation.name for operation in loop.operations]
-    for end, operation in enumerate(loop.operations):
-        if operation.opcode == "collective-permute-done":
-            start = names.index(operation.operands[0])
-            between = loop.operations[start + 1 : end]
-            loops = [inner[other.op_name] for other in between if other.opcode == "while"]
-            permutes.append(Permute(loop.operations[start], loops, sum(other.cycles for other in between)))
-        elif operation.opcode == "collective-permute":
-            permutes.append(Permute(operation, [], 0))
-    return permutes
+def transfers(loop: Loop, kinds: tuple[str, ...] = (PERMUTE,)) -> list[Transfer]:
+    """The collectives of these kinds in a loop's body, in the order in which they end."""
+    found, operations = [], loop.operations
+    places = {operation.name: i for i, operation in enumerate(operations)}
+    inner = dict(zip((each.name for each in operations if each.opcode == "while"), loop.inner, strict=True))
+    for end, operation in enumerate(operations):
+        is_end = operation.opcode.endswith("-done")
+        start = places[operation.operands[0]] if is_end else end
+        if _collective(operations[start], loop.computations) in kinds and (is_end or "-start" not in operation.opcode):
+            between = operations[start + 1 : end]
+            loops = [inner[each.name] for each in between if each.opcode == "while"]
+            products = [each for each in between if is_product(each, loop.computations)]
+            found.append(Transfer(operations[start], loops, products, sum(each.cycles for each in between)))
+    return found
+
+
+def is_product(operation: Operation, computations: dict[str, list[Operation]]) -> bool:
+    """Whether an operation is a product of matrices, a convolution or attention, by itself or fused with others."""
+    if operation.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', operation.line)
+        return target is not None and target[1].startswith(_LIBRARIES)
+    if operation.opcode == "fusion":
+        called = computations.get(operation.attribute("calls") or "", [])
+        return any(is_product(inner, computations) for inner in called)
+    return operation.opcode in ("dot", "convolution")
+
+
+def host_stops(loop: Loop, trips: Callable[[Loop], int]) -> int:
+    """How often a GPU's runtime stops the host in one trip of a loop: it waits until the GPU has done all before.
+
+    Of a `while` of known count the runtime launches all trips; before each trip of any other, and once more at its end,
+    it copies the condition to the host (`xla/backends/gpu/runtime/while_thunk.cc`). A `conditional` copies the branch's
+    index, once (`conditional_thunk.cc`). That is the most there may be: of a `conditional` without loops and
+    collectives, XLA may make a part of a CUDA graph, which stops nobody.
+
+    Args:
+      loop: the loop.
+      trips: how often a loop turns that the compiler doesn't count.
+    """
+    stops = sum(1 + max(host_stops(branch, trips) for branch in branches) for branches in loop.branches)
+    for inner in loop.inner:
+        turns = trips(inner) if inner.counted is None else inner.counted
+        stops += turns * host_stops(inner, trips) + (turns + 1 if inner.counted is None else 0)
+    return stops
 
 
 def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
@@ -154,14 +210,33 @@ def _operation(line: str, name: str, kind: str, opcode: str, rest: str) -> Opera
 
 def _loop(computations: dict[str, list[Operation]], body: str, scope: str) -> Loop:
     operations = list(_flat(computations, body))
-    inner = []
+    inner, branches = [], []
     for operation in operations:
         if operation.opcode == "while":
             name = operation.attribute("body")
             assert name is not None
             condition = computations.get(operation.attribute("condition") or "", [])
-            inner.append(replace(_loop(computations, name, operation.op_name), trips=_trips(condition)))
-    return Loop(scope, operations, inner, computations)
+            noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.line)
+            counted = int(noted[1]) if noted else None
+            trips = _trips(condition) if counted is None else counted
+            inner.append(replace(_loop(computations, name, operation.op_name), trips=trips, counted=counted))
+        elif operation.opcode == "conditional":
+            called = re.search(
+                r"branch_computations=\{[^}]*|true_computation=.*false_computation=[^,]*", operation.line
+            )
+            assert called is not None
+            names = re.findall(r"%([\w.\-]+)", called[0])
+            branches.append([_loop(computations, name, operation.op_name) for name in names])
+    return Loop(scope, operations, inner, computations, branches=branches)
+
+
+def _collective(operation: Operation, computations: dict[str, list[Operation]]) -> str:
+    """The collective that an operation is or starts, also if it starts a computation with one; "" if it isn't one."""
+    if operation.opcode == "async-start":
+        called = computations.get(operation.attribute("calls") or "", [])
+        return next((other.opcode for other in called if other.opcode in COLLECTIVES), "")
+    kind = operation.opcode.removesuffix("-start")
+    return kind if kind in COLLECTIVES else ""
 
 
 def _trips(condition: list[Operation]) -> int | None:
