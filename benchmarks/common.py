@@ -104,27 +104,43 @@ class Size:
         )
 
 
-def feed_forward(x: Any, dtype: Any) -> Any:
+def feed_forward(x: Any, dtype: Any, axis: str | None = None) -> Any:
     """The second half of a block; to be called in its `__call__`."""
     width = x.shape[-1]
-    h = nn.gelu(nn.Dense(4 * width, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x)))
-    return x + nn.Dense(width, dtype=dtype)(h)
+    h = nn.LayerNorm(dtype=dtype)(x)
+    h = nn.gelu(nn.Dense(4 * width, dtype=dtype, kernel_init=split_kernel(None, axis))(h))
+    return x + nn.Dense(width, dtype=dtype, kernel_init=split_kernel(axis, None))(h)
+
+
+def split_kernel(*axes: str | None) -> Any:
+    """An initialiser of a kernel that is split over these mesh axes, one for each of its dimensions."""
+    init = nn.initializers.lecun_normal()
+    return nn.with_partitioning(init, axes) if any(axes) else init
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block, `[B, T, width]` to the same."""
+    """A pre-norm Transformer block, `[B, T, width]` to the same.
+
+    Attributes:
+      attention: the `implementation` of `jax.nn.dot_product_attention`.
+      axis: the mesh axis that heads and hidden units are split over, if any.
+    """
 
     heads: int
     dtype: Any
+    attention: str | None = None
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x):
-        width = x.shape[-1]
+        width, init, axis = x.shape[-1], split_kernel, self.axis
         h = nn.LayerNorm(dtype=self.dtype)(x)
-        qkv = nn.DenseGeneral((3, self.heads, width // self.heads), dtype=self.dtype)(h)
-        h = jax.nn.dot_product_attention(*(qkv[:, :, i] for i in range(3)), is_causal=True)
-        x = x + nn.DenseGeneral(width, axis=(-2, -1), dtype=self.dtype)(h)
-        return feed_forward(x, self.dtype)
+        shape = (3, self.heads, width // self.heads)
+        qkv = nn.DenseGeneral(shape, dtype=self.dtype, kernel_init=init(None, None, axis, None))(h)
+        heads = (qkv[:, :, i] for i in range(3))
+        h = jax.nn.dot_product_attention(*heads, is_causal=True, implementation=self.attention)
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), dtype=self.dtype, kernel_init=init(axis, None, None))(h)
+        return feed_forward(x, self.dtype, axis)
 
 
 class Head(nn.Module):
@@ -138,9 +154,10 @@ class Head(nn.Module):
         return nn.Dense(self.vocab, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
 
 
-def make_layers(size: Size) -> list[nn.Module]:
+def make_layers(size: Size, **options: Any) -> list[nn.Module]:
+    """Embedding, blocks and head; `options` are those of `Block`."""
     dtype = jnp.dtype(size.dtype)
-    blocks = [Block(size.heads, dtype) for _ in range(size.layers)]
+    blocks = [Block(size.heads, dtype, **options) for _ in range(size.layers)]
     return [nn.Embed(size.vocab, size.width, dtype=dtype), *blocks, Head(size.vocab, dtype)]
 
 

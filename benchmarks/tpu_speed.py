@@ -146,22 +146,21 @@ class Plain:
     adding: float
 
 
-def lower_plain(setting: Setting) -> Any:
-    """A scan over the micro-batches, of a scan over a stage's blocks."""
-    count, block = setting.count, setting.layers[1]
-    x = jax.ShapeDtypeStruct((setting.microbatch, setting.seq, setting.width), jnp.bfloat16)
-    sharding = NamedSharding(stage_mesh(setting.devices(), 1), PartitionSpec())
+def lower_plain(block: Any, size: Size, blocks: int, count: int, remat: str, device: Any) -> Any:
+    """A scan over the micro-batches, of a scan over so many blocks."""
+    x = jax.ShapeDtypeStruct((size.microbatch, size.seq, size.width), jnp.bfloat16)
+    sharding = NamedSharding(stage_mesh([device], 1), PartitionSpec())
     variables = jax.eval_shape(block.init, jax.random.key(0), x)
     stacked = lambda n, a: jax.ShapeDtypeStruct((n, *a.shape), a.dtype, sharding=sharding)
-    params = jax.tree.map(lambda a: stacked(setting.blocks // setting.chunks, a), variables)
+    params = jax.tree.map(lambda a: stacked(blocks, a), variables)
     run = block.apply
-    if setting.remat != "none":
-        run = jax.checkpoint(run, policy=MODES[setting.remat].policy, prevent_cse=False)
+    if remat != "none":
+        run = jax.checkpoint(run, policy=MODES[remat].policy, prevent_cse=False)
 
     def apply(params: Any, x: Any) -> Any:
         return jax.lax.scan(lambda x, p: (run(p, x), None), x, params)[0]
 
-    if MODES[setting.remat].keep_inputs:
+    if MODES[remat].keep_inputs:
         apply = jax.checkpoint(apply)
 
     def step(params: Any, inputs: Any, cotangents: Any) -> Any:
@@ -292,7 +291,9 @@ def _measure(setting: Setting) -> tuple[str, ...]:
     begin = time.perf_counter()
     pipe, size = make_pipeline(setting), setting.size
     with ThreadPoolExecutor(2) as pool:
-        alone = pool.submit(compile_with_text, lower_plain(setting))
+        blocks, device = setting.blocks // setting.chunks, setting.devices()[0]
+        by_hand = lower_plain(setting.layers[1], size, blocks, setting.count, setting.remat, device)
+        alone = pool.submit(compile_with_text, by_hand)
         step = lowered_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.count))
         compiled, text = pool.submit(compile_with_text, step).result()
         plain = plain_cycles(alone.result()[1], setting)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ABSENT = {"xla_gpu_autotune_level": 0}
+"""The compiler's option for a GPU that isn't there: it would time kernels on it."""
+
 
 @dataclass(frozen=True)
 class Gpu:
