@@ -16,8 +16,7 @@ import argparse
 import itertools
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -192,16 +191,23 @@ class Ticks:
       program: the step, compiled.
 
     Raises:
-      SystemExit: the loops don't turn as often as the table has ticks.
+      SystemExit: the loops don't turn as often as the table says.
     """
 
     def __init__(self, step: Step, program: Loop):
-        self.step, loops = step, program.find("ticks")
-        self.loop = max(loops, key=lambda loop: loop.counted or 0)
+        self.step, self.in_order = step, list[Loop]()
         self.groups = {group.scope(g): g for g, group in enumerate(step.model.groups)}
-        self.in_order = [loop for loop in loops for _ in range(loop.counted or 0)]
-        if len(self.in_order) != step.table.num_ticks:
-            raise SystemExit(f"{len(self.in_order)} ticks are in loops; the table has {step.table.num_ticks}")
+        inner = [loop for loop in program.inner if "ticks" in loop.scope.split("/")]
+        for run in step.table.runs:
+            if inner and inner[0].name == "ticks" and inner[0].counted == run.stop - run.start:
+                loop = inner.pop(0)
+            else:  # a single tick, which has no loop of its own
+                own = list(itertools.takewhile(lambda loop: loop.name != "ticks", inner))
+                loop, inner = replace(program, inner=own, branches=[]), inner[len(own) :]
+            self.in_order += [loop] * (run.stop - run.start)
+        if inner:
+            raise SystemExit(f"the table has no ticks for {[loop.scope for loop in inner]}")
+        self.loop = max(program.find("ticks"), key=self.in_order.count)
 
     def stops(self) -> np.ndarray:
         """`[T, K]`, how often the host is stopped in each tick on each stage."""
@@ -233,14 +239,9 @@ class Ticks:
 
     def beyond_layers(self) -> Kernels:
         """The kernels of a tick of a stage that works, without those of layers."""
-
-        def walk(loop: Loop) -> Iterator[Loop]:
-            yield loop
-            for inner in loop.inner:
-                if inner.name not in self.groups:
-                    yield from walk(inner)
-
-        return kernels(walk(self.loop))
+        of_layers = lambda scope: not self.groups.keys().isdisjoint(scope.split("/"))
+        loops = [loop for loop in self.loop.walk() if not of_layers(loop.scope)]
+        return kernels(loops, lambda operation: not of_layers(operation.op_name))
 
 
 def measure(setting: Setting) -> tuple[str, ...]:

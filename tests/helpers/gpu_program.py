@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -53,20 +53,21 @@ class Kernels:
         return Kernels(*(times * a for a in astuple(self)))
 
 
-def kernels(loops: Iterable[Loop]) -> Kernels:
-    """The kernels of one trip of each of these loops, without those of loops inside and of collectives."""
-    return sum(_each(loops), Kernels())
+def kernels(loops: Iterable[Loop], choose: Callable[[Operation], bool] = lambda operation: True) -> Kernels:
+    """The chosen kernels of one trip of each of these loops, without those of loops inside and of collectives."""
+    return sum(_each(loops, choose), Kernels())
 
 
 def largest_copy(program: Loop) -> float:
     """Bytes that the largest kernel in a loop reads and writes among those that only copy, transpose, slice or fill."""
-    return max((kernel.copied for kernel in _each(loop for loop in program.walk() if loop.scope)), default=0)
+    loops = [loop for loop in program.walk() if loop.scope]
+    return max((kernel.copied for kernel in _each(loops, lambda operation: True)), default=0)
 
 
-def _each(loops: Iterable[Loop]) -> Iterator[Kernels]:
+def _each(loops: Iterable[Loop], choose: Callable[[Operation], bool]) -> Iterator[Kernels]:
     for loop in loops:
         types = {operation.name: operation.type for operation in loop.operations}
-        for operation in loop.operations:
+        for operation in filter(choose, loop.operations):
             yield _kernel(operation, types, loop.computations)
 
 
