@@ -117,8 +117,14 @@ V = {"chunks": 2, "blocks": 4}
 """Two blocks a chunk: one alone has no loop of its own."""
 REMATS = ("none", "layer", "stage", "full")
 SCHEDULES: dict[str, dict[str, int]] = {"gpipe": {}, "1f1b": {}, "interleaved": V, "zero_bubble": {}, "v": V}
+COMPUTED_TWICE = ("stage", "full")  # refused where a backward is split
 TABLE = [
-    *[Setting(schedule=name, remat=remat, **more) for name, more in SCHEDULES.items() for remat in REMATS],
+    *[
+        Setting(schedule=name, remat=remat, **more)
+        for name, more in SCHEDULES.items()
+        for remat in REMATS
+        if name != "zero_bubble" or remat not in COMPUTED_TWICE
+    ],
     *[Setting(attention="cudnn", remat=remat) for remat in REMATS],
     *[Setting(data=2, remat=remat, fsdp=fsdp) for fsdp in ("", "step", "use") for remat in ("none", "layer")],
     *[Setting(data=2, remat="none", attention="cudnn")],

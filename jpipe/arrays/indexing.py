@@ -26,6 +26,17 @@ def look_up(table: Sequence[int], index: Index) -> Index:
     return first + take_row(jnp.asarray(np.asarray(table, np.int32) - np.int32(first)), index)
 
 
+def computed_once(indices: Sequence[Index]) -> list[Index]:
+    """The indices, each as one value that all its readers share; Python integers as they are.
+
+    A GPU's compiler computes an index from a table anew in each kernel that reads it. Where a slice is read, added to
+    and written at such an index, it then doesn't see that both are the same slice, and copies it by kernels of its own.
+    """
+    traced = [index for index in indices if not isinstance(index, int)]
+    shared = iter(jax.lax.optimization_barrier(traced))
+    return [index if isinstance(index, int) else next(shared) for index in indices]
+
+
 def take_slice(array: jax.Array, index: Sequence[Index], shape: Sequence[int]) -> jax.Array:
     """The slice of `shape` that begins at `index`, which may leave out dimensions at the end: they begin at 0."""
     return jax.lax.dynamic_slice(array, _start(array, index), shape, allow_negative_indices=False)

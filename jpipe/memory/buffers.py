@@ -118,9 +118,12 @@ class StackedBuffer:
 
     def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that at an entry (in place, in a loop)."""
+        added = in_order(leaf.astype(array.dtype), self.type.order)[None]
         if array.shape[0] == 1:  # one leaf: add in the array's own shape, without slicing
-            return array + leaf.astype(array.dtype)[None]
-        return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
+            return array + added
+        # The sum has the slice's own shape, so that a GPU's compiler makes one kernel of reading, adding and writing.
+        array = in_order(array, self._order)
+        return in_order(put_slice(array, take_slice(array, (entry,), added.shape) + added, (entry,)), self._order)
 
     @property
     def _order(self) -> Order | None:
@@ -162,7 +165,8 @@ class FlatBuffer:
 
     def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that which begins at an entry (in place, in a loop)."""
-        return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
+        added = leaf.reshape(-1).astype(array.dtype)
+        return put_slice(array, take_slice(array, (entry,), added.shape) + added, (entry,))
 
 
 Buffer = StackedBuffer | FlatBuffer

@@ -47,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index, look_up, take_slice
+from jpipe.arrays.indexing import Index, computed_once, look_up, take_slice
 from jpipe.arrays.loops import Carry, each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
 from jpipe.memory.memory_order import Order
@@ -153,10 +153,10 @@ class Storage:
     def add(self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf | None]) -> Buffers:
         """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is."""
         arrays = dict(arrays)
-        for leaf, value in enumerate(leaves):
-            if value is not None:
-                name, entry, order = self._place(t, leaf, record)
-                arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
+        added = [(value, *self._place(t, leaf, record)) for leaf, value in enumerate(leaves) if value is not None]
+        entries = computed_once([entry for _, _, entry, _ in added])
+        for entry, (value, name, _, order) in zip(entries, added, strict=True):
+            arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
         return arrays
 
     def on_host(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
