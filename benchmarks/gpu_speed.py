@@ -16,8 +16,8 @@ import argparse
 import itertools
 import re
 import time
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from gpu_program import Kernels, compile_with_text, kernels, largest_copy
 from jpipe.costs.chips import parse_topology
 from jpipe.forecasting.compiled_program import COLLECTIVES, PERMUTE, Loop, host_stops, read, transfers
 from jpipe.planning.step import Step
+from jpipe.schedules.ticks import Run
 from jpipe.seam.absent_cudnn import absent_cudnn
 
 BLOCK = "Block.1"
@@ -190,7 +191,7 @@ def make_pipeline(setting: Setting) -> jpipe.Pipeline:
 
 
 class Ticks:
-    """The loops over ticks of a compiled step, and of those the longest.
+    """The loops over ticks of a compiled step: one for each run of ticks, of which the longest is the steady one.
 
     Args:
       step: the step.
@@ -201,27 +202,26 @@ class Ticks:
     """
 
     def __init__(self, step: Step, program: Loop):
-        self.step, self.in_order = step, list[Loop]()
+        self.step, self.runs = step, list[tuple[Run, Loop]]()
         self.groups = {group.scope(g): g for g, group in enumerate(step.model.groups)}
         inner = [loop for loop in program.inner if "ticks" in loop.scope.split("/")]
         for run in step.table.runs:
             if inner and inner[0].name == "ticks" and inner[0].counted == run.stop - run.start:
-                loop = inner.pop(0)
+                self.runs.append((run, inner.pop(0)))
             else:  # a single tick, which has no loop of its own
                 own = list(itertools.takewhile(lambda loop: loop.name != "ticks", inner))
-                loop, inner = replace(program, inner=own, branches=[]), inner[len(own) :]
-            self.in_order += [loop] * (run.stop - run.start)
+                self.runs.append((run, Loop("", [], own, program.computations)))
+                inner = inner[len(own) :]
         if inner:
             raise SystemExit(f"the table has no ticks for {[loop.scope for loop in inner]}")
-        self.loop = max(program.find("ticks"), key=self.in_order.count)
+        self.steady = max(self.runs, key=lambda each: each[0].stop - each[0].start)
 
-    def stops(self) -> np.ndarray:
-        """`[T, K]`, how often the host is stopped in each tick on each stage."""
-        stages = range(self.step.schedule.num_stages)
-        of_stage = lambda loop, t, k: host_stops(loop, lambda inner: self._trips(inner, t, k))
-        return np.array([[of_stage(loop, t, k) for k in stages] for t, loop in enumerate(self.in_order)])
+    def stops(self, run: Run, loop: Loop) -> np.ndarray:
+        """`[ticks, K]`, how often the host is stopped in each tick of a run on each stage."""
+        ticks, stages = range(run.start, run.stop), range(self.step.schedule.num_stages)
+        return np.array([[host_stops(loop, partial(self._trips, t, k)) for k in stages] for t in ticks])
 
-    def _trips(self, loop: Loop, tick: int, stage: int) -> int:
+    def _trips(self, tick: int, stage: int, loop: Loop) -> int:
         """How often a loop turns that the compiler doesn't count: by the table if it is in a slot, else once."""
         number = re.search(r"\bslot(\d+)/([A-Z])\b", loop.scope)
         if number is None:
@@ -237,16 +237,18 @@ class Ticks:
     def layer(self) -> Kernels:
         """The kernels of all that is done with a block for a micro-batch, the mean of a step's actions."""
         schedule, total = self.step.schedule, Kernels()
-        for i, slot in enumerate(self.step.table.slots):
-            for code, kind in enumerate(slot.kinds, 1):
-                share = (slot.kind == code).sum() / (schedule.num_microbatches * schedule.placement.num_virtual_stages)
-                total += kernels(self.loop.find(f"slot{i}", kind, BLOCK)) * float(share)
+        actions = schedule.num_microbatches * schedule.placement.num_virtual_stages
+        for run, loop in self.runs:
+            for i, slot in enumerate(self.step.table.slots):
+                for code, kind in enumerate(slot.kinds, 1):
+                    share = float((slot.kind[run.start : run.stop] == code).sum() / actions)
+                    total += kernels(loop.find(f"slot{i}", kind, BLOCK)) * share
         return total
 
     def beyond_layers(self) -> Kernels:
-        """The kernels of a tick of a stage that works, without those of layers."""
+        """The kernels of a steady tick of a stage that works, without those of layers."""
         of_layers = lambda scope: not self.groups.keys().isdisjoint(scope.split("/"))
-        loops = [loop for loop in self.loop.walk() if not of_layers(loop.scope)]
+        loops = [loop for loop in self.steady[1].walk() if not of_layers(loop.scope)]
         return kernels(loops, lambda operation: not of_layers(operation.op_name))
 
 
@@ -267,20 +269,20 @@ def _measure(setting: Setting) -> tuple[str, ...]:
     seconds, memory = time.perf_counter() - begin, compiled.memory_analysis()
     ticks, plain = Ticks(step, read(text)), plain_kernels(setting)
     layer, beyond = ticks.layer(), ticks.beyond_layers()
-    moves = [move for loop in ticks.loop.walk() for move in transfers(loop, COLLECTIVES)]
+    moves = [move for _, loop in ticks.runs for inner in loop.walk() for move in transfers(inner, COLLECTIVES)]
     permutes = [move.beside_products for move in moves if move.operation.opcode.startswith(PERMUTE)]
     others = [move.beside_products for move in moves if not move.operation.opcode.startswith(PERMUTE)]
-    stops = ticks.stops()
-    steady = stops[[loop is ticks.loop for loop in ticks.in_order]]
+    steady = ticks.stops(*ticks.steady)
+    stops = sum(ticks.stops(*run).sum(axis=0) for run in ticks.runs)
     beside = lambda name, show: f"{show(getattr(layer, name))}" + (f" ({show(getattr(plain, name))})" if plain else "")
     return (
         str(setting),
         f"{steady.min()} to {steady.max()}",
-        f"{stops.sum(axis=0).max()}",
+        f"{np.max(stops)}",
         beside("count", lambda n: f"{n:.0f}"),
         *(beside(name, mib) for name in ("bytes", "copied", "cast")),
         f"{beyond.count:.0f}, {mib(beyond.bytes)}",
-        mib(largest_copy(ticks.loop)),
+        mib(max(largest_copy(loop) for _, loop in ticks.runs)),
         f"{sum(permutes)} of {len(permutes)}",
         f"{sum(others)} of {len(others)}" if others else "",
         mib(memory.argument_size_in_bytes),
