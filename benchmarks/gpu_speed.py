@@ -208,7 +208,7 @@ class Ticks:
         for run in step.table.runs:
             if inner and inner[0].name == "ticks" and inner[0].counted == run.stop - run.start:
                 self.runs.append((run, inner.pop(0)))
-            else:  # a single tick, which has no loop of its own
+            else:  # a single tick, which has no loop of its own; only the loops in it are known
                 own = list(itertools.takewhile(lambda loop: loop.name != "ticks", inner))
                 self.runs.append((run, Loop("", [], own, program.computations)))
                 inner = inner[len(own) :]
@@ -269,7 +269,8 @@ def _measure(setting: Setting) -> tuple[str, ...]:
     seconds, memory = time.perf_counter() - begin, compiled.memory_analysis()
     ticks, plain = Ticks(step, read(text)), plain_kernels(setting)
     layer, beyond = ticks.layer(), ticks.beyond_layers()
-    moves = [move for _, loop in ticks.runs for inner in loop.walk() for move in transfers(inner, COLLECTIVES)]
+    loops = [inner for _, loop in ticks.runs for inner in loop.walk() if inner.scope]
+    moves = [move for loop in loops for move in transfers(loop, COLLECTIVES)]
     permutes = [move.beside_products for move in moves if move.operation.opcode.startswith(PERMUTE)]
     others = [move.beside_products for move in moves if not move.operation.opcode.startswith(PERMUTE)]
     steady = ticks.stops(*ticks.steady)

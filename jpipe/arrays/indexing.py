@@ -26,15 +26,18 @@ def look_up(table: Sequence[int], index: Index) -> Index:
     return first + take_row(jnp.asarray(np.asarray(table, np.int32) - np.int32(first)), index)
 
 
-def computed_once(indices: Sequence[Index]) -> list[Index]:
-    """The indices, each as one value that all its readers share; Python integers as they are.
+def look_up_once(table: Sequence[int], index: Index) -> Index:
+    """As `look_up`, but all its readers share one value.
 
-    A GPU's compiler computes an index from a table anew in each kernel that reads it. Where a slice is read, added to
-    and written at such an index, it then doesn't see that both are the same slice, and copies it by kernels of its own.
+    A GPU's compiler computes an index that is a slice of a table anew in each kernel that reads it. Where an array is
+    read, added to and written at such an index, it then doesn't see that this is one place, and copies the slice by
+    kernels of its own. A sum is computed once. (A barrier would do, but not all of this compiler's passes know it.)
     """
-    traced = [index for index in indices if not isinstance(index, int)]
-    shared = iter(jax.lax.optimization_barrier(traced))
-    return [index if isinstance(index, int) else next(shared) for index in indices]
+    if isinstance(index, int) or len(set(table)) == 1:
+        return look_up(table, index)
+    first = int(table[0])
+    steps = np.asarray(table, np.int32) - np.int32(first)
+    return first + jnp.sum(jnp.where(np.arange(len(table), dtype=np.int32) == index, steps, 0), dtype=jnp.int32)
 
 
 def take_slice(array: jax.Array, index: Sequence[Index], shape: Sequence[int]) -> jax.Array:

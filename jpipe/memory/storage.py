@@ -47,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index, computed_once, look_up, take_slice
+from jpipe.arrays.indexing import Index, look_up, look_up_once, take_slice
 from jpipe.arrays.loops import Carry, each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
 from jpipe.memory.memory_order import Order
@@ -153,10 +153,10 @@ class Storage:
     def add(self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf | None]) -> Buffers:
         """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is."""
         arrays = dict(arrays)
-        added = [(value, *self._place(t, leaf, record)) for leaf, value in enumerate(leaves) if value is not None]
-        entries = computed_once([entry for _, _, entry, _ in added])
-        for entry, (value, name, _, order) in zip(entries, added, strict=True):
-            arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
+        for leaf, value in enumerate(leaves):
+            if value is not None:
+                name, entry, order = self._place(t, leaf, record, find=look_up_once)
+                arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
         return arrays
 
     def on_host(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
@@ -224,11 +224,13 @@ class Storage:
             carry = carry if t in without else for_each_of(t, carry)
         return carry
 
-    def _place(self, t: int, leaf: int, record: Index, at: Row | None = None) -> tuple[str, Index, Order]:
-        """Looks up where a leaf of a record lies: `(buffer's name, entry, order of the leaf's dimensions there)`."""
+    def _place(
+        self, t: int, leaf: int, record: Index, at: Row | None = None, find: Callable[..., Index] = look_up
+    ) -> tuple[str, Index, Order]:
+        """Finds where a leaf of a record lies: `(buffer's name, entry, order of the leaf's dimensions there)`."""
         record_type = self.record_types[t]
         name, shape = record_type.buffers[leaf], record_type.leaves[leaf].shape
-        buffer, entry = self.buffers[name], look_up(record_type.entries[leaf], record)
+        buffer, entry = self.buffers[name], find(record_type.entries[leaf], record)
         if at is not None:
             entry = entry + at.row * look_up(buffer.strides, at.device)
         is_turned = isinstance(buffer, StackedBuffer) and buffer.type.shape != shape

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.arrays.indexing import computed_once, look_up, put_row, put_slice, take_row, take_slice
+from jpipe.arrays.indexing import look_up, look_up_once, put_row, put_slice, take_row, take_slice
 
 ARRAY = np.arange(4 * 3 * 5, dtype=np.float32).reshape(4, 3, 5)
 
@@ -60,7 +60,7 @@ def test_indices_of_several_types_in_one():
     np.testing.assert_array_equal(found, ARRAY[2:3, 1:2])
 
 
-def test_an_index_that_is_computed_once():
-    first, second = jax.jit(lambda i: computed_once([3, look_up([5, 7], i)]))(1)
-    assert (first, second) == (3, 7)
-    assert computed_once([3]) == [3], "a Python integer stays one"
+@pytest.mark.parametrize("table", [[5, 7, 6], [4, 4]])
+def test_an_index_that_is_looked_up_once(table):
+    assert [look_up_once(table, i) for i in range(len(table))] == table
+    assert jax.jit(lambda: [look_up_once(table, jnp.int32(i)) for i in range(len(table))])() == table
