@@ -270,29 +270,30 @@ def _send(stage: Stage, flow: int, route: int, carry: TickCarry) -> Buffers:
         sent = step.activations.crossing(carry.forward.activation)
     else:
         sent = step.cotangents.crossing(carry.backward.cotangent)
-    return moved(stage, sent, step.schedule.placement.routes(flow)[route])
+    return moved(sent, step.schedule.placement.routes(flow)[route], stage.device)
 
 
-def moved(stage: Stage, sent: Buffers, pairs: list[tuple[int, int]]) -> Buffers:
+def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
     """The values that arrive here, if each of `pairs` (from stage, to stage) sends; those to the stage itself stay.
 
     On GPUs a ring is sent by two permutes, one up the stages and one down. Under `xla_gpu_enable_pipelined_p2p` XLA
     splits rings itself, and where a permute has several, one for each place along the other mesh axes, all but one of
     the devices at which they close get zeros (openxla/xla#45222).
     """
-    hops, stays = [(a, b) for a, b in pairs if a != b], [(a, b) for a, b in pairs if a == b]
-    up, down = [(a, b) for a, b in hops if a < b], [(a, b) for a, b in hops if a > b]
-    ways = [stays, up, down] if stage.step.plan.request.splits.on_gpu else [stays, hops]
-    *few, most = sorted(filter(None, ways), key=len)
+    stays, up, down = ([(a, b) for a, b in pairs if np.sign(b - a) == way] for way in (0, 1, -1))
 
-    def of_leaf(leaf: Leaf) -> Leaf:
-        by = lambda way: leaf if way is stays else jax.lax.ppermute(leaf, AXIS, way)
-        arrived = by(most)
+    def by(ways: list[list[tuple[int, int]]], leaf: jax.Array) -> jax.Array:
+        *few, most = sorted(filter(None, ways), key=len)
+        arrives = lambda way: leaf if way is stays else jax.lax.ppermute(leaf, AXIS, way)
+        arrived = arrives(most)
         for way in few:
-            arrived = jnp.where(reduce(or_, [stage.device == receiver for _, receiver in way]), by(way), arrived)
+            arrived = jnp.where(reduce(or_, [device == receiver for _, receiver in way]), arrives(way), arrived)
         return arrived
 
-    return jax.tree.map(of_leaf, sent)
+    whole, apart = partial(by, [stays, sorted(up + down)]), partial(by, [stays, up, down])
+    if not (up and down):
+        return jax.tree.map(whole, sent)
+    return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=apart, rocm=apart), sent)
 
 
 def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], carry: TickCarry) -> TickCarry:

@@ -205,7 +205,7 @@ def _passed_on(stage: Stage, place: Placement, route: Index, carry: DecodingCarr
         carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(ends_on, begins_on)]))
     boundaries = stage.step.activations
     sent = boundaries.crossing(carry.activation)
-    arrived = [moved(stage, sent, pairs) for pairs in place.routes(+1)]
+    arrived = [moved(sent, pairs, stage.device) for pairs in place.routes(+1)]
     if not arrived:
         return carry
     first, *second = arrived
