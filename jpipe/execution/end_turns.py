@@ -34,7 +34,7 @@ from jpipe.schedules.ticks import Run
 from jpipe.types import Leaf
 
 MOST = {"enter": 0.5, "leave": 1.0, "back": 0.5}
-"""The share of a run's ticks that must have a turn for the others to compute it along; the last layer takes longest."""
+"""If at least this share of a run's ticks has a turn, the others compute it too; the last layer takes longest."""
 
 # --- before the ticks -------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,8 @@ def _take(
     m = jnp.asarray(getattr(turns[slot], name))
     leaves = lambda carry: [] if reads is None else reads(carry)
     with jax.named_scope(name):
-        if stage.step.idle_work.trips and taken.mean() >= MOST[name]:
+        group = stage.step.model.last if name == "leave" else 0
+        if group in stage.step.idle_work.safe and taken.mean() >= MOST[name]:
             counts = True if taken.all() else m >= 0
             m = jnp.maximum(m, 0)
             return body(m, leaves(carry), counts, carry)

@@ -136,8 +136,10 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     overwritten = {name: jax.tree.map(lowest, stage.variables[name]) for name in step.collections(GRADIENT)}
     # Of shared ends each stage adds gradients of its own part to `gradients` (`Stage.add_gradients`), so they need no
     # accumulator and no sum over stages.
+    types = step.storages["params"].record_types  # of the parameters, of which there may be narrow copies alone
+    zeros = lambda now, whole: jnp.zeros(now.shape, accumulator_dtype(whole.dtype))
     shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.ends.sets}
-    shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in shared.items()}
+    shared_gradients = {v: list(map(zeros, leaves, types[v].leaves)) for v, leaves in shared.items()}
     carry = TickCarry(
         ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs))),
         BackwardWork(cotangent, gradients, shared_gradients, overwritten),
@@ -360,11 +362,13 @@ ACTIONS = {"F": _forward, "R": _recompute, "B": _backward, "I": partial(_backwar
 def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
     """The action in this slot; its virtual stage is a Python integer if there is only one.
 
-    A row of -1 is never used: its action neither reads nor writes such values.
+    A row of -1 is never used: its action neither reads nor writes such values. Only a stage that idles and works along
+    may read there, so it reads row 0.
     """
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
-    rows = {name: Row(getattr(now, name), stage.device) for name in stage.step.kept.storages} if keeps else {}
+    row = lambda name: getattr(now, name) if now.counts is True else jnp.maximum(getattr(now, name), 0)
+    rows = {name: Row(row(name), stage.device) for name in stage.step.kept.storages} if keeps else {}
     return Job(virtual_stage, now.microbatch, rows, now.counts)
 
 

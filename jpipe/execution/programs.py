@@ -149,6 +149,7 @@ def run_step(
     arguments: tuple[dict[str, StageTree], Batch, jax.Array | None, jax.Array | None],
     out_specs: PyTree,
     fill: Callable[[Batch], Batch] = lambda batch: batch,
+    also: Sequence[Step] = (),
     **results: PyTree,
 ) -> PyTree:
     """Runs `work` on each device, for its part of a batch.
@@ -159,6 +160,7 @@ def run_step(
       arguments: all variables, the batch `[B, ...]`, and of `Stage` its key and `only`.
       out_specs, results: as of `on_stages`.
       fill: what is cut into micro-batches, from the batch; on whole arrays.
+      also: other steps that `work` does with the same weights.
 
     Raises:
       TypeError: somebody differentiates it.
@@ -168,7 +170,7 @@ def run_step(
 
     def on_device(variables: dict[str, Buffers], batch: Batch, key: jax.Array | None, only: jax.Array | None) -> PyTree:
         variables, device = drop_stage_axis(variables), device_index(mesh)
-        narrow = narrow_dtypes(step)
+        narrow = dict(set.intersection(*({*narrow_dtypes(one).items()} for one in (step, *also))))
         cast = lambda buffers: {name: array.astype(narrow.get(name, array.dtype)) for name, array in buffers.items()}
         variables |= {"params": cast(variables["params"])}  # before they are gathered, which sends less then
         variables |= {name: plan.at_work[name].gathered(variables[name]) for name in step.collections(*WEIGHTS)}

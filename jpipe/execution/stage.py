@@ -47,7 +47,7 @@ class Job(NamedTuple):
       rows: the rows of what it keeps for later actions, or reads, by `ROWS` of `jpipe.schedules.ticks`; empty if it
         keeps nothing.
       counts: False if the stage idles, and only computes along (`jpipe.planning.idle_work`). Then nothing is added to
-        sums, and what is kept is written to a row that nothing else is in.
+        sums, and what is kept is written to a free row.
     """
 
     virtual_stage: Index
@@ -118,7 +118,7 @@ class Turn(NamedTuple):
       microbatch: its micro-batch's index.
       rows: those of its `Job`.
       counts: that of its job; False too if the virtual stage doesn't have the layer, and only computes along.
-      record: the index of the record that it keeps, among those of its group.
+      kept_record: the index of the record that it keeps, among those of its group.
     """
 
     g: int
@@ -126,7 +126,7 @@ class Turn(NamedTuple):
     microbatch: Index
     rows: dict[str, Row]
     counts: jax.Array | bool = True
-    record: Index = 0
+    kept_record: Index = 0
 
     def chosen(self, new: T, old: T) -> T:
         """`new` if the layer's turn counts, else `old`, of the same structure."""
@@ -148,7 +148,7 @@ class Stage:
       batch: the device's own part of all micro-batches, `[M, b, ...]`.
       key: the step's key; None in evaluation.
       only: None, or for measurements `[slots, ticks, K]` of 0 and 1: only so many ticks run, and in them only the
-        actions marked by 1. The results then mean nothing.
+        actions marked by 1. The results then mean nothing. Stages that have no action idle then, also on GPUs.
       scales: for each term of the loss the cotangent of its sum: 1 / W_t, or 1 if the weight W_t depends on the outputs
         (`loss_scales`); empty if the step is forward only.
       shared: for each shared set of variables, its weights by collection, on every stage, as layers use them.
@@ -195,7 +195,9 @@ class Stage:
                 activation = self._passed_on(step.activations, turn, boundary, results.outputs, work.activation)
                 work = work._replace(activation=activation)
             if turn.rows:
-                work = work._replace(kept=step.kept.write_residuals(work.kept, turn.g, turn.record, new, turn.rows))
+                work = work._replace(
+                    kept=step.kept.write_residuals(work.kept, turn.g, turn.kept_record, new, turn.rows)
+                )
             return work
 
         return self.sweep(job, reads, visit, work)
@@ -220,7 +222,7 @@ class Stage:
                 cotangents = self.of_loss(turn.g)
             else:
                 cotangents = step.cotangents.read(state[0].cotangent, step.model.groups[turn.g].indices[0], 0)
-            return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.record, turn.rows), cotangents
+            return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.kept_record, turn.rows), cotangents
 
         def visit(
             turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Buffers]
@@ -232,7 +234,7 @@ class Stage:
                 gradients, new, cotangents = layer.backward(arguments, residuals, cotangents)
             else:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
-                stash = step.kept.storages["stash"].write(stash, turn.g, turn.record, leaves, turn.rows["stash"])
+                stash = step.kept.storages["stash"].write(stash, turn.g, turn.kept_record, leaves, turn.rows["stash"])
             work = self.add_gradients(turn, work, gradients)
             if new:
                 names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
@@ -259,7 +261,7 @@ class Stage:
         def reads(turn: Turn, _: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, the stash)."""
             storages = step.kept.storages
-            read = lambda name: storages[name].read(kept[name], turn.g, turn.record, turn.rows[name])
+            read = lambda name: storages[name].read(kept[name], turn.g, turn.kept_record, turn.rows[name])
             return self.batch_of(turn), read("kept"), read("stash")
 
         def visit(turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
@@ -311,7 +313,7 @@ class Stage:
         self, boundaries: Boundaries, turn: Turn, boundary: int, leaves: Sequence[Leaf], buffers: Buffers
     ) -> Buffers:
         """Boundary buffers with what a layer gives; where it isn't the virtual stage's own, with what they have."""
-        if turn.g in self.step.idle_work.ends:
+        if turn.g in self.step.idle_work.single:
             leaves = turn.chosen([*leaves], boundaries.read(buffers, boundary, 0))
         return boundaries.write(buffers, boundary, 0, leaves)
 
@@ -503,7 +505,7 @@ class _Sweep(Generic[Carry, Reads]):
     def run_along(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
         """Runs as many layers of a group as every other virtual stage does, also where they don't count."""
         along, counts = self.step.idle_work, self.job.counts
-        if g in along.ends:
+        if g in along.single:
             counts = counts & (jnp.asarray(stop) > start)
         body = lambda i, at, carry: self.run_layer(g, at[0] + i, at[1:], carry, counts)
         return each(0, along.trips[g], (start, *self.of_job), body, carry, reverse=self.reverse)
@@ -523,7 +525,7 @@ class _Sweep(Generic[Carry, Reads]):
     def turn(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], counts: jax.Array | bool = True) -> Turn:
         """The turn of a layer; in a group of one layer the position is known."""
         position = 0 if len(self.step.model.groups[g].indices) == 1 else position
-        record = self.job.virtual_stage if g in self.step.idle_work.ends else position
+        record = self.job.virtual_stage if g in self.step.idle_work.single else position
         return Turn(g, position, *at, counts, record)
 
     @property

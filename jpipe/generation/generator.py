@@ -167,6 +167,7 @@ def generate(
         (variables, (prompts, temperature), key, None),
         PartitionSpec(None, *spec(size)),
         fill,
+        [] if decoding.prefill is None else [decoding.prefill],
         after=lambda sequences: join_microbatches(sequences)[:count],
         result_specs=spec(count),
     )

@@ -1,4 +1,4 @@
-"""Decides which layers the stages that idle compute along with those at work, so that no loop's trips vary by stage.
+"""Decides which layers idle stages compute too, so that every loop has the same number of trips on all stages.
 
 Stages run in lockstep: one that idles in a slot waits for those that don't. It may as well compute the same layers of
 whatever values it has, and drop what they give: what it keeps goes into rows that nothing else is in (`lower`), and it
@@ -15,19 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
+from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.trees import bytes_of
 from jpipe.jaxprs.flops import count_flops
-from jpipe.model.groups import Model
+from jpipe.model.groups import LayerGroup, Model
 from jpipe.planning.layer_ranges import LayerRanges
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
 
 FLOPS_A_BYTE = 300
 """The FLOPs that a GPU does while it moves a byte: 989e12 / 3.35e12 on an H100, 312e12 / 2.04e12 on an A100."""
+KERNELS = ("ffi_call", "pallas_call")
 MORE = 1.05
-"""How many times as long the slots of a tick may take for that."""
+"""The first or the last layer is computed by all stages only if slots take at most so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,13 @@ class IdleWork:
 
     Attributes:
       trips: by group, how many of its layers each virtual stage computes in each pass.
-      ends: the groups among them with a layer on one virtual stage alone: others compute it, and drop its results.
+      single: the groups among them with a layer on one virtual stage alone: others compute it, and drop its results.
+      safe: all groups that may be computed of any values.
     """
 
     trips: dict[int, int] = field(default_factory=dict)
-    ends: frozenset[int] = frozenset()
+    single: frozenset[int] = frozenset()
+    safe: frozenset[int] = frozenset()
 
 
 def plan_idle_work(
@@ -54,28 +59,36 @@ def plan_idle_work(
       ranges: the layers of each virtual stage.
       num_chunks: the virtual stages of each stage.
     """
-    counts = ranges.stop - ranges.start  # [S, passes, G]
-    safe = [g for g, jaxprs in enumerate(programs) if not any(map(_is_open_ended, jaxprs))]
-    trips = {g: int(counts[0, 0, g]) for g in safe if (counts[..., g] == counts[0, 0, g]).all() and counts[0, 0, g]}
+    by_pass = ranges.stop - ranges.start  # [S, passes, G]
+    safe = [g for g, group in enumerate(model.groups) if _is_safe(group, programs[g])]
+    trips = {g: int(by_pass[0, 0, g]) for g in safe if by_pass[0, 0, g] and len({*by_pass[..., g].flat}) == 1}
     if not trips:
         return IdleWork()
-    costs = np.array([sum(map(_cost, jaxprs)) for jaxprs in programs])
-    number = counts.sum(axis=1)  # [S, G]
+    costs, number = np.array([sum(map(_cost, jaxprs)) for jaxprs in programs]), by_pass.sum(axis=1)
     # Slots in which stages run a chunk last as long as the slowest of them.
     lasting = lambda takes: takes.reshape(num_chunks, -1).max(axis=1).sum()
-    limit, takes, ends = MORE * lasting(number @ costs), number @ costs, list[int]()
-    for g in sorted({0, model.last} & {*safe} - {*trips}, key=lambda g: costs[g]):
-        along = takes + (1 - number[:, g]) * costs[g]
-        if number[:, g].sum() == 1 and lasting(along) <= limit:
-            takes = along
-            ends.append(g)
-    return IdleWork(trips | dict.fromkeys(ends, 1), frozenset(ends))
+    limit, takes, single = MORE * lasting(number @ costs), number @ costs, list[int]()
+    candidates = {0, model.last} & {*safe} - {*trips} if by_pass.shape[1] == 1 else set()  # else once in each pass
+    for g in sorted(candidates, key=lambda g: costs[g]):
+        by_all = takes + (1 - number[:, g]) * costs[g]
+        if number[:, g].sum() == 1 and lasting(by_all) <= limit:
+            takes = by_all
+            single.append(g)
+    return IdleWork(trips | dict.fromkeys(single, 1), frozenset(single), frozenset(safe))
 
 
-def _is_open_ended(closed: ClosedJaxpr) -> bool:
-    """Whether a function calls back, or has loops that turn until a condition holds: of any values it may never end."""
-    names = {equation.primitive.name for equation in _outside_of_kernels(closed.jaxpr.eqns)}
-    return any(name in ("while", "debug_print") or name.endswith("callback") for name in names)
+def _is_safe(group: LayerGroup, programs: Sequence[ClosedJaxpr]) -> bool:
+    """Whether a layer may be computed of any values.
+
+    It may not if it calls back, or has a loop that ends on a condition, which with such values may never hold; nor if a
+    kernel may take integers of its activation for places.
+    """
+    names = {equation.primitive.name for one in programs for equation in _outside_of_kernels(one.jaxpr.eqns)}
+    takes_integers = not all(map(is_float, jax.tree.leaves(group.takes)))
+    return not any(
+        name in ("while", "debug_print") or name.endswith("callback") or (name in KERNELS and takes_integers)
+        for name in names
+    )
 
 
 def _outside_of_kernels(equations: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
@@ -87,5 +100,5 @@ def _outside_of_kernels(equations: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def _cost(closed: ClosedJaxpr) -> float:
-    """What a function takes, in FLOPs, those that the device could do while it reads and writes its values included."""
+    """A function's FLOPs, plus those that a device could do while it reads its arguments and writes its results."""
     return count_flops(closed).flops + FLOPS_A_BYTE * bytes_of([*closed.in_avals, *closed.out_avals])

@@ -180,14 +180,14 @@ def build_step(
     if idles_work:
         programs = [[forward.jaxpr] for forward in forwards]
         for of_group, layer in zip(programs, layers, strict=False):
-            of_group.append(layer.backward_jaxpr)
+            of_group += [layer.backward_jaxpr, *([] if stores_residuals else [layer.forward.jaxpr])]
         idle_work = plan_idle_work(model, for_groups(programs), ranges, schedule.num_chunks)
     table = lower(schedule, keep_inputs=request.remat.keep_inputs, idle_work=bool(idle_work.trips))
     if over_stages:
         ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
     virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
     owners = [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups]
-    for g in idle_work.ends:
+    for g in idle_work.single:
         owners[g] = list(range(len(bounds)))
     kept = make_kept_storage(
         layers,

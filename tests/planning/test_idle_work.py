@@ -37,18 +37,27 @@ def test_only_gpus_have_idle_work():
 @pytest.mark.parametrize(
     ("ends", "counts", "expected"),
     [
-        ((1, 1), [3, 3], IdleWork({1: 2, 0: 1, 2: 1}, frozenset([0, 2]))),
+        ((1, 1), [3, 3], ({1: 2, 0: 1, 2: 1}, [0, 2])),
         # The last stage takes longer with its end, and the first one waits for it: it may as well compute the same.
-        ((1, 256), [3, 3], IdleWork({1: 2, 0: 1, 2: 1}, frozenset([0, 2]))),
-        ((256, 256), [3, 3], IdleWork({1: 2}, frozenset())),
-        ((1, 1), [4, 2], IdleWork()),
+        ((1, 256), [3, 3], ({1: 2, 0: 1, 2: 1}, [0, 2])),
+        ((256, 256), [3, 3], ({1: 2}, [])),
+        ((1, 1), [4, 2], ({}, [])),
     ],
 )
 def test_layers_that_all_stages_have_equally_many_of_and_small_ends(ends, counts, expected):
     first = jpipe.Layer(lambda key, x: jnp.ones((ends[0], 256)), lambda w, x: jnp.tile(x, 32)[:, : ends[0]] @ w)
     last = jpipe.Layer(lambda key, x: jnp.ones((256, ends[1])), lambda w, x: x @ w)
     with programs_for("gpu"):
-        assert step_of(pipeline([first, *[product(256)] * 4, last], counts)).idle_work == expected
+        found = step_of(pipeline([first, *[product(256)] * 4, last], counts)).idle_work
+    assert (found.trips, sorted(found.single)) == expected
+
+
+def test_layers_that_alternate_have_no_ends_along():
+    """They would be computed in each pass."""
+    blocks = [product(), product(apply=lambda w, x: jnp.sin(x @ w))] * 4
+    with programs_for("gpu"):
+        found = step_of(pipeline([lambda x: x, *blocks, lambda x: x], [5, 5])).idle_work
+    assert (found.trips, found.single) == ({1: 1, 2: 1}, frozenset())
 
 
 def until_small(w, x):
