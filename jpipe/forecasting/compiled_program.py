@@ -101,7 +101,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class CompiledTransfer:
     """A collective and what is scheduled between its start and its end, in the same loop.
 
     Attributes:
@@ -140,7 +140,7 @@ def read(text: str) -> Loop:
     return _loop(computations, entry, "")
 
 
-def transfers(loop: Loop, kinds: tuple[str, ...] = (PERMUTE,)) -> list[Transfer]:
+def transfers(loop: Loop, kinds: tuple[str, ...] = (PERMUTE,)) -> list[CompiledTransfer]:
     """The collectives of these kinds in a loop's body, in the order in which they end."""
     found, operations = [], loop.operations
     places = {operation.name: i for i, operation in enumerate(operations)}
@@ -152,7 +152,7 @@ def transfers(loop: Loop, kinds: tuple[str, ...] = (PERMUTE,)) -> list[Transfer]
             between = operations[start + 1 : end]
             loops = [inner[each.name] for each in between if each.opcode == "while"]
             products = [each for each in between if is_product(each, loop.computations)]
-            found.append(Transfer(operations[start], loops, products, sum(each.cycles for each in between)))
+            found.append(CompiledTransfer(operations[start], loops, products, sum(each.cycles for each in between)))
     return found
 
 
