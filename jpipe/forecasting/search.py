@@ -22,7 +22,7 @@ from jpipe.forecasting.forecaster import check_one, forecast
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.mesh.axes import AXIS, BATCH_AXES
-from jpipe.mesh.users_mesh import make_mesh
+from jpipe.mesh.users_mesh import hosts_in_mesh, make_mesh
 from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
 from jpipe.pipeline import Pipeline
@@ -88,9 +88,10 @@ def plan(
     away = _slice_of(topology, devices, compiled, options.get("balance"))
     number, where = (away.num_devices, str(away)) if away else (len(at_hand), f"{len(at_hand)} devices at hand")
     chip = away.chip if away else chip_of(at_hand[0]) or measure_chip(at_hand)
-    room = int(SURE * chip.memory) if room is None else room
+    room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
-    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
+    hosts = away.hosts if away else [getattr(device, "slice_index", 0) for device in at_hand if chip.gpu]
+    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options, hosts)
     rated = search.run(number, axes)
     fitting = [choice for choice in rated if choice.fits]
     if not fitting:
@@ -117,11 +118,8 @@ def _slice_of(
     if topology is None:
         return None
     away = parse_topology(topology)
-    if compiled and away.chip.clock is None:
-        raise ValueError(
-            f"compiled={compiled} for topology={topology!r}: programs compile for TPUs alone without a device; use "
-            "compiled=0, or pass devices= where there are such"
-        )
+    if compiled:
+        away.devices()  # raises an error before the search, if their compiler isn't there
     if isinstance(balance, str) and balance == "time":
         raise ValueError(
             f'balance="time" measures layers on a device, and topology={topology!r} has none at hand; use '
@@ -158,6 +156,7 @@ class Search:
       chip: one device.
       room: the bytes that a device has for a step.
       options: the user's arguments of the pipeline.
+      hosts: of GPUs, the number of each one's host.
       remarks: by setting, the warnings that its planning gave.
     """
 
@@ -167,6 +166,7 @@ class Search:
     chip: Chip
     room: int
     options: Mapping[str, object]
+    hosts: Sequence[int] = ()
     remarks: dict[Setting, list[str]] = field(default_factory=dict, init=False)
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
@@ -269,16 +269,23 @@ class Search:
         balance = self.options.get("balance")
         pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
         held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
-        cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held)
+        time = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx, hosts=self._hosts_of(setting))
         counts = list(pipe.partition.counts)
-        return Choice(setting, {**setting.options, "balance": counts}, cost, held.total <= self.room)
+        return Choice(
+            setting, {**setting.options, "balance": counts}, replace(time, bytes=held), held.total <= self.room
+        )
+
+    def _hosts_of(self, setting: Setting) -> tuple[int, ...]:
+        """The hosts of the devices of a setting's mesh, if there are several."""
+        return hosts_in_mesh(self.hosts, dict(setting.axes)) if len(set(self.hosts)) > 1 else ()
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""
         alike = *_alike(setting), setting.ends
         if alike not in self._costs:
             with warnings.catch_warnings(action="ignore"):  # of another cut
-                self._costs[alike] = layer_seconds(self._like_others(setting, "flops").planner, self.batch, self.chip)
+                planner = self._like_others(setting, "flops").planner
+                self._costs[alike] = layer_seconds(planner, self.batch, self.chip, self._hosts_of(setting))
         return self._costs[alike]
 
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:
