@@ -71,7 +71,7 @@ class Chip:
 
     @property
     def room(self) -> int:
-        """The bytes that a step may take: of a GPU what JAX may be given, since CUDA, NCCL and others need some, too."""
+        """The bytes that a step may take: on a GPU those that JAX may be given, as CUDA and NCCL need some, too."""
         return self.memory if self.gpu is None else int(MOST * self.gpu.memory)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ABSENT = {"xla_gpu_autotune_level": 0}
+ABSENT: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 """The compiler's option for a GPU that isn't there: it would time kernels on it."""
 
 

@@ -33,13 +33,11 @@ class Compiler:
       into_products: whether it fuses elementwise operations into all products that read them, reads slices as they
         lie, and adds a product that nothing else reads to the sum that it is for.
       near: bytes of arrays that it holds on the chip, so that they take no memory.
-      casts_ahead: whether it casts parameters ahead of the loop over ticks, where layers cast them.
       copies_waiting: whether it copies, once a tick, activations that wait at a boundary.
     """
 
     into_products: bool = False
     near: int = 0
-    casts_ahead: bool = False
     copies_waiting: bool = False
 
     @property

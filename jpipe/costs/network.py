@@ -32,13 +32,13 @@ class Network:
 
     @property
     def hop(self) -> float:
-        """bytes/s of what stages hand on. Some neighbours are on two hosts, if any stages are, and all wait for them."""
+        """bytes/s of what stages hand on. All wait for the slowest hop: between two hosts, if stages are on several."""
         return self.bandwidth([AXIS], "permute")
 
     def bandwidth(self, axes: Collection[str], collective: str = "all_reduce") -> float:
-        """bytes/s one way that a device has along mesh axes: that of its links, if all devices along them are on a host.
+        """bytes/s one way that a device has along mesh axes: those of its links, if all devices along them share one.
 
-        Else it is that of the network. A ring of all devices leaves a host over the adapters of all that it has there.
+        Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
         """
         along = [i for i, (name, _) in enumerate(self.sizes) if name in axes]
         grid = np.reshape(self.hosts or np.zeros(math.prod(n for _, n in self.sizes), int), [n for _, n in self.sizes])

@@ -49,7 +49,7 @@ class Forecast(Tabular):
 
     Attributes:
       title: the pipeline and the hardware, in a line.
-      fits: whether there is room for the step: a TPU's compiler says so; of a GPU its bytes are compared with the memory
+      fits: whether there is room for the step: a TPU's compiler says so; on GPUs the bytes are compared with the memory
         that JAX may be given.
       cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"), bytes on
         a device, and the schedule with what stages take. `seconds_by` says whose seconds they are.
@@ -164,8 +164,8 @@ def forecast(
       tx: any optax transformation.
       topology: a slice of TPUs, such as "v5e:2x4", or GPUs, such as "h100:8" or "h100:4x8" (four hosts), of which the
         first devices are taken; needs `jpipe[tpu]` or `jpipe[gpu-compiler]`.
-      devices: instead of it, devices at hand, or such as a topology has; default: those of the mesh. Of a CPU nothing is
-        known of cycles and seconds; of a GPU seconds are predicted.
+      devices: instead of it, devices at hand, or such as a topology has; default: those of the mesh. Of CPUs nothing
+        is known of cycles and seconds.
 
     Raises:
       ImportError: the TPU compiler, or the GPU compiler, isn't installed.

@@ -54,6 +54,17 @@ def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
     assert casts == {"step": 2 * (WIDTH + 1) * WIDTH * 2, "use": 0}
 
 
+def test_on_gpus_weights_stay_as_they_are_gathered_and_are_cast_where_they_are_used():
+    width = 128
+    layers, rows = [nn.Dense(width, dtype=jnp.bfloat16) for _ in range(4)], jax.ShapeDtypeStruct((8, width), "float32")
+    mesh = jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])
+    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2], "mesh": mesh, "shard_over": "data"}
+    planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes).planner
+    tpu, gpu = (predict_memory(planner, rows, optax.sgd(1e-3), CHIPS[name]) for name in ("v5e", "h100"))
+    assert (tpu.casts, tpu.other_variables) == (2 * (width + 1) * width * 2, 0)
+    assert (gpu.casts, gpu.other_variables) == (0, 2 * width * width * 4)  # biases are whole anyway
+
+
 @pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
 def test_arguments_are_the_compilers(remat):
     pipe, tx = dense_pipeline(4, 2, 2, remat=remat), optax.sgd(1e-3, momentum=0.9)

@@ -10,7 +10,7 @@ import pytest
 import jpipe
 from jpipe.costs.chips import CHIPS
 from jpipe.costs.communication import ENDS, STEP
-from jpipe.costs.time_model import predict_time
+from jpipe.costs.time_model import layer_seconds, predict_time
 
 V5E, BATCH = CHIPS["v5e"], jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -34,6 +34,29 @@ def test_slower_links_and_memory_take_longer():
     base = predict_time(make().planner, BATCH, V5E)
     slow = predict_time(make().planner, BATCH, replace(V5E, link_bandwidth=V5E.link_bandwidth / 100))
     assert slow.seconds.bubble > base.seconds.bubble and slow.seconds.computation == base.seconds.computation
+
+
+def test_between_hosts_the_network_counts():
+    """Stages, and data axes, that are on two hosts sent as fast as those of one."""
+    mesh = jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])
+    h100, planner = CHIPS["h100"], make(mesh=mesh).planner
+    one, stages, data = (
+        predict_time(planner, BATCH, h100, hosts=hosts).seconds for hosts in ((), (0, 0, 1, 1), (0, 1, 0, 1))
+    )
+    assert one.computation == stages.computation == data.computation
+    assert stages.bubble > one.bubble == data.bubble
+    assert stages.collectives == one.collectives
+    ratio = h100.link_bandwidth / h100.network_bandwidth
+    assert data.collectives == pytest.approx(ratio * one.collectives)
+
+
+def test_layers_that_send_between_hosts_take_longer():
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor"))
+    layers = [nn.Dense(128, kernel_init=kernel) for _ in range(4)]
+    mesh = jpipe.make_mesh(stage=1, tensor=2, devices=jax.devices()[:2])
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=1, num_microbatches=2, mesh=mesh)
+    one, two = (layer_seconds(pipe.planner, BATCH, CHIPS["h100"], hosts) for hosts in ((), (0, 1)))
+    assert sum(two) > 2 * sum(one)
 
 
 def test_remat_computes_again():
