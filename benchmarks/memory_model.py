@@ -90,10 +90,11 @@ class Point:
         return transformer_pipeline(self.size, self.K, self.M, layers, mesh=mesh, ends=self.ends, **options, **over)
 
     def predicted(self) -> dict[str, int]:
-        """Bytes of a device by part, as the model says them: of a pipeline on CPU, as if on these chips."""
-        chip = None if self.where == "cpu" else parse_topology(self.where).chip
-        pipe, batch = self.pipeline(jax.devices("cpu")), batch_shapes(self.size, self.M)
-        return dict(predict_memory(pipe.planner, batch, OPTIMIZERS[self.tx], chip))
+        """Bytes of a device by part, as the model says them: of a pipeline on CPU, or on what stands for GPUs."""
+        topology = None if self.where == "cpu" else parse_topology(self.where)
+        devices = (topology and topology.stand_ins()) or jax.devices("cpu")
+        pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
+        return dict(predict_memory(pipe.planner, batch, OPTIMIZERS[self.tx], topology and topology.chip))
 
     def compiled(self) -> dict[str, int]:
         """Bytes of a device, as the compiler says them."""

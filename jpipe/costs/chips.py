@@ -8,8 +8,9 @@ import os
 import re
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
-from jpipe.costs.gpus import A100, B200, H100, H200, Gpu
+from jpipe.costs.gpus import A100, B200, H100, H200, Gpu, StandIn
 from jpipe.seam.runtime import register_gpu_compiler
 from jpipe.types import Device
 
@@ -137,10 +138,12 @@ class Topology:
         """Devices of JAX; two a chip on TPU v2 and v3."""
         return math.prod(self.shape) * self.chip.cores
 
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """The number of each GPU's host; empty for TPUs, whose links don't end at hosts."""
-        return tuple(i // self.shape[-1] for i in range(self.num_devices)) if self.chip.gpu else ()
+    def stand_ins(self) -> list[Device]:
+        """GPUs to plan for, in place of `devices`; empty for TPUs, for which it doesn't matter what stands for them."""
+        if self.chip.gpu is None:
+            return []
+        kind, number = self.chip.gpu.kind, self.shape[-1]
+        return cast("list[Device]", [StandIn(i, i // number, kind) for i in range(self.num_devices)])
 
     def devices(self) -> list[Device]:
         """Devices for which programs compile, whether or not they are there.

@@ -92,7 +92,7 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
 
 
 def _narrow_copies(step: Step) -> tuple[int, set[str]]:
-    """(bytes of narrow copies of parameters that are made once a step, the buffers that are needed as they are, too)."""
+    """(bytes of narrow copies of parameters that are made once a step, the buffers that are needed as they are)."""
     params = jax.eval_shape(step.plan.at_work["params"].zeros)
     if step.plan.request.splits.on_gpu:
         narrow = narrow_dtypes(step)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jpipe.costs.chips import Chip
 from jpipe.mesh.axes import AXIS
@@ -29,6 +31,19 @@ class Network:
     chip: Chip
     sizes: tuple[tuple[str, int], ...]
     hosts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, chip: Chip, mesh: Mesh) -> Network:
+        """The network of a mesh of such chips.
+
+        JAX calls a host of GPUs that are at hand a slice, and takes one process for each host of GPUs that aren't.
+        """
+        sizes, devices = tuple(mesh.shape.items()), mesh.devices.flatten().tolist()
+        if not chip.network_bandwidth:
+            return cls(chip, sizes)
+        at_hand = devices[0] in jax.devices()
+        hosts = (getattr(device, "slice_index", 0) if at_hand else device.process_index for device in devices)
+        return cls(chip, sizes, tuple(hosts))
 
     @property
     def hop(self) -> float:

@@ -37,12 +37,7 @@ from jpipe.types import Batch, PyTree
 
 
 def predict_time(
-    planner: Planner,
-    batch: Batch,
-    chip: Chip,
-    *,
-    tx: optax.GradientTransformation | None = None,
-    hosts: tuple[int, ...] = (),
+    planner: Planner, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
 ) -> StepCost:
     """Predicts how long a step of training takes; nothing is compiled, and nothing said of bytes.
 
@@ -56,10 +51,9 @@ def predict_time(
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
       chip: one device (`jpipe.costs.chips.CHIPS`).
       tx: the optimiser, of whose state the bytes count; default: one without state.
-      hosts: the number of each device's host, in the order of the mesh, for GPUs on several hosts (`Network`).
     """
     step = planner.training_step(planner.for_training(batch))
-    plan, schedule, network = step.plan, step.schedule, _network(planner, chip, hosts)
+    plan, schedule, network = step.plan, step.schedule, Network.of(chip, planner.request.mesh)
     by_layer = _by_layer(step, network)
     shared, apart = 0.0, _sent_once(step, network)
     if step.ends.shared:
@@ -84,20 +78,16 @@ def predict_time(
     return StepCost("predicted", seconds, Parts(), timeline)
 
 
-def layer_seconds(planner: Planner, batch: Batch, chip: Chip, hosts: tuple[int, ...] = ()) -> list[float]:
+def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     """`[N]`, what each layer takes in a step's actions for one micro-batch: costs to cut the model by.
 
-    0 of a first and a last layer that all stages compute together. The arguments are those of `predict_time`.
+    0 of a first and a last layer that all stages compute together.
     """
     step = planner.training_step(planner.for_training(batch))
-    seconds = _by_layer(step, _network(planner, chip, hosts))[:, :, :3].sum(axis=(1, 2))
+    seconds = _by_layer(step, Network.of(chip, planner.request.mesh))[:, :, :3].sum(axis=(1, 2))
     if step.ends.shared:
         seconds[[0, -1]] = 0.0
     return seconds.tolist()
-
-
-def _network(planner: Planner, chip: Chip, hosts: tuple[int, ...]) -> Network:
-    return Network(chip, tuple(planner.request.mesh.shape.items()), hosts)
 
 
 def _by_layer(step: Step, network: Network) -> np.ndarray:

@@ -223,9 +223,8 @@ def _on_gpus(
     predicted: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip
 ) -> Forecast:
     """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
-    devices, held = pipe.mesh.devices.flatten().tolist(), predicted.cost.bytes
-    absent = _is_absent(devices[0])
-    room = chip.room if absent else (devices[0].memory_stats() or {}).get("bytes_limit", chip.room)
+    device, held = pipe.mesh.devices.flat[0], predicted.cost.bytes
+    room = chip.room if _is_absent(device) else (device.memory_stats() or {}).get("bytes_limit", chip.room)
     if held.total > room:
         used, most = bytes_in_words(held.total), bytes_in_words(room)
         message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
@@ -233,8 +232,7 @@ def _on_gpus(
         return replace(predicted, fits=False, message=message, advice=_advice(pipe, rest, held.temporaries))
     share = held.total / chip.memory
     message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
-    hosts = tuple(device.process_index if absent else getattr(device, "slice_index", 0) for device in devices)
-    time = predict_time(pipe.planner, batch, chip, tx=tx, hosts=hosts)
+    time = predict_time(pipe.planner, batch, chip, tx=tx)
     parts = time.seconds
     seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
     cost = replace(predicted.cost, seconds=seconds, timeline=time.timeline)

@@ -22,7 +22,7 @@ from jpipe.forecasting.forecaster import check_one, forecast
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.mesh.axes import AXIS, BATCH_AXES
-from jpipe.mesh.users_mesh import hosts_in_mesh, make_mesh
+from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
 from jpipe.pipeline import Pipeline
@@ -90,8 +90,8 @@ def plan(
     chip = away.chip if away else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
-    hosts = away.hosts if away else [getattr(device, "slice_index", 0) for device in at_hand if chip.gpu]
-    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options, hosts)
+    gpus = away.stand_ins() if away else [device for device in at_hand if device.platform == "gpu"]
+    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options, gpus)
     rated = search.run(number, axes)
     fitting = [choice for choice in rated if choice.fits]
     if not fitting:
@@ -156,7 +156,7 @@ class Search:
       chip: one device.
       room: the bytes that a device has for a step.
       options: the user's arguments of the pipeline.
-      hosts: of GPUs, the number of each one's host.
+      gpus: the devices, if they are GPUs, or what stands for them.
       remarks: by setting, the warnings that its planning gave.
     """
 
@@ -166,7 +166,7 @@ class Search:
     chip: Chip
     room: int
     options: Mapping[str, object]
-    hosts: Sequence[int] = ()
+    gpus: Sequence[Device] = ()
     remarks: dict[Setting, list[str]] = field(default_factory=dict, init=False)
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
@@ -218,7 +218,8 @@ class Search:
 
     def pipeline(self, setting: Setting, balance: object) -> Pipeline:
         """The pipeline of a setting, on devices that aren't there."""
-        mesh = mesh_of_nowhere(dict(setting.axes))
+        axes = dict(setting.axes)
+        mesh = make_mesh(devices=self.gpus, axis_types=None, **axes) if self.gpus else mesh_of_nowhere(axes)
         return self.make(mesh=mesh, balance=balance, **setting.options, **self._unsearched)
 
     @property
@@ -269,23 +270,18 @@ class Search:
         balance = self.options.get("balance")
         pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
         held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
-        time = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx, hosts=self._hosts_of(setting))
+        time = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx)
         counts = list(pipe.partition.counts)
         return Choice(
             setting, {**setting.options, "balance": counts}, replace(time, bytes=held), held.total <= self.room
         )
-
-    def _hosts_of(self, setting: Setting) -> tuple[int, ...]:
-        """The hosts of the devices of a setting's mesh, if there are several."""
-        return hosts_in_mesh(self.hosts, dict(setting.axes)) if len(set(self.hosts)) > 1 else ()
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""
         alike = *_alike(setting), setting.ends
         if alike not in self._costs:
             with warnings.catch_warnings(action="ignore"):  # of another cut
-                planner = self._like_others(setting, "flops").planner
-                self._costs[alike] = layer_seconds(planner, self.batch, self.chip, self._hosts_of(setting))
+                self._costs[alike] = layer_seconds(self._like_others(setting, "flops").planner, self.batch, self.chip)
         return self._costs[alike]
 
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:

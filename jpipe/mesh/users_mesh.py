@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import cast
 
 import jax
 import numpy as np
@@ -92,18 +90,6 @@ def _across(groups: int, sizes: dict[str, int]) -> Shape | None:
             across[name] = math.gcd(groups, sizes[name])
             groups //= across[name]
     return tuple(across.values()) if groups == 1 else None
-
-
-def hosts_in_mesh(hosts: Sequence[int], sizes: dict[str, int]) -> tuple[int, ...]:
-    """The hosts of a mesh's devices, in its order, as `make_mesh` orders the GPUs of these hosts.
-
-    >>> hosts_in_mesh([0, 0, 1, 1], {"stage": 1, "tensor": 2, "data": 2})  # `data` leaves the host, `tensor` doesn't
-    (0, 1, 0, 1)
-    """
-    devices = [
-        SimpleNamespace(id=i, process_index=host, platform="gpu", device_kind="") for i, host in enumerate(hosts)
-    ]
-    return tuple(device.process_index for device in _ordered(cast("list[Device]", devices), sizes).flat)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

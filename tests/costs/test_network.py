@@ -1,17 +1,18 @@
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.network import Network
-from jpipe.mesh.users_mesh import hosts_in_mesh
+from jpipe.mesh.users_mesh import make_mesh
 
 LINKS, ADAPTER = CHIPS["h100"].link_bandwidth, CHIPS["h100"].network_bandwidth
 
 
 def network(topology, **sizes):
-    hosts = parse_topology(topology).hosts
-    return Network(parse_topology(topology).chip, tuple(sizes.items()), hosts_in_mesh(hosts, sizes))
+    parsed = parse_topology(topology)
+    return Network.of(parsed.chip, make_mesh(devices=parsed.stand_ins(), **sizes))
 
 
 def test_within_a_host_all_axes_have_links():
@@ -43,10 +44,14 @@ def test_a_ring_along_several_axes_has_the_adapters_of_all_its_devices_on_a_host
 
 
 def test_no_ring_is_faster_than_links():
-    slow = Network(CHIPS["v5e"], (("stage", 2),))
-    assert slow.hop == CHIPS["v5e"].link_bandwidth  # of TPUs nothing is known of hosts
-    wide = Network(CHIPS["a100"], (("data", 32),), parse_topology("a100:2x8").hosts + (1,) * 16)
-    assert wide.bandwidth(["data"]) == 8 * CHIPS["a100"].network_bandwidth < CHIPS["a100"].link_bandwidth
+    wide = Network(CHIPS["h100"], (("data", 32),), (0,) * 16 + (1,) * 16)
+    assert wide.bandwidth(["data"]) == LINKS < 16 * ADAPTER
+
+
+def test_devices_at_hand_that_are_no_slices_are_one_host():
+    mesh = make_mesh(stage=2, data=2, devices=jax.devices()[:4])
+    assert Network.of(CHIPS["v5e"], mesh).hop == CHIPS["v5e"].link_bandwidth
+    assert Network.of(CHIPS["h100"], mesh).hop == LINKS
 
 
 def test_seconds_are_those_of_each_collective_along_its_axes():

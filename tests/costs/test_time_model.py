@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import jpipe
-from jpipe.costs.chips import CHIPS
+from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.communication import ENDS, STEP
 from jpipe.costs.time_model import layer_seconds, predict_time
 
@@ -38,11 +39,13 @@ def test_slower_links_and_memory_take_longer():
 
 def test_between_hosts_the_network_counts():
     """Stages, and data axes, that are on two hosts sent as fast as those of one."""
-    mesh = jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])
-    h100, planner = CHIPS["h100"], make(mesh=mesh).planner
-    one, stages, data = (
-        predict_time(planner, BATCH, h100, hosts=hosts).seconds for hosts in ((), (0, 0, 1, 1), (0, 1, 0, 1))
+    h100, gpus = CHIPS["h100"], parse_topology("h100:2x2").stand_ins()
+    meshes = (
+        jpipe.make_mesh(stage=2, data=2, devices=parse_topology("h100:4").stand_ins()),
+        jpipe.make_mesh(stage=2, data=2, devices=gpus),
+        Mesh(np.reshape(gpus, (2, 2)).T, ("stage", "data")),
     )
+    one, stages, data = (predict_time(make(mesh=mesh).planner, BATCH, h100).seconds for mesh in meshes)
     assert one.computation == stages.computation == data.computation
     assert stages.bubble > one.bubble == data.bubble
     assert stages.collectives == one.collectives
@@ -53,10 +56,12 @@ def test_between_hosts_the_network_counts():
 def test_layers_that_send_between_hosts_take_longer():
     kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor"))
     layers = [nn.Dense(128, kernel_init=kernel) for _ in range(4)]
-    mesh = jpipe.make_mesh(stage=1, tensor=2, devices=jax.devices()[:2])
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=1, num_microbatches=2, mesh=mesh)
-    one, two = (layer_seconds(pipe.planner, BATCH, CHIPS["h100"], hosts) for hosts in ((), (0, 1)))
-    assert sum(two) > 2 * sum(one)
+    seconds = []
+    for name in ("h100:2", "h100:2x1"):
+        mesh = jpipe.make_mesh(stage=1, tensor=2, devices=parse_topology(name).stand_ins())
+        pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=1, num_microbatches=2, mesh=mesh)
+        seconds.append(sum(layer_seconds(pipe.planner, BATCH, CHIPS["h100"])))
+    assert seconds[1] > 2 * seconds[0]
 
 
 def test_remat_computes_again():

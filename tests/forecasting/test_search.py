@@ -14,7 +14,7 @@ import pytest
 
 import jpipe
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import CHIPS
+from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.memory_model import predict_memory
 from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting import search
@@ -239,14 +239,14 @@ def test_a_missing_compiler_is_told_before_the_search(monkeypatch):
 
 def test_on_several_hosts_settings_are_rated_by_their_network():
     kept = {"num_microbatches": 4, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
-    make, hosts = (lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)), (0, 0, 1, 1)
-    rated = search.Search(make, words(), TX, CHIPS["h100"], 10**9, kept, hosts).run(4)
-    assert len({choice.setting.axes for choice in rated}) > 1
-    for choice in rated:
-        mesh = mesh_of_nowhere(dict(choice.setting.axes))
-        planner = jpipe.Pipeline(layers_of(2), loss_fn, mesh=mesh, **choice.options).planner
-        assert choice.seconds == predict_time(planner, words(), CHIPS["h100"], tx=TX, hosts=hosts).step
-        assert choice.seconds > predict_time(planner, words(), CHIPS["h100"], tx=TX).step
+    make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
+    near, far = (
+        search.Search(make, words(), TX, CHIPS["h100"], 10**9, kept, parse_topology(name).stand_ins()).run(4)
+        for name in ("h100:4", "h100:2x2")
+    )
+    assert [choice.setting for choice in near] == [choice.setting for choice in far] and len(near) > 1
+    for one, other in zip(near, far, strict=True):
+        assert other.seconds > one.seconds and other.bytes == one.bytes
 
 
 def test_settings_are_rated_as_if_each_were_the_only_one():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jpipe
-from jpipe.mesh.users_mesh import as_mesh, check_context, hosts_in_mesh
+from jpipe.mesh.users_mesh import as_mesh, check_context
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 
@@ -70,23 +70,6 @@ def test_stage_goes_across_processes_or_slices_and_others_stay_within(imagined, 
     longer = imagined(stage=8, model=2, devices=devices)
     stages = [{getattr(d, what) for d in row.flat} for row in longer.devices]
     assert stages == [{0}, {0}, {1}, {1}, {2}, {2}, {3}, {3}], "neighbours in a slice come one after the other"
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"stage": 4, "data": 2, "model": 2},
-        {"stage": 2, "model": 2, "data": 4},
-        {"stage": 8, "model": 2},
-        {"stage": 3, "data": 5},
-    ],
-    ids=str,
-)
-def test_hosts_are_those_of_the_meshs_devices(imagined, sizes):
-    devices = fakes(3, 5) if np.prod([*sizes.values()]) == 15 else fakes(4, 4)
-    mesh = imagined(devices=devices, **sizes)
-    hosts = [device.process_index for device in devices]
-    assert hosts_in_mesh(hosts, sizes) == tuple(device.process_index for device in mesh.devices.flat)
 
 
 def test_processes_of_one_device_each_need_not_be_hosts(imagined):
