@@ -295,11 +295,12 @@ def summary(rows: dict[Point, dict[str, int]]) -> list[tuple[str, str, str, str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", type=int, default=0, help="compile so many points that were not compiled yet")
-    parser.add_argument("--again", nargs="+", default=(), help="chips whose points are compiled again, as h100")
+    parser.add_argument("--where", nargs="+", default=["v5e", "v5p", "h100", "b200", "cpu"], help="only for these")
+    parser.add_argument("--again", action="store_true", help="compile those too that are kept")
     on_cpu(8)
     rows, options = kept(), parser.parse_args()
-    again = [point for point in rows if point.where.partition(":")[0] in options.again]
-    missing = [point for point in POINTS if point not in rows or point in again][: options.compile]
+    wanted = [point for point in POINTS if point.where.partition(":")[0] in options.where]
+    missing = [point for point in wanted if options.again or point not in rows][: options.compile]
     for point in missing:
         rows[point] = point.compiled()
         rows[point] |= point.predicted()
