@@ -262,7 +262,8 @@ def kept() -> dict[Point, dict[str, int]]:
 
 def keep(rows: dict[Point, dict[str, int]]) -> None:
     """Writes them, in the order of the grid."""
-    lines = [asdict(point) | rows[point] for point in POINTS if point in rows]
+    columns = ("arguments", "temporaries", *PARTS)
+    lines = [asdict(point) | {name: rows[point][name] for name in columns} for point in POINTS if point in rows]
     with KEPT.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
         writer.writeheader()

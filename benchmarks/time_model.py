@@ -12,7 +12,6 @@ All keep rows in `benchmarks/data`. A predicted step is compared without links: 
 import argparse
 import csv
 import itertools
-import json
 import math
 import os
 import re
@@ -43,12 +42,14 @@ from common import (
 from tpu_speed import Setting, make_pipeline
 
 import jpipe
-from jpipe.costs.chips import CHIPS, EXAMPLES, parse_topology
-from jpipe.costs.gpus import ABSENT
+from gpu_program import compile_with_text as compile_for_gpu
+from gpu_program import kernels
+from jpipe.costs.chips import CHIPS, EXAMPLES, Chip, parse_topology
 from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.compiled_program import Loop, Operation, compile_with_text, read
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.step_cycles import count_cycles
+from tpu_program import ARRAY
 
 DATA = Path(__file__).parent / "data"
 TX = optax.sgd(1e-3)
@@ -125,40 +126,34 @@ class OnGpus(Setting):
 
 
 def counted_ms(setting: OnGpus) -> float:
-    """What the kernels of a compiled step take, without those of collectives: each as often as the compiler counts.
+    """What the kernels of a compiled step take: their bytes at the memory's bandwidth, and products' FLOPs at the peak.
 
-    A product takes its FLOPs at the peak, and its bytes; any other kernel what the compiler's model of costs says.
+    Collectives, and the time in which kernels start, are left out.
     """
-    lowered = lowered_step(make_pipeline(setting), TX, batch_shapes(setting.size, setting.count))
-    program = read(lowered.compile(ABSENT | {"xla_gpu_collect_cost_model_stats": True}).as_text())
-    return 1e3 * _kernel_seconds(program, CHIPS[setting.chip].flops)
+    _, text = compile_for_gpu(lowered_step(make_pipeline(setting), TX, batch_shapes(setting.size, setting.count)))
+    return 1e3 * kernel_seconds(read(text), CHIPS[setting.chip])
 
 
-def _kernel_seconds(loop: Loop, peak: float) -> float:
-    """Seconds of the kernels of one trip, with loops inside."""
-    seconds, inner = 0.0, iter(loop.inner)
-    for operation in loop.operations:
-        if operation.opcode == "while":
-            counted = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.line)
-            assert counted is not None, f"nothing says how often {operation.name} turns"
-            seconds += int(counted[1]) * _kernel_seconds(next(inner), peak)
-        elif operation.opcode == "fusion":
-            estimates = json.loads(re.search(r'"reification_cost":(\[.*?\])', operation.line)[1])
-            of = {estimate["name"]: estimate for estimate in estimates}
-            body = loop.computations[operation.attribute("calls")]
-            if flops := sum(_product_flops(inner, body) for inner in body if inner.opcode == "dot"):
-                seconds += flops / peak + 1e-6 * of[""]["memory_access_time_us"]
-            else:
-                seconds += 1e-6 * of.get("indexing-cost-model", of[""])["exec_time_us"]
+def kernel_seconds(loop: Loop, chip: Chip) -> float:
+    """Seconds of the kernels of one trip, those of loops inside as often as the compiler counts them."""
+    bodies = [loop.computations.get(operation.attribute("calls") or "", []) for operation in loop.operations]
+    seconds = kernels([loop]).bytes / chip.memory_bandwidth + sum(map(product_flops, bodies)) / chip.flops
+    for inner in loop.inner:
+        assert inner.counted is not None, f"nothing says how often {inner.scope} turns"
+        seconds += inner.counted * kernel_seconds(inner, chip)
     return seconds
 
 
-def _product_flops(product: Operation, body: list[Operation]) -> float:
-    """FLOPs of a `dot` of a computation."""
-    sizes = lambda kind: [int(size) for size in re.search(r"\[([\d,]*)\]", kind)[1].split(",")]
-    left = sizes(next(one.type for one in body if one.name == product.operands[0]))
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.line)[1].split(",")
-    return 2.0 * math.prod(sizes(product.type)) * math.prod(left[int(d)] for d in contracted)
+def product_flops(body: list[Operation]) -> float:
+    """FLOPs of the products of a kernel."""
+    types = {operation.name: operation.type for operation in body}
+    sizes = lambda kind: [int(size) for size in ARRAY.findall(kind)[0][1].split(",")]
+    total = 0.0
+    for product in body:
+        if contracted := re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.line):
+            left = sizes(types[product.operands[0]])
+            total += 2.0 * math.prod(sizes(product.type)) * math.prod(left[int(d)] for d in contracted[1].split(","))
+    return total
 
 
 def settings_of(chips: Iterable[str]) -> Iterator[Setting]:
@@ -170,15 +165,14 @@ def settings_of(chips: Iterable[str]) -> Iterator[Setting]:
             yield OnGpus(chip, **given)
 
 
-def compile_grid(name: str, chips: list[str]) -> None:
-    """Compiles the settings that aren't kept yet, and writes all predictions anew."""
+def compile_grid(name: str, chips: list[str], count: int) -> None:
+    """Compiles so many settings that aren't kept yet, and writes all predictions anew."""
     kept = {row["step"]: row[COLUMNS[name]] for row in kept_rows(name)}
     console.print(f"To be compiled by {versions(tpu=name == 'tpu')}", highlight=False)
-    for setting in settings_of(chips):
-        if str(setting) not in kept:
-            kept[str(setting)] = f"{counted_ms(setting) if isinstance(setting, OnGpus) else compiled_ms(setting):.1f}"
-            console.print(setting, kept[str(setting)], highlight=False)
-            write_compiled(name, kept)
+    for setting in [setting for setting in settings_of(chips) if str(setting) not in kept][:count]:
+        kept[str(setting)] = f"{counted_ms(setting) if isinstance(setting, OnGpus) else compiled_ms(setting):.1f}"
+        console.print(f"{setting}: {kept[str(setting)]}", highlight=False)
+        write_compiled(name, kept)
     write_compiled(name, kept)
 
 
@@ -294,14 +288,14 @@ def main() -> None:
     parser.add_argument("what", choices=("compiled", "counted", "measured", "rates", "page"))
     parser.add_argument("--chip", nargs="+", help="default: all with rows")
     parser.add_argument("--first", type=int, default=0, help="of the measured steps (default %(default)s)")
-    parser.add_argument("--count", type=int, default=len(STEPS), help="of measured steps (default %(default)s)")
+    parser.add_argument("--count", type=int, default=100, help="at most so many steps are compiled or measured")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     on_cpu(2)
     if options.what == "compiled":
-        compile_grid("tpu", options.chip or [*TPUS])
+        compile_grid("tpu", options.chip or [*TPUS], options.count)
     elif options.what == "counted":
-        compile_grid("gpu", options.chip or [*GPUS])
+        compile_grid("gpu", options.chip or [*GPUS], options.count)
     elif options.what == "measured":
         measure(STEPS[options.first : options.first + options.count], options.rounds)
     elif options.what == "rates":
