@@ -1,6 +1,7 @@
-"""The memory model against compiled training steps: what it predicts, and what compilers for TPU and CPU say.
+"""The memory model against compiled training steps: what it predicts, and what compilers for TPU, GPU and CPU say.
 
-What compilers said is kept in `benchmarks/data/memory_model.csv`; a point that is there isn't compiled again.
+What compilers said is kept in `benchmarks/data/memory_model.csv`; a point that is there isn't compiled again, unless
+`--again` asks for it.
 """
 
 import argparse
@@ -15,11 +16,12 @@ import jax
 import numpy as np
 import optax
 from axes_models import LinenBlock, Row, Sizes, dense, dense_specs
-from common import Size, batch_shapes, compiled_step, make_layers, mib, on_cpu, show, transformer_pipeline, versions
+from common import Size, batch_shapes, lowered_step, make_layers, mib, on_cpu, show, transformer_pipeline, versions
 from jax.sharding import Mesh
 
 import jpipe
 from jpipe.costs.chips import parse_topology
+from jpipe.costs.gpus import ABSENT
 from jpipe.costs.memory_model import predict_memory
 
 PARTS = ("parameters", "optimizer", "gradients", "other_variables", "batch", "boundaries", "residuals", "work", "casts")
@@ -34,7 +36,7 @@ class Point:
     """A model and a pipeline; the defaults are what most points have.
 
     Attributes:
-      where: "cpu", or a slice of TPUs.
+      where: "cpu", or a slice of TPUs, or GPUs.
       K, M, V: stages, micro-batches, chunks a stage.
       schedule, remat, cast, ends: of `jpipe.Pipeline`.
       tx: the optimiser.
@@ -88,16 +90,18 @@ class Point:
         return transformer_pipeline(self.size, self.K, self.M, layers, mesh=mesh, ends=self.ends, **options, **over)
 
     def predicted(self) -> dict[str, int]:
-        """Bytes of a device by part, as the model says them: of a pipeline on CPU, as if on these chips."""
-        chip = None if self.where == "cpu" else parse_topology(self.where).chip
-        pipe, batch = self.pipeline(jax.devices("cpu")), batch_shapes(self.size, self.M)
-        return dict(predict_memory(pipe.planner, batch, OPTIMIZERS[self.tx], chip))
+        """Bytes of a device by part, as the model says them: of a pipeline on CPU, or on what stands for GPUs."""
+        topology = None if self.where == "cpu" else parse_topology(self.where)
+        devices = (topology and topology.stand_ins()) or jax.devices("cpu")
+        pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
+        return dict(predict_memory(pipe.planner, batch, OPTIMIZERS[self.tx], topology and topology.chip))
 
     def compiled(self) -> dict[str, int]:
         """Bytes of a device, as the compiler says them."""
         devices = jax.devices("cpu") if self.where == "cpu" else parse_topology(self.where).devices()
         pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
-        memory = compiled_step(pipe, OPTIMIZERS[self.tx], batch).memory_analysis()
+        lowered = lowered_step(pipe, OPTIMIZERS[self.tx], batch)
+        memory = lowered.compile(ABSENT if devices[0].platform == "gpu" else None).memory_analysis()
         left = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes + left}
 
@@ -172,6 +176,40 @@ POINTS = [
     ),
     *_points(
         """
+        remat=layer
+        remat=none
+        remat=stage
+        remat=full schedule=gpipe M=16
+        schedule=interleaved V=2
+        schedule=zero_bubble remat=none
+        schedule=zero_bubble
+        schedule=v V=2
+        schedule=v V=2 remat=none
+        data=2 K=2 layers=4
+        data=2 fsdp=1
+        data=2 fsdp=1 cast=use remat=none
+        cast=use
+        ends=spread vocab=32768
+        tensor=2
+        schedule=gpipe remat=none tx=sgd
+        K=2 width=2048 layers=4 micro=2
+        K=8 M=16 layers=16
+        tensor=2 remat=none K=2 layers=4
+        seq=1024 micro=2 remat=stage schedule=gpipe
+        """,
+        where="h100:8",
+    ),
+    *_points(
+        """
+        remat=layer
+        remat=none
+        schedule=zero_bubble
+        data=2 fsdp=1
+        """,
+        where="b200:8",
+    ),
+    *_points(
+        """
         K=2 M=4 remat=none
         K=2 M=4 remat=full
         K=2 M=4 remat=stage tx=sgd
@@ -224,7 +262,8 @@ def kept() -> dict[Point, dict[str, int]]:
 
 def keep(rows: dict[Point, dict[str, int]]) -> None:
     """Writes them, in the order of the grid."""
-    lines = [asdict(point) | rows[point] for point in POINTS if point in rows]
+    columns = ("arguments", "temporaries", *PARTS)
+    lines = [asdict(point) | {name: rows[point][name] for name in columns} for point in POINTS if point in rows]
     with KEPT.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
         writer.writeheader()
@@ -245,7 +284,7 @@ def totals(row: dict[str, int]) -> tuple[int, int]:
 def summary(rows: dict[Point, dict[str, int]]) -> list[tuple[str, str, str, str, str]]:
     """By chip: (where, points, median error, worst, points within 10 %)."""
     found = []
-    for chip in ("v5e", "v5p", "cpu", ""):
+    for chip in ("v5e", "v5p", "h100", "b200", "cpu", ""):
         pairs = [totals(row) for point, row in rows.items() if point.where.startswith(chip)]
         errors = np.asarray([predicted / compiled - 1 for predicted, compiled in pairs])
         sizes = np.abs(errors)
@@ -257,16 +296,19 @@ def summary(rows: dict[Point, dict[str, int]]) -> list[tuple[str, str, str, str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", type=int, default=0, help="compile so many points that were not compiled yet")
+    parser.add_argument("--where", nargs="+", default=["v5e", "v5p", "h100", "b200", "cpu"], help="only for these")
+    parser.add_argument("--again", action="store_true", help="compile those too that are kept")
     on_cpu(8)
-    rows = kept()
-    missing = [point for point in POINTS if point not in rows][: parser.parse_args().compile]
+    rows, options = kept(), parser.parse_args()
+    wanted = [point for point in POINTS if point.where.partition(":")[0] in options.where]
+    missing = [point for point in wanted if options.again or point not in rows][: options.compile]
     for point in missing:
         rows[point] = point.compiled()
         rows[point] |= point.predicted()
         keep(rows)
     rows = {point: row | point.predicted() for point, row in rows.items()}
     keep(rows)
-    caption = f"{versions(tpu=bool(missing))}; TPU steps compiled without a TPU"
+    caption = f"{versions(tpu=bool(missing))}; TPU and GPU steps compiled without the devices"
     show(
         "Bytes of a step, MiB a device",
         ("step", "predicted", "compiled", "error"),

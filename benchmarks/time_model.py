@@ -1,21 +1,23 @@
-"""Predicted step times against the TPU compiler's cycles, and against steps measured on this machine's CPU.
+"""Predicted step times against the TPU compiler's cycles, a count of GPU kernels, and steps measured on this CPU.
 
     python benchmarks/time_model.py compiled --chip v5e v5p v6e   # adds the settings that the file doesn't have yet
+    python benchmarks/time_model.py counted --chip h100 b200      # the same for GPUs
     python benchmarks/time_model.py measured --first 0 --count 7
     python benchmarks/time_model.py rates                         # what `hardware.CHIPS` calls counted
     python benchmarks/time_model.py page                          # the tables of docs/time-model.md
 
-Both keep rows in `benchmarks/data`. A predicted step is compared without links: the compiler estimates none.
+All keep rows in `benchmarks/data`. A predicted step is compared without links: the compiler estimates none.
 """
 
 import argparse
 import csv
 import itertools
+import math
 import os
 import re
 import statistics
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,11 +42,14 @@ from common import (
 from tpu_speed import Setting, make_pipeline
 
 import jpipe
-from jpipe.costs.chips import CHIPS, EXAMPLES, parse_topology
+from gpu_program import compile_with_text as compile_for_gpu
+from gpu_program import kernels
+from jpipe.costs.chips import CHIPS, EXAMPLES, Chip, parse_topology
 from jpipe.costs.time_model import predict_time
-from jpipe.forecasting.compiled_program import compile_with_text, read
+from jpipe.forecasting.compiled_program import Loop, Operation, compile_with_text, read
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.step_cycles import count_cycles
+from tpu_program import ARRAY
 
 DATA = Path(__file__).parent / "data"
 TX = optax.sgd(1e-3)
@@ -75,6 +80,8 @@ STEPS: list[dict[str, Any]] = [
 DEFAULT = {"width": 128, "M": 8, "remat": "none", "schedule": "1f1b", "V": 1}
 
 
+TPUS, GPUS = ("v5e", "v5p", "v6e"), ("h100", "b200")
+COLUMNS = {"tpu": "compiled, ms", "gpu": "counted, ms"}
 SIZE = re.compile(r"\d+ wide, \w+|width=\d+")
 CPU_COLUMNS = ("step", "predicted, ms", "measured, ms", "GFLOP/s", "copy, GB/s", "pass, GB/s", "load")
 
@@ -89,7 +96,8 @@ def _traced(setting: Setting) -> jpipe.Pipeline:
 
 def predicted_ms(setting: Setting) -> float:
     """What the model says of a setting, links taken as infinitely fast."""
-    pipe = _traced(replace(setting, chip="v5e"))  # layers are the same on all
+    on_gpus = isinstance(setting, OnGpus)
+    pipe = _traced(replace(setting, stand_in=True) if on_gpus else replace(setting, chip="v5e"))  # the same on all TPUs
     chip = replace(CHIPS[setting.chip], link_bandwidth=1e30)
     return 1e3 * predict_time(pipe.planner, batch_shapes(setting.size, setting.count), chip, tx=TX).step
 
@@ -103,32 +111,76 @@ def compiled_ms(setting: Setting) -> float:
     return 1e3 * count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text)).total / clock
 
 
-def settings_of(chips: list[str]) -> Iterator[Setting]:
-    """All of the grid."""
+# --- counted in programs for GPUs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnGpus(Setting):
+    """A setting on the GPUs of a host, or on what stands for them in plans."""
+
+    stand_in: bool = False
+
+    def devices(self) -> list[Any]:
+        host = parse_topology(f"{self.chip}:8")
+        return host.stand_ins() if self.stand_in else host.devices()
+
+
+def counted_ms(setting: OnGpus) -> float:
+    """What the kernels of a compiled step take: their bytes at the memory's bandwidth, and products' FLOPs at the peak.
+
+    Collectives, and the time in which kernels start, are left out.
+    """
+    _, text = compile_for_gpu(lowered_step(make_pipeline(setting), TX, batch_shapes(setting.size, setting.count)))
+    return 1e3 * kernel_seconds(read(text), CHIPS[setting.chip])
+
+
+def kernel_seconds(loop: Loop, chip: Chip) -> float:
+    """Seconds of the kernels of one trip, those of loops inside as often as the compiler counts them."""
+    bodies = [loop.computations.get(operation.attribute("calls") or "", []) for operation in loop.operations]
+    seconds = kernels([loop]).bytes / chip.memory_bandwidth + sum(map(product_flops, bodies)) / chip.flops
+    for inner in loop.inner:
+        assert inner.counted is not None, f"nothing says how often {inner.scope} turns"
+        seconds += inner.counted * kernel_seconds(inner, chip)
+    return seconds
+
+
+def product_flops(body: list[Operation]) -> float:
+    """FLOPs of the products of a kernel."""
+    types = {operation.name: operation.type for operation in body}
+    sizes = lambda kind: [int(size) for size in ARRAY.findall(kind)[0][1].split(",")]
+    total = 0.0
+    for product in body:
+        if contracted := re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.line):
+            left = sizes(types[product.operands[0]])
+            total += 2.0 * math.prod(sizes(product.type)) * math.prod(left[int(d)] for d in contracted[1].split(","))
+    return total
+
+
+def settings_of(chips: Iterable[str]) -> Iterator[Setting]:
+    """All of the grid; but for flash attention, which is a kernel for TPUs, on GPUs too."""
     for given, chip in itertools.product(GRID, chips):
-        yield Setting(chip, **given)
+        if chip in TPUS:
+            yield Setting(chip, **given)
+        elif "attention" not in given:
+            yield OnGpus(chip, **given)
 
 
-def compile_grid(chips: list[str]) -> None:
-    """Compiles the settings that aren't kept yet, and writes all predictions anew."""
-    kept = {row["step"]: row["compiled, ms"] for row in kept_rows("tpu")}
-    console.print(f"To be compiled by {versions(tpu=True)}", highlight=False)
-    for setting in settings_of(chips):
-        if str(setting) not in kept:
-            kept[str(setting)] = f"{compiled_ms(setting):.1f}"
-            console.print(setting, kept[str(setting)], highlight=False)
-            write_tpu(kept)
-    write_tpu(kept)
+def compile_grid(name: str, chips: list[str], count: int) -> None:
+    """Compiles so many settings that aren't kept yet, and writes all predictions anew."""
+    kept = {row["step"]: row[COLUMNS[name]] for row in kept_rows(name)}
+    console.print(f"To be compiled by {versions(tpu=name == 'tpu')}", highlight=False)
+    for setting in [setting for setting in settings_of(chips) if str(setting) not in kept][:count]:
+        kept[str(setting)] = f"{counted_ms(setting) if isinstance(setting, OnGpus) else compiled_ms(setting):.1f}"
+        console.print(f"{setting}: {kept[str(setting)]}", highlight=False)
+        write_compiled(name, kept)
+    write_compiled(name, kept)
 
 
-def write_tpu(kept: dict[str, str]) -> None:
+def write_compiled(name: str, kept: dict[str, str]) -> None:
     """The rows of all settings that were compiled, in the grid's order."""
-    there = [setting for setting in settings_of(["v5e", "v5p", "v6e"]) if str(setting) in kept]
-    write(
-        "tpu",
-        [(str(s), f"{predicted_ms(s):.1f}", kept[str(s)]) for s in there],
-        ("step", "predicted, ms", "compiled, ms"),
-    )
+    there = [setting for setting in settings_of([*TPUS, *GPUS]) if str(setting) in kept]
+    rows = [(str(s), f"{predicted_ms(s):.1f}", kept[str(s)]) for s in there]
+    write(name, rows, ("step", "predicted, ms", COLUMNS[name]))
 
 
 def rates() -> None:
@@ -219,12 +271,13 @@ def summary(rows: list[dict[str, str]]) -> str:
 
 def page() -> list[str]:
     """The lines of the page's tables."""
-    tpu, cpu = kept_rows("tpu"), kept_rows("cpu")
+    tpu, gpu, cpu = map(kept_rows, ("tpu", "gpu", "cpu"))
     whole = [row for row in tpu if "flash" not in row["step"]]  # of a Pallas kernel the compiler estimates no cycles
-    groups = {chip: [row for row in whole if row["step"].startswith(chip)] for chip in ("v5e", "v5p", "v6e")}
-    lines = [f"| {chip} | {summary(rows)} |" for chip, rows in groups.items() if rows]
+    groups = {chip: [row for row in (*whole, *gpu) if row["step"].startswith(chip)] for chip in (*TPUS, *GPUS)}
+    words = dict.fromkeys(GPUS, ", counted")
+    lines = [f"| {chip}{words.get(chip, '')} | {summary(rows)} |" for chip, rows in groups.items() if rows]
     lines += [f"| CPU, measured | {summary(cpu)} |"] if cpu else []
-    for row in (*tpu, *cpu):
+    for row in (*tpu, *gpu, *cpu):
         name, predicted, there, *_ = row.values()
         lines.append(f"| {name} | {predicted} | {there} | {float(predicted) / float(there) - 1:+.0%} |")
     return lines
@@ -232,15 +285,17 @@ def page() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("compiled", "measured", "rates", "page"))
-    parser.add_argument("--chip", nargs="+", default=["v5e", "v5p", "v6e"])
+    parser.add_argument("what", choices=("compiled", "counted", "measured", "rates", "page"))
+    parser.add_argument("--chip", nargs="+", help="default: all with rows")
     parser.add_argument("--first", type=int, default=0, help="of the measured steps (default %(default)s)")
-    parser.add_argument("--count", type=int, default=len(STEPS), help="of measured steps (default %(default)s)")
+    parser.add_argument("--count", type=int, default=100, help="at most so many steps are compiled or measured")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     on_cpu(2)
     if options.what == "compiled":
-        compile_grid(options.chip)
+        compile_grid("tpu", options.chip or [*TPUS], options.count)
+    elif options.what == "counted":
+        compile_grid("gpu", options.chip or [*GPUS], options.count)
     elif options.what == "measured":
         measure(STEPS[options.first : options.first + options.count], options.rounds)
     elif options.what == "rates":

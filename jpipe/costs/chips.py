@@ -7,8 +7,11 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
-from jpipe.costs.gpus import A100, B200, H100, H200, Gpu
+from jpipe.costs.gpus import A100, B200, H100, H200, Gpu, StandIn
+from jpipe.seam.runtime import register_gpu_compiler
 from jpipe.types import Device
 
 GIB, MIB = 2**30, 2**20
@@ -17,6 +20,8 @@ BOOK = f"{CLOUD}; How to Scale Your Model, 'TPU specs': links"
 PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
 BOTH = f"{CLOUD}; {PAPER}"
 NVIDIA = "NVIDIA data sheets: of the SXM module, without sparsity; of the DGX or HGX host, its network"
+FRACTION, DEFAULT, MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75, 0.9
+"""The variable that says which part of a GPU's memory JAX takes, its default, and the most that is commonly set."""
 PAIR = (("chip_config_name", "megacore"),)  # both cores are a device
 
 
@@ -64,6 +69,11 @@ class Chip:
     config: tuple[tuple[str, str], ...] = ()
     gpu: Gpu | None = None
     network_bandwidth: float = 0.0
+
+    @property
+    def room(self) -> int:
+        """The bytes that a step may take: on a GPU those that JAX may be given, as CUDA and NCCL need some, too."""
+        return self.memory if self.gpu is None else int(MOST * self.gpu.memory)
 
     @property
     def pass_bandwidth(self) -> float:
@@ -128,6 +138,13 @@ class Topology:
         """Devices of JAX; two a chip on TPU v2 and v3."""
         return math.prod(self.shape) * self.chip.cores
 
+    def stand_ins(self) -> list[Device]:
+        """GPUs to plan for, in place of `devices`; empty for TPUs, for which it doesn't matter what stands for them."""
+        if self.chip.gpu is None:
+            return []
+        kind, number = self.chip.gpu.kind, self.shape[-1]
+        return cast("list[Device]", [StandIn(i, i // number, kind) for i in range(self.num_devices)])
+
     def devices(self) -> list[Device]:
         """Devices for which programs compile, whether or not they are there.
 
@@ -136,7 +153,7 @@ class Topology:
           ValueError: the compiler knows no slice of this shape.
         """
         if self.chip.gpu is not None:
-            if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in CUDA):
+            if not _cuda_versions():
                 raise ImportError(
                     f"topology='{self}' needs the GPU compiler; pip install 'jpipe[gpu-compiler]' (Linux)"
                 )
@@ -148,15 +165,32 @@ class Topology:
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             where = {"platform": "tpu", "topology_name": str(self), **dict(self.chip.config)}
-        from jax.experimental import topologies
-
         try:
-            return list(topologies.get_topology_desc(**where).devices)
+            return _devices(**where)
         except Exception as error:  # its type differs by what is wrong
             compiler = "TPU" if self.chip.gpu is None else "GPU"
             raise ValueError(
                 f"the {compiler} compiler refuses topology='{self}': {str(error).splitlines()[0]}"
             ) from error
+
+
+def _devices(platform: str, **where: str) -> list[Device]:
+    """The devices that JAX describes to a compiler."""
+    from jax.experimental import topologies
+
+    describe = partial(topologies.get_topology_desc, platform=platform, **where)
+    try:
+        return list(describe().devices)
+    except NotImplementedError:
+        if platform != "cuda":
+            raise
+    register_gpu_compiler(_cuda_versions()[0])
+    return list(describe().devices)
+
+
+def _cuda_versions() -> list[int]:
+    """The versions of CUDA for which JAX's plugin is installed."""
+    return [version for version in CUDA if importlib.util.find_spec(f"jax_cuda{version}_plugin")]
 
 
 def parse_topology(name: str) -> Topology:

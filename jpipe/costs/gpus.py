@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ABSENT = {"xla_gpu_autotune_level": 0}
+ABSENT: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 """The compiler's option for a GPU that isn't there: it would time kernels on it."""
 
 
@@ -69,6 +69,22 @@ class Gpu:
             dnn_version_info {{ major: 9 minor: 8 }}
             device_description_str: "{self.kind}"
         """
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """As much of a GPU as planning looks at: a mesh of such needs neither the GPUs nor their compiler.
+
+    Attributes:
+      id: its number.
+      process_index: the number of its host.
+      device_kind: what JAX calls it.
+    """
+
+    id: int
+    process_index: int
+    device_kind: str
+    platform: str = "gpu"
 
 
 _HOPPER = {"capability": (9, 0), "multiprocessors": 132, "cores": 128, "clock": 1.98e9, "cache": 52428800}

@@ -27,16 +27,18 @@ _READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 @dataclass(frozen=True)
 class Compiler:
-    """Says which values a compiler makes arrays of, and where these lie; by default as a CPU's does.
+    """Says which values a compiler makes arrays of, and where these lie; by default as a GPU's does.
 
     Attributes:
       into_products: whether it fuses elementwise operations into all products that read them, reads slices as they
         lie, and adds a product that nothing else reads to the sum that it is for.
       near: bytes of arrays that it holds on the chip, so that they take no memory.
+      copies_waiting: whether it copies, once a tick, activations that wait at a boundary.
     """
 
     into_products: bool = False
     near: int = 0
+    copies_waiting: bool = False
 
     @property
     def reads_fused(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import part_structs
-from jpipe.planning.narrow_weights import weight_uses
+from jpipe.planning.narrow_weights import narrow_dtypes, weight_uses
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.seam.inside import with_axis_types, with_named_axes
@@ -53,7 +53,7 @@ def predict_memory(
     at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
-    uses, params = weight_uses(step), jax.eval_shape(layouts["params"].zeros)
+    casts, whole = _narrow_copies(step)
     compiler = compiler_for(chip or chip_of(planner.request.mesh.devices.flat[0]))
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
@@ -62,13 +62,13 @@ def predict_memory(
         optimizer=optimizer,
         gradients=bytes_of(at_work["params"]),
         other_variables=sum(at_rest.values())
-        + sum(_brought(layout, uses.whole if name == "params" else None) for name, layout in layouts.items())
+        + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
         + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * _batch_part(step),
         boundaries=boundary_bytes(step, compiler),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)),
         work=work,
-        casts=sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts),
+        casts=casts,
     )
 
 
@@ -83,12 +83,22 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
         on_stage = jax.eval_shape(boundaries.empty)
         crosses = bytes_of(jax.eval_shape(boundaries.crossing, on_stage))
         rows = step.table.rows_written(name)
-        copied = rows if rows > 1 and name == "activation" and not compiler.into_products else 0
+        copied = rows if rows > 1 and name == "activation" and compiler.copies_waiting else 0
         total += bytes_of(on_stage) + crosses * (rows + (rows > 0) + copied)
     if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
         first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         total += bytes_of([*first, *filter(is_float, last)])
     return total
+
+
+def _narrow_copies(step: Step) -> tuple[int, set[str]]:
+    """(bytes of narrow copies of parameters that are made once a step, the buffers that are needed as they are)."""
+    params = jax.eval_shape(step.plan.at_work["params"].zeros)
+    if step.plan.request.splits.on_gpu:
+        narrow = narrow_dtypes(step)
+        return sum(params[name].size * dtype.itemsize for name, dtype in narrow.items()), params.keys() - narrow.keys()
+    uses = weight_uses(step)
+    return sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts), uses.whole
 
 
 def _brought(layout: WorkLayout, used: set[str] | None) -> int:
@@ -104,13 +114,15 @@ def _batch_part(step: Step) -> int:
 
 
 def compiler_for(chip: Chip | None) -> Compiler:
-    """The habits of a chip's compiler; that of a chip which is no TPU is taken for a CPU's.
+    """The habits of a chip's compiler; that of an unknown chip is taken for a CPU's.
 
-    Half of the vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
+    Half of a TPU's vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
     """
-    if chip is None or not chip.vector_memory:
+    if chip is not None and chip.gpu is not None:
         return Compiler()
-    return Compiler(into_products=True, near=chip.vector_memory // 2)
+    if chip is not None and chip.vector_memory:
+        return Compiler(into_products=True, near=chip.vector_memory // 2)
+    return Compiler(copies_waiting=True)
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:

@@ -7,9 +7,9 @@ the kernels that read them, but on chips whose products are calls of a library. 
   and writes, but for those of arrays made here that fit on the chip. A convolution reads and writes all of them: on a
   TPU its images lie with channels along the lanes and examples along the sublanes, and are padded to these.
 - A *pass* reads and writes each element once, as 32 bits on a TPU whatever its dtype. A reduction takes one, shared by
-  all of the same arrays; none, if it can be done while a product makes its operand. Each result takes one: it is
-  written to a buffer of residuals, added to a sum of gradients, or copied. An array whose last dimension doesn't fill
-  the lanes takes one where a product has to turn it.
+  all of the same arrays; none, if it can be done while a product makes its operand; half of one on a GPU, as it writes
+  next to nothing. Each result takes one: it is written to a buffer of residuals, added to a sum of gradients, or
+  copied. An array whose last dimension doesn't fill the lanes takes one where a product has to turn it.
 - However small, a product or a reduction takes the time that a kernel takes to start.
 """
 
@@ -151,7 +151,7 @@ class _Kernels:
         else:
             free = all(map(self._on_chip, large))
         if not (free and self.chip.fuses and large <= self.of_products):
-            self.seconds += self._pass(equation.invars[0])
+            self.seconds += self._pass(equation.invars[0]) * (0.5 if self.chip.gpu else 1.0)
 
     def _on_chip(self, v: Var) -> bool:
         """Whether a value is made here and stays in the vector memory."""

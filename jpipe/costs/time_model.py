@@ -6,8 +6,6 @@ steps of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from functools import lru_cache
 
 import jax
@@ -19,6 +17,7 @@ from jpipe.arrays.dtypes import accumulator_dtype, is_float
 from jpipe.arrays.trees import bytes_of
 from jpipe.costs.chips import Chip
 from jpipe.costs.holdings import holdings, optimizer_bytes
+from jpipe.costs.network import Network
 from jpipe.costs.roofline import pass_seconds, roofline
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.execution.shared_weights import send_shared
@@ -54,19 +53,19 @@ def predict_time(
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
     step = planner.training_step(planner.for_training(batch))
-    plan, schedule = step.plan, step.schedule
-    by_layer = _by_layer(step, chip)
-    shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
+    plan, schedule, network = step.plan, step.schedule, Network.of(chip, planner.request.mesh)
+    by_layer = _by_layer(step, network)
+    shared, apart = 0.0, _sent_once(step, network)
     if step.ends.shared:
         shared, links = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
-        apart += links + schedule.num_microbatches * _sent_to_all(step) / chip.link_bandwidth
+        apart += links + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
         by_layer[[0, -1]] = 0.0
     by_stage = np.array([by_layer[start:stop].sum(axis=(0, 1)) for start, stop in plan.partition.bounds])
     forward, backward, again, weight, stashing = by_stage.T
     times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
     work = Work({kind: seconds.tolist() for kind, seconds in times.items()}, again.tolist())
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
-    timeline = in_time(schedule, work, bytes_of(crossing) / chip.link_bandwidth)
+    timeline = in_time(schedule, work, bytes_of(crossing) / network.hop)
     busy = float(np.mean(timeline.busy))
     passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
     moved = passes * holdings(plan).device["params"].bytes + 2 * optimizer_bytes(planner, batch, tx)
@@ -85,24 +84,21 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     0 of a first and a last layer that all stages compute together.
     """
     step = planner.training_step(planner.for_training(batch))
-    seconds = _by_layer(step, chip)[:, :, :3].sum(axis=(1, 2))
+    seconds = _by_layer(step, Network.of(chip, planner.request.mesh))[:, :, :3].sum(axis=(1, 2))
     if step.ends.shared:
         seconds[[0, -1]] = 0.0
     return seconds.tolist()
 
 
-def _by_layer(step: Step, chip: Chip) -> np.ndarray:
+def _by_layer(step: Step, network: Network) -> np.ndarray:
     """Returns `_layer_seconds` of each layer, `[N, 2, 5]`."""
-    sizes = tuple(step.plan.request.mesh.shape.items())
     layers = zip(step.model.traced_as, step.layers, strict=True)
-    of_group = {g: _layer_seconds(layer, sizes, chip, step.stores_residuals) for g, layer in layers}
+    of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
     return np.array([of_group[g] for g in step.plan.traced.group_of])
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _layer_seconds(
-    on_device: DeviceLayer, sizes: tuple[tuple[str, int], ...], chip: Chip, stores_residuals: bool
-) -> np.ndarray:
+def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: bool) -> np.ndarray:
     """`[2, 5]`: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
 
     The five are its forward, its backward, what is computed anew before that where stages keep their inputs alone, that
@@ -113,8 +109,8 @@ def _layer_seconds(
     numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
 
     def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
-        sent = _sent(needed_part(jaxpr, wanted)[0], dict(sizes))
-        return np.array([roofline(jaxpr, chip, wanted), sent / chip.link_bandwidth])
+        sent = sent_in(needed_part(jaxpr, wanted)[0].jaxpr, dict(network.sizes))
+        return np.array([roofline(jaxpr, network.chip, wanted), network.seconds(sent)])
 
     first = again = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
     if stores_residuals:
@@ -123,12 +119,12 @@ def _layer_seconds(
         first = seconds(forward.jaxpr, [i < results for i in numbers])
     whole = seconds(backward, [True] * len(gradients))
     weight = whole - seconds(backward, [i >= params for i in gradients])
-    stash = pass_seconds(on_device.split.stash if on_device.split is not None else (), chip)
+    stash = pass_seconds(on_device.split.stash if on_device.split is not None else (), network.chip)
     return np.stack([first, whole, again, weight, np.array([stash, 0.0])], axis=1)
 
 
-def _sent_once(step: Step) -> float:
-    """Bytes that a device sends once a step: weights on their way to where they are used, gradients on theirs back."""
+def _sent_once(step: Step, network: Network) -> float:
+    """Seconds of what a device sends once a step: weights on their way to where they are used, gradients back."""
     mesh, layouts, params = step.plan.request.mesh, step.plan.at_work, step.plan.at_work["params"]
 
     def program() -> list[jax.Array]:
@@ -139,18 +135,14 @@ def _sent_once(step: Step) -> float:
         sums = params.reduced(params.zeros(accumulator_dtype), step.gradient_sums.partial_along)
         return jax.tree.leaves((there, shared, back, sums))
 
-    return _sent(jax.make_jaxpr(on_stages(program, mesh, (), PartitionSpec(AXIS)))(), mesh.shape)
+    traced = jax.make_jaxpr(on_stages(program, mesh, (), PartitionSpec(AXIS)))()
+    return network.seconds(sent_in(traced.jaxpr, mesh.shape))
 
 
 def _sent_to_all(step: Step) -> float:
     """Bytes that a stage sends to all for each micro-batch: what the last layer takes, the first one's cotangents."""
     first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
     return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
-
-
-def _sent(closed: ClosedJaxpr, sizes: Mapping[str, int]) -> float:
-    """Bytes that a device sends in a program."""
-    return sum(one.bytes * math.prod(one.loops) for one in sent_in(closed.jaxpr, sizes))
 
 
 def _update_passes(planner: Planner, activations: PyTree) -> int:

@@ -91,7 +91,7 @@ class Choice:
             size, seconds = self.compiled.total_bytes, self.compiled.seconds
             rows |= {"compiled": "fits" if self.compiled.fits else "doesn't fit"}
             rows |= {"compiled bytes": bytes_in_words(size), "bytes were off by": _off(self.total_bytes, size)}
-            if seconds is not None:
+            if seconds is not None and self.compiled.seconds_by == "cycles":  # else they are the same prediction
                 rows |= {"compiled ms": f"{1e3 * seconds:,.1f}", "ms were off by": _off(self.seconds, seconds)}
         return rows
 

@@ -13,12 +13,15 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
 
 from jpipe.batches.microbatches import cut_for_evaluation
-from jpipe.costs.chips import Chip, chip_of, parse_topology
+from jpipe.costs.chips import DEFAULT, FRACTION, Chip, chip_of, parse_topology
 from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
+from jpipe.costs.gpus import ABSENT
 from jpipe.costs.holdings import on_device
 from jpipe.costs.step_cost import Parts, StepCost
+from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
 from jpipe.forecasting.step_cycles import count_cycles
 from jpipe.mesh.users_mesh import make_mesh
@@ -36,6 +39,7 @@ from jpipe.types import Batch, Device
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ROOFLINE = "seconds are predicted by a roofline, as by jpipe.plan: this compiler estimates none"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -45,15 +49,16 @@ class Forecast(Tabular):
 
     Attributes:
       title: the pipeline and the hardware, in a line.
-      fits: whether the compiler found room for the step.
+      fits: whether there is room for the step: a TPU's compiler says so; on GPUs the bytes are compared with the memory
+        that JAX may be given.
       cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"), bytes on
-        a device, and the schedule with the stages' cycles. No seconds where `cycles` is None.
+        a device, and the schedule with what stages take. `seconds_by` says whose seconds they are.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
       cycles: by kind, the cycles of one action on the slowest stage; the cycles of all "ticks" beyond actions, of the
         "ends" where all stages share them, and of the "update". None where the compiler estimates none (CPU, GPU), or
         the step doesn't fit.
       collectives: bytes that a device sends in a step, by mesh axes; at most, where stages differ.
-      message: the compiler's, if the step doesn't fit.
+      message: what there is to say of memory: the compiler's message if the step doesn't fit; of GPUs jpipe's own.
       advice: settings that would help if it doesn't fit.
     """
 
@@ -82,7 +87,7 @@ class Forecast(Tabular):
 
     @property
     def timeline(self) -> Timeline | None:
-        """The schedule with the stages' cycles; None if they aren't known."""
+        """The schedule with the stages' cycles, on GPUs with their predicted seconds; None if they aren't known."""
         return self.cost.timeline
 
     @property
@@ -100,8 +105,16 @@ class Forecast(Tabular):
         """Seconds of a step by the compiler's cycles at the chip's clock, and of unhidden transfers at a link's speed.
 
         Latencies, the network's load, input from the host and what is wrong in the compiler's estimates are left out.
+        On GPUs they aren't the compiler's, but those that `jpipe.plan` predicts.
         """
         return self.cost.step if self.cost.seconds else None
+
+    @property
+    def seconds_by(self) -> str | None:
+        """Where the seconds come from: "cycles" of the compiler, or a "roofline" of the traced layers (GPUs)."""
+        if not self.cost.seconds:
+            return None
+        return "roofline" if self.cycles is None else "cycles"
 
     @property
     def limit(self) -> str | None:
@@ -113,14 +126,14 @@ class Forecast(Tabular):
         return max(rest, key=lambda name: rest[name])
 
     def plot(self, path_or_ax: str | os.PathLike[str] | Axes | None = None) -> Axes:
-        """Draws the timeline in cycles, as `Timeline.plot` does.
+        """Draws the timeline in cycles, on GPUs in seconds, as `Timeline.plot` does.
 
         Raises:
           ValueError: there is none, since the compiler estimated no cycles or the step doesn't fit.
         """
         if self.timeline is None:
             raise ValueError("there are no cycles to draw: the step doesn't fit, or its compiler estimates none")
-        return self.timeline.plot(path_or_ax, unit="cycles")
+        return self.timeline.plot(path_or_ax, unit="s" if self.cycles is None else "cycles")
 
     def _table(self) -> Table:
         rows = [*self.cost.rows_of_bytes(), ("FLOPs of a device", f"{self.flops:.3g}")]
@@ -131,6 +144,7 @@ class Forecast(Tabular):
             rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
         limit = f"; {self.limit} limits" if self.limit else ""
         notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
+        notes += [ROOFLINE] * (self.seconds_by == "roofline")
         return Table(self.title, ("of a device", "forecast"), rows, {}, notes)
 
 
@@ -148,12 +162,13 @@ def forecast(
       pipe: the pipeline, on a mesh of any devices; the sizes of its axes count.
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
       tx: any optax transformation.
-      topology: a slice of TPUs, such as "v5e:2x4", of which the first devices are taken; needs `jpipe[tpu]`.
-      devices: instead of it, devices at hand, or such as a topology has; default: those of the mesh. Where they are no
-        TPUs, nothing is known of cycles and seconds.
+      topology: a slice of TPUs, such as "v5e:2x4", or GPUs, such as "h100:8" or "h100:4x8" (four hosts), of which the
+        first devices are taken; needs `jpipe[tpu]` or `jpipe[gpu-compiler]`.
+      devices: instead of it, devices at hand, or such as a topology has; default: those of the mesh. Of CPUs nothing
+        is known of cycles and seconds.
 
     Raises:
-      ImportError: the TPU compiler isn't installed.
+      ImportError: the TPU compiler, or the GPU compiler, isn't installed.
       ValueError: the topology is unknown, both are given, or there are fewer devices than the mesh has.
     """
     check_one(topology, devices)
@@ -172,7 +187,7 @@ def forecast(
     with task(f"compiling for {topology or device.device_kind}"):
         lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
         try:
-            compiled, text = compile_with_text(lowered) if device.platform == "tpu" else (lowered.compile(), "")
+            compiled, text = _compiled(lowered, device)
         except jax.errors.JaxRuntimeError as error:
             if not found_no_room(error):
                 raise
@@ -183,10 +198,45 @@ def forecast(
             "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         }
         predicted = replace(predicted, cost=replace(cost, bytes=Parts(held, **beyond)))
+    chip = chip_of(device)
+    if chip is not None and chip.gpu is not None:
+        return _on_gpus(predicted, there, shapes, tx, chip)
     if not text:
         return predicted
     step = planner.training_step(planner.for_training(shapes))
-    return _with_cycles(predicted, step, read(text), chip_of(device), crossing)
+    return _with_cycles(predicted, step, read(text), chip, crossing)
+
+
+def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
+    """(compiled, its text if it is a TPU's)."""
+    if device.platform == "tpu":
+        return compile_with_text(lowered)
+    return lowered.compile(ABSENT if device.platform == "gpu" and _is_absent(device) else None), ""
+
+
+def _is_absent(device: Device) -> bool:
+    """Whether programs only compile for a device."""
+    return device not in jax.devices()
+
+
+def _on_gpus(
+    predicted: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip
+) -> Forecast:
+    """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
+    device, held = pipe.mesh.devices.flat[0], predicted.cost.bytes
+    room = chip.room if _is_absent(device) else (device.memory_stats() or {}).get("bytes_limit", chip.room)
+    if held.total > room:
+        used, most = bytes_in_words(held.total), bytes_in_words(room)
+        message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
+        rest = held.total - held.temporaries
+        return replace(predicted, fits=False, message=message, advice=_advice(pipe, rest, held.temporaries))
+    share = held.total / chip.memory
+    message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
+    time = predict_time(pipe.planner, batch, chip, tx=tx)
+    parts = time.seconds
+    seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
+    cost = replace(predicted.cost, seconds=seconds, timeline=time.timeline)
+    return replace(predicted, cost=cost, message=message)
 
 
 def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:

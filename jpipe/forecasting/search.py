@@ -88,9 +88,10 @@ def plan(
     away = _slice_of(topology, devices, compiled, options.get("balance"))
     number, where = (away.num_devices, str(away)) if away else (len(at_hand), f"{len(at_hand)} devices at hand")
     chip = away.chip if away else chip_of(at_hand[0]) or measure_chip(at_hand)
-    room = int(SURE * chip.memory) if room is None else room
+    room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
-    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
+    gpus = away.stand_ins() if away else [device for device in at_hand if device.platform == "gpu"]
+    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options, gpus)
     rated = search.run(number, axes)
     fitting = [choice for choice in rated if choice.fits]
     if not fitting:
@@ -117,11 +118,8 @@ def _slice_of(
     if topology is None:
         return None
     away = parse_topology(topology)
-    if compiled and away.chip.clock is None:
-        raise ValueError(
-            f"compiled={compiled} for topology={topology!r}: programs compile for TPUs alone without a device; use "
-            "compiled=0, or pass devices= where there are such"
-        )
+    if compiled:
+        away.devices()  # raises an error before the search, if their compiler isn't there
     if isinstance(balance, str) and balance == "time":
         raise ValueError(
             f'balance="time" measures layers on a device, and topology={topology!r} has none at hand; use '
@@ -158,6 +156,7 @@ class Search:
       chip: one device.
       room: the bytes that a device has for a step.
       options: the user's arguments of the pipeline.
+      gpus: the devices, if they are GPUs, or what stands for them.
       remarks: by setting, the warnings that its planning gave.
     """
 
@@ -167,6 +166,7 @@ class Search:
     chip: Chip
     room: int
     options: Mapping[str, object]
+    gpus: Sequence[Device] = ()
     remarks: dict[Setting, list[str]] = field(default_factory=dict, init=False)
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
@@ -218,7 +218,8 @@ class Search:
 
     def pipeline(self, setting: Setting, balance: object) -> Pipeline:
         """The pipeline of a setting, on devices that aren't there."""
-        mesh = mesh_of_nowhere(dict(setting.axes))
+        axes = dict(setting.axes)
+        mesh = make_mesh(devices=self.gpus, axis_types=None, **axes) if self.gpus else mesh_of_nowhere(axes)
         return self.make(mesh=mesh, balance=balance, **setting.options, **self._unsearched)
 
     @property
@@ -269,9 +270,11 @@ class Search:
         balance = self.options.get("balance")
         pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
         held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
-        cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held)
+        time = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx)
         counts = list(pipe.partition.counts)
-        return Choice(setting, {**setting.options, "balance": counts}, cost, held.total <= self.room)
+        return Choice(
+            setting, {**setting.options, "balance": counts}, replace(time, bytes=held), held.total <= self.room
+        )
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""

@@ -6,6 +6,8 @@ As in `jpipe.seam.inside`, each has its reason, what losing it would cost, and w
 from __future__ import annotations
 
 import atexit
+import importlib
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +15,30 @@ from typing import Any
 import jax
 
 from jpipe.terminal.notices import warn_once
+
+# --- compilers --------------------------------------------------------------------------------------------------------
+
+
+def register_gpu_compiler(version: int) -> None:
+    """Registers the plugin that has the compiler for GPUs, which JAX leaves out where it finds no CUDA.
+
+    JAX checks CUDA's libraries before it registers the plugin, unless `JAX_PLATFORMS` names others or
+    `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set when it first looks for devices. To compile takes no CUDA. `initialize` is
+    what JAX calls of a plugin; no page lists it. Without this `JAX_PLATFORMS=cpu` is needed to compile for GPUs.
+
+    Args:
+      version: the version of CUDA that the plugin is for.
+    """
+    variable = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
+
 
 # --- processes --------------------------------------------------------------------------------------------------------
 

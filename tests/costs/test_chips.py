@@ -54,8 +54,16 @@ def test_a_device_is_known_by_its_kind_and_not_taken_for_another(kind, name):
 
 def test_hosts_of_gpus():
     assert parse_topology("h100:4x8").num_devices == 32
+    assert [device.process_index for device in parse_topology("h100:2x3").stand_ins()] == [0, 0, 0, 1, 1, 1]
+    assert parse_topology("v5e:2x4").stand_ins() == []
     with pytest.raises(ValueError, match=r"topology='h200:16' has 16 GPUs in a host, .*; pass .* such as h200:2x8"):
         parse_topology("h200:16")
+
+
+def test_jax_is_given_a_part_of_a_gpus_memory():
+    assert CHIPS["v5e"].room == CHIPS["v5e"].memory
+    for name in ("a100", "h100", "h200", "b200"):
+        assert 0.85 * CHIPS[name].memory < CHIPS[name].room < CHIPS[name].memory
 
 
 @needs_gpu_compiler
@@ -64,6 +72,9 @@ def test_gpus_compile_without_a_device():
     assert [device.device_kind for device in devices] == ["NVIDIA H100 80GB HBM3"] * 8
     assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
     assert chip_of(devices[0]) == CHIPS["h100"]
+    for device, other in zip(devices, parse_topology("h100:2x4").stand_ins(), strict=True):
+        for name in ("id", "process_index", "platform", "device_kind"):
+            assert getattr(device, name) == getattr(other, name)
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jpipe
-from jpipe.costs.chips import CHIPS
+from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.memory_model import predict_memory
 from tpu_program import needs_tpu_compiler
 
@@ -52,6 +52,16 @@ def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
     )
     casts = {cast: predict_memory(make(cast).planner, rows(8), optax.sgd(1e-3)).casts for cast in ("step", "use")}
     assert casts == {"step": 2 * (WIDTH + 1) * WIDTH * 2, "use": 0}
+
+
+@pytest.mark.parametrize(("cast", "casts", "gathered"), [("step", 2 * 128 * 129 * 2, 0), ("use", 0, 2 * 128 * 128 * 4)])
+def test_what_gpus_have_gathered_is_narrow_if_it_is_cast_once_a_step(cast, casts, gathered):
+    layers, rows = [nn.Dense(128, dtype=jnp.bfloat16) for _ in range(4)], jax.ShapeDtypeStruct((8, 128), "float32")
+    mesh = jpipe.make_mesh(stage=2, data=2, devices=parse_topology("h100:4").stand_ins())
+    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2], "mesh": mesh, "shard_over": "data"}
+    planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), cast=cast, **sizes).planner
+    parts = predict_memory(planner, rows, optax.sgd(1e-3))
+    assert (parts.casts, parts.other_variables) == (casts, gathered)  # biases are whole anyway
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])

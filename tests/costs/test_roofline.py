@@ -35,6 +35,13 @@ def test_what_the_matrix_unit_holds_is_padded(rows, depth, columns, padded):
     assert roofline(product, ENDLESS) == pytest.approx(padded * 2 * rows * depth * columns / V5E.flops)
 
 
+def test_a_reduction_on_a_gpu_reads_its_operand_and_writes_next_to_nothing():
+    """It took as long as a copy: predicted steps were a fifth longer than their kernels' bytes and FLOPs take."""
+    h100, size = CHIPS["h100"], 2048 * 2048
+    found = roofline(of(lambda x: x.sum(axis=1), (2048, 2048)), h100)
+    assert found == pytest.approx(4 * size / h100.memory_bandwidth, rel=0.01)
+
+
 def test_elementwise_operations_are_free_where_products_take_them_in():
     plain, more = (of(f, (512, 512)) for f in (lambda x: x @ x, lambda x: jnp.tanh(x) @ x))
     assert roofline(more, V5E) == pytest.approx(roofline(plain, V5E))

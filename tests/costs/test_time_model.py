@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import jpipe
-from jpipe.costs.chips import CHIPS
+from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.communication import ENDS, STEP
-from jpipe.costs.time_model import predict_time
+from jpipe.costs.time_model import layer_seconds, predict_time
 
 V5E, BATCH = CHIPS["v5e"], jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -34,6 +35,33 @@ def test_slower_links_and_memory_take_longer():
     base = predict_time(make().planner, BATCH, V5E)
     slow = predict_time(make().planner, BATCH, replace(V5E, link_bandwidth=V5E.link_bandwidth / 100))
     assert slow.seconds.bubble > base.seconds.bubble and slow.seconds.computation == base.seconds.computation
+
+
+def test_between_hosts_the_network_counts():
+    """Stages, and data axes, that are on two hosts sent as fast as those of one."""
+    h100, gpus = CHIPS["h100"], parse_topology("h100:2x2").stand_ins()
+    meshes = (
+        jpipe.make_mesh(stage=2, data=2, devices=parse_topology("h100:4").stand_ins()),
+        jpipe.make_mesh(stage=2, data=2, devices=gpus),
+        Mesh(np.reshape(gpus, (2, 2)).T, ("stage", "data")),
+    )
+    one, stages, data = (predict_time(make(mesh=mesh).planner, BATCH, h100).seconds for mesh in meshes)
+    assert one.computation == stages.computation == data.computation
+    assert stages.bubble > one.bubble == data.bubble
+    assert stages.collectives == one.collectives
+    ratio = h100.link_bandwidth / h100.network_bandwidth
+    assert data.collectives == pytest.approx(ratio * one.collectives)
+
+
+def test_layers_that_send_between_hosts_take_longer():
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor"))
+    layers = [nn.Dense(128, kernel_init=kernel) for _ in range(4)]
+    seconds = []
+    for name in ("h100:2", "h100:2x1"):
+        mesh = jpipe.make_mesh(stage=1, tensor=2, devices=parse_topology(name).stand_ins())
+        pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=1, num_microbatches=2, mesh=mesh)
+        seconds.append(sum(layer_seconds(pipe.planner, BATCH, CHIPS["h100"])))
+    assert seconds[1] > 2 * seconds[0]
 
 
 def test_remat_computes_again():

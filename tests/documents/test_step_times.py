@@ -1,23 +1,32 @@
 """What docs/time-model.md says of `benchmarks/time_model.py`, and the rows that it keeps."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from gpu_program import needs_gpu_compiler
+from jpipe.costs.chips import CHIPS, parse_topology
+from jpipe.costs.gpus import ABSENT
+from jpipe.forecasting.compiled_program import read
 from tpu_program import needs_tpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import time_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "time-model.md").read_text()
-KEPT = {row["step"]: row for row in time_model.kept_rows("tpu")}
+KEPT = {row["step"]: row for name in ("tpu", "gpu") for row in time_model.kept_rows(name)}
 FEW = [
     time_model.Setting("v5p"),
     time_model.Setting("v5e", remat="none", schedule="zero_bubble"),
     time_model.Setting("v6e", width=2048, microbatch=4),
 ]
+
+ON_GPUS = [time_model.OnGpus("h100", remat="none"), time_model.OnGpus("b200", remat="layer")]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +42,7 @@ def test_the_page_says_what_was_kept():
 
 def test_it_covers_the_grid():
     assert len({step.partition(",")[2] for step in KEPT}) >= 12
-    assert {step.partition(",")[0] for step in KEPT} == {"v5e", "v5p", "v6e"}
+    assert {step.partition(",")[0] for step in KEPT} == {"v5e", "v5p", "v6e", "h100", "b200"}
     assert len(time_model.kept_rows("cpu")) >= 12
 
 
@@ -41,6 +50,33 @@ def test_it_covers_the_grid():
 @pytest.mark.parametrize("setting", FEW, ids=str)
 def test_predictions_are_those_kept(setting):
     assert f"{time_model.predicted_ms(setting):.1f}" == KEPT[str(setting)]["predicted, ms"]
+
+
+@pytest.mark.parametrize("setting", ON_GPUS, ids=str)
+def test_predictions_on_gpus_are_those_kept_and_need_no_compiler(setting):
+    assert f"{time_model.predicted_ms(setting):.1f}" == KEPT[str(setting)]["predicted, ms"]
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ON_GPUS, ids=str)
+def test_counted_steps_are_those_kept(setting):
+    counted = float(KEPT[str(setting)]["counted, ms"])
+    assert time_model.counted_ms(setting) == pytest.approx(counted, rel=0.02)
+
+
+@needs_gpu_compiler
+def test_kernels_in_loops_are_counted_as_often_as_these_turn():
+    gpu = SingleDeviceSharding(parse_topology("h100:1").devices()[0])
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=gpu) for shape in ((8192, 1024), (1024, 1024)))
+    step = lambda x, w: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=5)[0]
+    program, h100 = read(jax.jit(step).lower(x, w).compile(ABSENT).as_text()), CHIPS["h100"]
+    flops, x_bytes, w_bytes = 2 * 8192 * 1024**2, 2 * 8192 * 1024, 2 * 1024**2
+    at_once = replace(h100, memory_bandwidth=float("inf"))
+    assert time_model.kernel_seconds(program, at_once) == pytest.approx(5 * flops / h100.flops)
+    without = replace(h100, flops=float("inf"))
+    moved = 5 * (2 * x_bytes + w_bytes) + 6 * 2 * x_bytes  # x is copied too: in each trip, and ahead of the loop
+    assert time_model.kernel_seconds(program, without) == pytest.approx(moved / h100.memory_bandwidth, rel=1e-4)
 
 
 @needs_tpu_compiler

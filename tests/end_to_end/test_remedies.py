@@ -738,9 +738,9 @@ def test_topologies():
         parse_topology("v9:2x2")
     for name in str(info.value).rpartition("one of ")[2].split(", "):
         assert str(parse_topology(name)) == name
-    with refused(ValueError, "pass h100:8 or less"):
+    with refused(ValueError, "pass hosts and the GPUs of each, such as h100:2x8"):
         parse_topology("h100:16")
-    assert parse_topology("h100:8").num_devices == 8
+    assert parse_topology("h100:2x8").num_devices == 16
 
 
 def test_losses_of_several_parts():

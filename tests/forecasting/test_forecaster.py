@@ -1,3 +1,6 @@
+import importlib.util
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -5,6 +8,9 @@ import optax
 import pytest
 
 import jpipe
+from gpu_program import needs_gpu_compiler
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.time_model import predict_time
 from tpu_program import needs_tpu_compiler
 
 
@@ -53,6 +59,40 @@ def test_cycles_and_seconds_of_a_slice_that_is_not_there():
     assert 0 < found.bubble_fraction < 1
     assert "it fits; compute limits" in str(found)
     assert "<table>" in found._repr_html_()
+
+
+@needs_gpu_compiler
+def test_seconds_on_gpus_are_predicted_and_it_says_so():
+    pipe, tx = make_pipe(128), optax.sgd(0.1, momentum=0.9)
+    found = jpipe.forecast(pipe, batch_of(128), tx, topology="h100:8")
+    assert (found.fits, found.cycles, found.message, found.seconds_by) == (True, None, "", "roofline")
+    assert found.bytes["parameters"] == 2 * (128 * 128 + 128) * 4
+    assert found.bytes["temporaries"] > found.bytes["parameters"]  # their gradients, and activations
+    time = predict_time(pipe.planner, batch_of(128), CHIPS["h100"], tx=tx)
+    assert found.seconds == pytest.approx(time.step)
+    assert found.timeline.makespan == time.timeline.makespan
+    assert "seconds are predicted by a roofline" in str(found)
+    apart = jpipe.forecast(pipe, batch_of(128), tx, topology="h100:2x1")
+    assert apart.slices["bubble"] > found.slices["bubble"] and apart.slices["layers"] == found.slices["layers"]
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("layers", "fits"), [(10, True), (20, False)])
+def test_what_does_not_fit_on_gpus_is_told_though_their_compiler_compiles_it(layers, fits):
+    """Layers of 32768 by 32768: 4 GiB each, with momentum and gradients 12."""
+    pipe, tx = make_pipe(32768, layers=layers), optax.sgd(0.1, momentum=0.9)
+    found = jpipe.forecast(pipe, batch_of(32768), tx, topology="h100:2")
+    said = r"the step takes 1\d\d\.\d GiB, and JAX has at most 71\.2 GiB of a GPU's memory"
+    if fits:
+        said = r"XLA_PYTHON_CLIENT_MEM_FRACTION=0\.[89]\d or more has to be set; by default it is 0\.75"
+    assert found.fits == fits and re.fullmatch(said, found.message)
+    assert (found.seconds is None) == ("more stages than 2" in str(found)) == (not fits)
+
+
+def test_a_missing_gpu_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"topology='h100:8' needs the GPU compiler; pip install 'jpipe\[gpu-compil"):
+        jpipe.forecast(make_pipe(), batch_of(), optax.sgd(0.1), topology="h100:8")
 
 
 @needs_tpu_compiler

@@ -1,5 +1,6 @@
 """Searched settings against all settings, and what `plan` says when there is none."""
 
+import importlib.util
 import itertools
 import math
 import warnings
@@ -12,7 +13,8 @@ import optax
 import pytest
 
 import jpipe
-from jpipe.costs.chips import CHIPS
+from gpu_program import needs_gpu_compiler
+from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.memory_model import predict_memory
 from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting import search
@@ -201,8 +203,7 @@ def test_too_little_memory_is_said_with_the_least_that_would_do():
         ({"topology": "v5e:1x2", "devices": []}, "topology='v5e:1x2' and devices are both given"),
         ({"topology": "v5e:1x2", "mesh": None}, "mesh= is what is searched"),
         ({"devices": []}, r"devices=\[\] has nothing to plan for; pass devices such as jax.devices"),
-        ({"topology": "h100:64"}, "topology='h100:64' has 64 GPUs, .*; pass h100:8 or less"),
-        ({"topology": "h100:8", "compiled": 1}, "compiled=1 for topology='h100:8': programs compile for TPUs alone"),
+        ({"topology": "h100:64"}, "topology='h100:64' has 64 GPUs in a host, .*, such as h100:8x8"),
         ({"topology": "v5e:1x2", "balance": "time"}, "balance=\"time\" measures .*, and topology='v5e:1x2' has none"),
         (
             {"topology": "v5e:1x2", "schedule": "v", "num_chunks": 4},
@@ -216,6 +217,36 @@ def test_too_little_memory_is_said_with_the_least_that_would_do():
 def test_what_is_not_possible_is_said(options, message):
     with pytest.raises(ValueError, match=message):
         jpipe.plan(layers_of(2), loss_fn, words(), TX, **options)
+
+
+@needs_gpu_compiler
+def test_choices_compile_for_gpus_that_are_not_there():
+    """Refused: programs compiled for TPUs alone."""
+    kept = {"num_microbatches": 2, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="h100:2", compiled=1, num_stages=2, **kept)
+    proof = found[0].compiled
+    assert proof.fits and proof.total_bytes > found[0].bytes["parameters"]
+    assert proof.seconds == pytest.approx(found[0].seconds)  # both by the model of time, so it isn't shown
+    assert "compiled bytes" in str(found) and "compiled ms" not in str(found)
+
+
+def test_a_missing_compiler_is_told_before_the_search(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(search.Search, "run", lambda *_: pytest.fail("it searched"))
+    with pytest.raises(ImportError, match=r"topology='h100:8' needs the GPU compiler; pip install 'jpipe\[gpu-compil"):
+        jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="h100:8", compiled=1)
+
+
+def test_on_several_hosts_settings_are_rated_by_their_network():
+    kept = {"num_microbatches": 4, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
+    make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
+    near, far = (
+        search.Search(make, words(), TX, CHIPS["h100"], 10**9, kept, parse_topology(name).stand_ins()).run(4)
+        for name in ("h100:4", "h100:2x2")
+    )
+    assert [choice.setting for choice in near] == [choice.setting for choice in far] and len(near) > 1
+    for one, other in zip(near, far, strict=True):
+        assert other.seconds > one.seconds and other.bytes == one.bytes
 
 
 def test_settings_are_rated_as_if_each_were_the_only_one():

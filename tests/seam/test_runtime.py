@@ -17,10 +17,20 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from gpu_program import needs_gpu_compiler
 from jpipe.seam import runtime
 from jpipe.terminal.notices import warn_once
 
 ROOT = Path(__file__).parents[2]
+GPU_COMPILER = """
+import os, jax
+jax.devices()  # JAX looks for plugins now, and leaves that of GPUs out
+from jpipe.costs.chips import parse_topology
+before = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+devices = parse_topology("h100:2x4").devices()
+assert os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") == before
+print(devices[0].device_kind, len(devices))
+"""
 CLUSTER = """
 import json, sys, jax
 from jpipe.seam.runtime import shared_store, wait_for
@@ -42,6 +52,14 @@ def run(code, *arguments, **environment):
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=os.environ | told, timeout=120
     )
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("skip", [{}, {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "0"}], ids=str)
+def test_the_gpu_compiler_is_there_though_jax_left_it_out(skip):
+    """JAX_PLATFORMS=cpu was needed: "topology not implemented for cuda"."""
+    found = run(GPU_COMPILER, JAX_PLATFORMS="", **skip)
+    assert found.stdout.splitlines()[-1:] == ["NVIDIA H100 80GB HBM3 8"], f"JAX {jax.__version__}: {found.stderr}"
 
 
 def test_the_shared_store(unused_tcp_port_number):
