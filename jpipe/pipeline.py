@@ -97,7 +97,7 @@ class Pipeline(Tabular):
       shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or a layer's at each "use".
-      cast: when parameters are cast to a layer's own type: once a "step" (TPUs and GPUs keep a narrow copy), or at each "use".
+      cast: when parameters are cast to a layer's own type: once a "step" (they keep a narrow copy), or at each "use".
       unroll: whether a virtual stage's layers are compiled one by one, not once for all alike, each with own arrays.
       ends: weights of the ends lie there ("own") or at rest on all stages ("spread"), or all compute both ("shared").
 

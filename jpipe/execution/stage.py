@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.indexing import Index, look_up, put_row, take_row, take_slice
+from jpipe.arrays.indexing import Index, look_up, look_up_once, put_row, take_row, take_slice
 from jpipe.arrays.loops import Carry, each, of_trip
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.memory_order import compact_order, in_order
@@ -296,7 +296,8 @@ class Stage:
             return work._replace(shared_gradients=work.shared_gradients | {v: sums})
         # A set that isn't shared has an instance for each position of its group, in order. A set of shared ends has one
         # instance, and the position of its layers is 0.
-        return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients))
+        find = look_up_once if self.step.plan.request.splits.on_gpu else look_up
+        return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients, find))
 
     # --- one layer ---
 

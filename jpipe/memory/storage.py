@@ -47,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index, look_up, look_up_once, take_slice
+from jpipe.arrays.indexing import Index, look_up, take_slice
 from jpipe.arrays.loops import Carry, each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
 from jpipe.memory.memory_order import Order
@@ -150,12 +150,22 @@ class Storage:
         name, entry, order = self._place(t, leaf, record, at)
         return arrays | {name: self.buffers[name].put(arrays[name], entry, value.transpose(order))}
 
-    def add(self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf | None]) -> Buffers:
-        """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is."""
+    def add(
+        self,
+        arrays: Buffers,
+        t: int,
+        record: Index,
+        leaves: Sequence[Leaf | None],
+        find: Callable[[Sequence[int], Index], Index] = look_up,
+    ) -> Buffers:
+        """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is.
+
+        `find` looks up where they lie: `look_up`, or `look_up_once`.
+        """
         arrays = dict(arrays)
         for leaf, value in enumerate(leaves):
             if value is not None:
-                name, entry, order = self._place(t, leaf, record, find=look_up_once)
+                name, entry, order = self._place(t, leaf, record, find=find)
                 arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
         return arrays
 

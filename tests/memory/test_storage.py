@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpipe.memory.storage
 from cases import assert_equal
 from gpu_program import compile_with_text, kernels, needs_gpu_compiler
-from jpipe.arrays.indexing import look_up
+from jpipe.arrays.indexing import look_up, look_up_once
 from jpipe.costs.chips import parse_topology
 from jpipe.forecasting.compiled_program import read
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer
@@ -165,7 +165,7 @@ def test_adding_in_a_loop_copies_nothing_on_a_gpu(counted):
     def add(buffers, first, x):
         def body(i, buffers):
             y = jnp.sin(x * i.astype(x.dtype))
-            return storage.add(buffers, 0, i, [y.T @ x, y[0, :128]])
+            return storage.add(buffers, 0, i, [y.T @ x, y[0, :128]], look_up_once)
 
         return jax.lax.fori_loop(0 if counted else first, 2 if counted else first + 2, body, buffers)
 
