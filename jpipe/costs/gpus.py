@@ -14,7 +14,7 @@ ABSENT: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU says of itself, as far as the compiler asks.
+    """The properties of a GPU that its compiler asks for, as the device says them of itself.
 
     Attributes:
       kind: what JAX calls it.

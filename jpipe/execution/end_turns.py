@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index
 from jpipe.arrays.loops import Carry, when
-from jpipe.execution.stage import BackwardWork, Job, Stage, TickCarry, Turn
+from jpipe.execution.stage import BackwardWork, Stage, TickCarry
+from jpipe.execution.sweep import Job, Turn
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS

@@ -48,7 +48,8 @@ from jpipe.arrays.indexing import Index, put_row, take_row
 from jpipe.arrays.loops import when
 from jpipe.execution import end_turns
 from jpipe.execution.shared_weights import sum_shared_gradients
-from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage, TickCarry
+from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
+from jpipe.execution.sweep import Job
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS

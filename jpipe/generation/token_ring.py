@@ -25,7 +25,8 @@ import numpy as np
 from jpipe.arrays.indexing import Index, put_slice, take_row, take_slice
 from jpipe.arrays.loops import when
 from jpipe.execution.executor import moved
-from jpipe.execution.stage import Job, Stage, Turn
+from jpipe.execution.stage import Stage
+from jpipe.execution.sweep import Job, Turn
 from jpipe.generation.decoding import Decoding
 from jpipe.memory.memory_order import in_order
 from jpipe.memory.storage import Buffers, Row

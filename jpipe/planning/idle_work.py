@@ -12,7 +12,7 @@ them has, if it takes next to no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -23,6 +23,7 @@ from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.trees import bytes_of
 from jpipe.jaxprs.flops import count_flops
 from jpipe.model.groups import LayerGroup, Model
+from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.planning.layer_ranges import LayerRanges
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
 
@@ -49,16 +50,22 @@ class IdleWork:
 
 
 def plan_idle_work(
-    model: Model, programs: Sequence[Sequence[ClosedJaxpr]], ranges: LayerRanges, num_chunks: int
+    model: Model,
+    forwards: Sequence[DeviceForward],
+    layers: Sequence[DeviceLayer],
+    ranges: LayerRanges,
+    num_chunks: int,
 ) -> IdleWork:
     """Decides what idle stages compute along.
 
     Args:
-      model: the layers.
-      programs: for each group the jaxprs that a device runs, forward and backward.
+      model, forwards, layers: of the step (`Step`).
       ranges: the layers of each virtual stage.
       num_chunks: the virtual stages of each stage.
     """
+    programs = [{forward.jaxpr} for forward in forwards]  # a set: a forward that keeps residuals is that of its layer
+    for of_group, layer in zip(programs, layers, strict=False):
+        of_group |= {layer.forward.jaxpr, layer.backward_jaxpr}
     by_pass = ranges.stop - ranges.start  # [S, passes, G]
     safe = [g for g, group in enumerate(model.groups) if _is_safe(group, programs[g])]
     trips = {g: int(by_pass[0, 0, g]) for g in safe if by_pass[0, 0, g] and len({*by_pass[..., g].flat}) == 1}
@@ -77,7 +84,7 @@ def plan_idle_work(
     return IdleWork(trips | dict.fromkeys(single, 1), frozenset(single), frozenset(safe))
 
 
-def _is_safe(group: LayerGroup, programs: Sequence[ClosedJaxpr]) -> bool:
+def _is_safe(group: LayerGroup, programs: Collection[ClosedJaxpr]) -> bool:
     """Whether a layer may be computed of any values.
 
     It may not if it calls back, or has a loop that ends on a condition, which with such values may never hold; nor if a

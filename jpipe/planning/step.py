@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -165,7 +166,7 @@ def build_step(
         """Items made for each group as traced (none if there are none), for each group of `model`."""
         return tuple(made[g] for g in model.traced_as) if made else ()
 
-    cuts, over_stages, ends = [stop - 1 for _, stop in bounds[:-1]], plan.shares_ends, Ends()
+    cuts, over_stages = [stop - 1 for _, stop in bounds[:-1]], plan.shares_ends
     if over_stages:
         functions, trained = as_they_lie(model, plan.layouts, functions, trained)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
@@ -176,23 +177,14 @@ def build_step(
     forwards = [layer.forward for layer in layers]
     if not stores_residuals:
         forwards = [trace_forward(function, over(g)) for g, function in enumerate(functions)]
-    ranges, idle_work = make_ranges(model, bounds), IdleWork()
-    if idles_work:
-        programs = [[forward.jaxpr] for forward in forwards]
-        for of_group, layer in zip(programs, layers, strict=False):
-            of_group += [layer.backward_jaxpr, *([] if stores_residuals else [layer.forward.jaxpr])]
-        idle_work = plan_idle_work(model, for_groups(programs), ranges, schedule.num_chunks)
+    ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
+    idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks) if idles_work else IdleWork()
     table = lower(schedule, keep_inputs=request.remat.keep_inputs, idle_work=bool(idle_work.trips))
-    if over_stages:
-        ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
-    virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
-    owners = [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups]
-    for g in idle_work.single:
-        owners[g] = list(range(len(bounds)))
+    sharing = partial(make_shared_ends, model, schedule, table, keep_inputs=request.remat.keep_inputs)
     kept = make_kept_storage(
         layers,
         model.traced_as,
-        owners,
+        _owners(model, bounds, idle_work),
         [schedule.placement.stage_of(s) for s in range(len(bounds))],
         table.rows,
         mesh=request.mesh,
@@ -203,16 +195,23 @@ def build_step(
         schedule=schedule,
         model=model,
         functions=for_groups(functions),
-        forwards=for_groups(forwards),
-        layers=for_groups(layers),
+        forwards=of_groups[0],
+        layers=of_groups[1],
         mergings=for_groups([make_merging(layer.function, splits) for layer in trained]),
         stores_residuals=stores_residuals,
-        gradient_sums=make_gradient_sums(model, for_groups(layers), plan.at_work["params"].storage, splits.axes),
+        gradient_sums=make_gradient_sums(model, of_groups[1], plan.at_work["params"].storage, splits.axes),
         kept=kept,
         activations=make_boundaries(model.boundaries, cuts),
         cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in model.boundaries], cuts),
         ranges=ranges,
         idle_work=idle_work,
         table=table,
-        ends=ends,
+        ends=sharing() if over_stages else Ends(),
     )
+
+
+def _owners(model: Model, bounds: Sequence[tuple[int, int]], idle_work: IdleWork) -> list[list[int]]:
+    """For each group, the virtual stage that keeps residuals of each of its layers; all, if all compute its one layer."""
+    virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
+    own = [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups]
+    return [[*range(len(bounds))] if g in idle_work.single else of_group for g, of_group in enumerate(own)]

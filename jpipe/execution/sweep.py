@@ -1,0 +1,174 @@
+"""Goes through the layers of a virtual stage, group by group: which layers, in which order, by which loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.arrays.indexing import Index, look_up, take_slice
+from jpipe.arrays.loops import Carry, each
+from jpipe.memory.storage import Row
+from jpipe.planning.step import Step
+
+Reads = TypeVar("Reads")
+T = TypeVar("T")
+
+
+class Job(NamedTuple):
+    """The subject of an action: its micro-batch and its virtual stage.
+
+    Attributes:
+      virtual_stage: whose layers it runs.
+      microbatch: its micro-batch's index.
+      rows: the rows of what it keeps for later actions, or reads, by `ROWS` of `jpipe.schedules.ticks`; empty if it
+        keeps nothing.
+      counts: False if the stage idles, and only computes along (`jpipe.planning.idle_work`). Then nothing is added to
+        sums, and what is kept is written to a free row.
+    """
+
+    virtual_stage: Index
+    microbatch: Index
+    rows: dict[str, Row]
+    counts: jax.Array | bool = True
+
+
+class Turn(NamedTuple):
+    """A layer's turn in an action.
+
+    Attributes:
+      g, position: which layer: the group, and the position in it.
+      microbatch: its micro-batch's index.
+      rows: those of its `Job`.
+      counts: that of its job; False too if the virtual stage doesn't have the layer, and only computes along.
+      kept_record: the index of the record that it keeps, among those of its group.
+    """
+
+    g: int
+    position: Index
+    microbatch: Index
+    rows: dict[str, Row]
+    counts: jax.Array | bool = True
+    kept_record: Index = 0
+
+    def chosen(self, new: T, old: T) -> T:
+        """`new` if the layer's turn counts, else `old`, of the same structure."""
+        return new if self.counts is True else jax.tree.map(lambda a, b: jnp.where(self.counts, a, b), new, old)
+
+    def or_zeros(self, array: jax.Array) -> jax.Array:
+        """`array` if the layer's turn counts, else zeros."""
+        return array if self.counts is True else jnp.where(self.counts, array, jnp.zeros_like(array))
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep(Generic[Carry, Reads]):
+    """Goes through the layers of a virtual stage: `carry = visit(turn, reads(turn, carry), carry)` for each.
+
+    With `reverse` it goes from the last layer to the first. A pass goes once through all groups, in order, and runs
+    a range of positions of each, by a loop:
+
+        layers   A A A B B A C        of the groups A, B, C
+        pass 0   A[0:3] B[0:2] C[0:0]
+        pass 1   A[3:4] B[2:2] C[0:1]
+
+    `ranges.most[g]` is the most layers of group g that a virtual stage has. Where `always_one[p, g]`, every virtual
+    stage has exactly one in pass p, which needs no loop if there is no other pass. `passes_of[s]` counts the passes
+    of virtual stage s.
+
+    An empty range is a loop of zero trips. `loops.each` ties what the loop reads to its trips by an
+    `optimization_barrier`; else a compiler could move work out of the loop, and do it even for zero trips.
+    Groups without a layer on any virtual stage that has actions of this `kind` have no loop. Those of
+    `Step.idle_work` are run by all virtual stages, as many of their layers on each.
+
+    Attributes:
+      step: the step.
+      job: the virtual stage, and the micro-batch.
+      reads: a turn, the carry -> what the layer reads.
+      visit: a turn, that, the carry -> the carry after the layer.
+      kind: the kind of the action.
+      reverse: from the last layer to the first.
+    """
+
+    step: Step
+    job: Job
+    reads: Callable[[Turn, Carry], Reads]
+    visit: Callable[[Turn, Reads, Carry], Carry]
+    kind: str
+    reverse: bool
+
+    def run(self, carry: Carry) -> Carry:
+        """The carry after all passes."""
+        virtual_stage, ranges = self.job.virtual_stage, self.step.ranges
+        num_passes = ranges.start.shape[1]
+        if num_passes > 1 and not isinstance(virtual_stage, int):
+            stop = look_up(ranges.passes_of.tolist(), virtual_stage)
+            return each(0, stop, (), lambda p, _, carry: self.run_pass(p, carry), carry, reverse=self.reverse)
+        for p in reversed(range(num_passes)) if self.reverse else range(num_passes):
+            carry = self.run_pass(p, carry)
+        return carry
+
+    def run_pass(self, p: Index, carry: Carry) -> Carry:
+        """Runs a range of the layers of each group."""
+        virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
+        if isinstance(virtual_stage, int):
+            start, stop = ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
+        else:
+            table = jnp.asarray([ranges.start, ranges.stop])
+            start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
+        among = self.step.groups_in(self.kind)
+        for g in reversed(among) if self.reverse else among:
+            with jax.named_scope(groups[g].scope(g)):
+                if g in self.step.idle_work.trips:
+                    carry = self.run_along(g, start[g], stop[g], carry)
+                else:
+                    carry = self.run_range(g, start[g], stop[g], carry)
+        return carry
+
+    def run_range(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
+        """Runs the virtual stage's own layers of a group; none if it idles."""
+        ranges, of_job = self.step.ranges, self.of_job
+        if ranges.start.shape[1] == 1 and ranges.always_one[0, g] and self.job.counts is True:
+            return self.run_layer(g, start, of_job, carry)
+        if self.job.counts is not True:
+            stop = jnp.where(self.job.counts, stop, start)
+        if ranges.most[g] > 1:  # the trip is the position, which selects what is read
+            return each(start, stop, of_job, partial(self.run_layer, g), carry, reverse=self.reverse)
+        # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
+        read = lambda position, at, carry: (at, self.reads(self.turn(g, position, at), carry))
+        body = lambda position, at_hand, carry: self.visit(self.turn(g, position, at_hand[0]), at_hand[1], carry)
+        return each(start, stop, of_job, body, carry, reads=read, reverse=self.reverse)
+
+    def run_along(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
+        """Runs as many layers of a group as every other virtual stage does, also where they don't count."""
+        along, counts = self.step.idle_work, self.job.counts
+        if g in along.single:
+            counts = counts & (jnp.asarray(stop) > start)
+        body = lambda i, at, carry: self.run_layer(g, at[0] + i, at[1:], carry, counts)
+        return each(0, along.trips[g], (start, *self.of_job), body, carry, reverse=self.reverse)
+
+    def run_layer(
+        self,
+        g: int,
+        position: Index,
+        at: tuple[Index, dict[str, Row]],
+        carry: Carry,
+        counts: jax.Array | bool = True,
+    ) -> Carry:
+        """Runs one layer."""
+        turn = self.turn(g, position, at, counts)
+        return self.visit(turn, self.reads(turn, carry), carry)
+
+    def turn(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], counts: jax.Array | bool = True) -> Turn:
+        """The turn of a layer; in a group of one layer the position is known."""
+        position = 0 if len(self.step.model.groups[g].indices) == 1 else position
+        record = self.job.virtual_stage if g in self.step.idle_work.single else position
+        return Turn(g, position, *at, counts, record)
+
+    @property
+    def of_job(self) -> tuple[Index, dict[str, Row]]:
+        """The part of the job that a turn has, and that loops tie to their trips."""
+        return self.job.microbatch, self.job.rows
