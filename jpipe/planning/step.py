@@ -211,7 +211,7 @@ def build_step(
 
 
 def _owners(model: Model, bounds: Sequence[tuple[int, int]], idle_work: IdleWork) -> list[list[int]]:
-    """For each group, the virtual stage that keeps residuals of each of its layers; all, if all compute its one layer."""
+    """For each group, the virtual stage that keeps what each of its layers keeps; all, if all compute its one layer."""
     virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
     own = [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups]
     return [[*range(len(bounds))] if g in idle_work.single else of_group for g, of_group in enumerate(own)]
