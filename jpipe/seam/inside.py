@@ -241,7 +241,7 @@ def _traced_here(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     def run(*arguments: Leaf) -> list[Leaf]:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
-        read = lambda v: np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else values[v]
+        read = lambda v: np.asarray(v.val, shapes_of([v])[0].dtype) if isinstance(v, Literal) else values[v]
         for equation in jaxpr.eqns:
             values.update(zip(equation.outvars, carry_out(equation, list(map(read, equation.invars))), strict=True))
         return list(map(read, jaxpr.outvars))
