@@ -23,13 +23,14 @@ pytestmark = needs_gpu_compiler
 WIDTH, WORDS = 64, 256
 PASS = "collective-permute-cycle-decomposer"
 PIPELINED = {"xla_gpu_enable_pipelined_p2p": True, "xla_gpu_collective_permute_decomposer_threshold": "1"}
-RECOMMENDED = {  # by docs/numbers.md
+"""Flags under which the pass splits rings."""
+RECOMMENDED = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_command_buffer": "",
     "xla_disable_hlo_passes": "collective-permute-motion",
     "xla_gpu_experimental_pipeline_parallelism_opt_level": "PIPELINE_PARALLELISM_OPT_LEVEL_ENABLE",
 }
-"""The pass splits rings under `PIPELINED`."""
+"""What JAX's documentation recommends for pipelines on GPUs."""
 
 
 def gpu_mesh(shape, names):
