@@ -20,7 +20,7 @@ ALONE = frozenset(["permute", "all_to_all"])
 
 @dataclass(frozen=True)
 class Network:
-    """The links that join the devices of a mesh.
+    """The links between the devices of a mesh, and the network between hosts.
 
     Attributes:
       chip: the kind of the devices.
