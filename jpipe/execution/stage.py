@@ -296,7 +296,8 @@ class Stage:
             return work._replace(shared_gradients=work.shared_gradients | {v: sums})
         # A set that isn't shared has an instance for each position of its group, in order. A set of shared ends has one
         # instance, and the position of its layers is 0.
-        return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients))
+        on_gpu = self.step.plan.request.splits.on_gpu
+        return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients, on_gpu=on_gpu))
 
     # --- one layer ---
 

@@ -150,13 +150,19 @@ class Storage:
         name, entry, order = self._place(t, leaf, record, at)
         return arrays | {name: self.buffers[name].put(arrays[name], entry, value.transpose(order))}
 
-    def add(self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf | None]) -> Buffers:
-        """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is."""
-        arrays = dict(arrays)
+    def add(
+        self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf | None], *, on_gpu: bool = False
+    ) -> Buffers:
+        """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is.
+
+        With `on_gpu` it says the same in the words of which a GPU's compiler makes one kernel a leaf.
+        """
+        arrays, find = dict(arrays), look_up_once if on_gpu else look_up
         for leaf, value in enumerate(leaves):
             if value is not None:
-                name, entry, order = self._place(t, leaf, record, find=look_up_once)
-                arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
+                name, entry, order = self._place(t, leaf, record, find=find)
+                add = self.buffers[name].add_to_slice if on_gpu else self.buffers[name].add
+                arrays[name] = add(arrays[name], entry, value.transpose(order))
         return arrays
 
     def on_host(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
