@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.indexing import Index, look_up, look_up_once, put_row, take_row
+from jpipe.arrays.indexing import Index, look_up, put_row, take_row
 from jpipe.arrays.loops import Carry, of_trip
 from jpipe.execution.sweep import Job, Reads, Sweep, Turn
 from jpipe.memory.boundaries import Boundaries
@@ -248,8 +248,8 @@ class Stage:
             return work._replace(shared_gradients=work.shared_gradients | {v: sums})
         # A set that isn't shared has an instance for each position of its group, in order. A set of shared ends has one
         # instance, and the position of its layers is 0.
-        find = look_up_once if self.step.plan.request.splits.on_gpu else look_up
-        return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients, find))
+        on_gpu = self.step.plan.request.splits.on_gpu
+        return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients, on_gpu=on_gpu))
 
     # --- one layer ---
 

@@ -118,11 +118,16 @@ class StackedBuffer:
 
     def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that at an entry (in place, in a loop)."""
-        added = in_order(leaf.astype(array.dtype), self.type.order)[None]
         if array.shape[0] == 1:  # one leaf: add in the array's own shape, without slicing
-            return array + added
-        # The sum has the slice's own shape, so that a GPU's compiler makes one kernel of reading, adding and writing.
-        array = in_order(array, self._order)
+            return array + leaf.astype(array.dtype)[None]
+        return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
+
+    def add_to_slice(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
+        """As `add`, in the shape of the slice: so a GPU's compiler makes one kernel of reading, adding and writing.
+
+        A TPU's compiler may copy the whole array into its vector memory for that.
+        """
+        added, array = in_order(leaf.astype(array.dtype), self.type.order)[None], in_order(array, self._order)
         return in_order(put_slice(array, take_slice(array, (entry,), added.shape) + added, (entry,)), self._order)
 
     @property
@@ -165,6 +170,10 @@ class FlatBuffer:
 
     def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that which begins at an entry (in place, in a loop)."""
+        return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
+
+    def add_to_slice(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
+        """As `add`, in the shape of the slice."""
         added = leaf.reshape(-1).astype(array.dtype)
         return put_slice(array, take_slice(array, (entry,), added.shape) + added, (entry,))
 

@@ -47,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index, look_up, take_slice
+from jpipe.arrays.indexing import Index, look_up, look_up_once, take_slice
 from jpipe.arrays.loops import Carry, each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
 from jpipe.memory.memory_order import Order
@@ -151,22 +151,18 @@ class Storage:
         return arrays | {name: self.buffers[name].put(arrays[name], entry, value.transpose(order))}
 
     def add(
-        self,
-        arrays: Buffers,
-        t: int,
-        record: Index,
-        leaves: Sequence[Leaf | None],
-        find: Callable[[Sequence[int], Index], Index] = look_up,
+        self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf | None], *, on_gpu: bool = False
     ) -> Buffers:
         """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is.
 
-        `find` looks up where they lie: `look_up`, or `look_up_once`.
+        With `on_gpu` it says the same in the words of which a GPU's compiler makes one kernel a leaf.
         """
-        arrays = dict(arrays)
+        arrays, find = dict(arrays), look_up_once if on_gpu else look_up
         for leaf, value in enumerate(leaves):
             if value is not None:
                 name, entry, order = self._place(t, leaf, record, find=find)
-                arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
+                add = self.buffers[name].add_to_slice if on_gpu else self.buffers[name].add
+                arrays[name] = add(arrays[name], entry, value.transpose(order))
         return arrays
 
     def on_host(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Storage: what is written for a layer is read for that layer, and lies where it should."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpipe.memory.storage
 from cases import assert_equal
 from gpu_program import compile_with_text, kernels, needs_gpu_compiler
-from jpipe.arrays.indexing import look_up, look_up_once
+from jpipe.arrays.indexing import look_up
 from jpipe.costs.chips import parse_topology
 from jpipe.forecasting.compiled_program import read
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer
@@ -144,13 +146,13 @@ def test_a_leaf_split_over_another_axis_keeps_its_shape():
     assert storage.buffers["float32_3x2_none_model"].spec == jax.sharding.PartitionSpec(None, *spec)
 
 
-def test_adding():
-    storage = made()
-    buffers = fill(storage, 0)
-    one, other = storage.read(storage.add(buffers, 1, 0, [jnp.full((4, 2), 0.5), None]), 1, 0)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_adding(storage, on_gpu):
+    buffers, add = fill(storage, 0), partial(storage.add, on_gpu=on_gpu)
+    one, other = storage.read(add(buffers, 1, 0, [jnp.full((4, 2), 0.5), None]), 1, 0)
     assert_equal(one, value(1, 0, 0) + 0.5)
     assert_equal(other, value(1, 0, 1), "nothing is added to it")
-    again = storage.add(buffers, 0, 1, [jnp.ones((2, 3)), jnp.ones(3)])
+    again = add(buffers, 0, 1, [jnp.ones((2, 3)), jnp.ones(3)])
     assert_equal(storage.read(again, 0, 1), [value(0, 1, i) + 1 for i in range(2)])
     assert_equal(storage.read(again, 0, 2), [value(0, 2, i) for i in range(2)], "the others stay")
 
@@ -165,7 +167,7 @@ def test_adding_in_a_loop_copies_nothing_on_a_gpu(counted):
     def add(buffers, first, x):
         def body(i, buffers):
             y = jnp.sin(x * i.astype(x.dtype))
-            return storage.add(buffers, 0, i, [y.T @ x, y[0, :128]], look_up_once)
+            return storage.add(buffers, 0, i, [y.T @ x, y[0, :128]], on_gpu=True)
 
         return jax.lax.fori_loop(0 if counted else first, 2 if counted else first + 2, body, buffers)
 
