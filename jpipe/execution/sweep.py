@@ -147,8 +147,13 @@ class Sweep(Generic[Carry, Reads]):
         along, counts = self.step.idle_work, self.job.counts
         if g in along.single:
             counts = counts & (jnp.asarray(stop) > start)
-        body = lambda i, at, carry: self.run_layer(g, at[0] + i, at[1:], carry, counts)
-        return each(0, along.trips[g], (start, *self.of_job), body, carry, reverse=self.reverse)
+        count = along.trips[g]
+        place = lambda i: start + (count - 1 - i if self.reverse else i)
+        if count == 1:
+            return self.run_layer(g, start, self.of_job, carry, counts)
+        # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
+        # loops whose trips it can compute (with K=1 and M=1).
+        return jax.lax.fori_loop(0, count, lambda i, c: self.run_layer(g, place(i), self.of_job, c, counts), carry)
 
     def run_layer(
         self,

@@ -17,6 +17,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jpipe
 from gpu_program import needs_gpu_compiler
 from jpipe.costs.chips import parse_topology
+from jpipe.forecasting.compiled_program import read
+from jpipe.schedules.ticks import lower
 
 pytestmark = needs_gpu_compiler
 
@@ -49,6 +51,65 @@ def lowered_step(layers, loss_fn, mesh, batch, **options):
     )
     state = pipe.abstract_state(batch, optax.sgd(1e-3))
     return jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch)
+
+
+def blocks_step(schedule, *, stages=4, microbatches=8, chunks=1, **options):
+    """A step of equal blocks, two on each virtual stage, and the pipeline."""
+    layers = [nn.Dense(WIDTH, dtype=jnp.bfloat16) for _ in range(2 * stages * chunks + 2)]
+    counts = [2 + (i == 0) + (i == stages * chunks - 1) for i in range(stages * chunks)]
+    pipe = jpipe.Pipeline(
+        layers,
+        lambda y, batch: jnp.mean((y.astype(jnp.float32) - batch["targets"]) ** 2),
+        num_stages=stages,
+        num_microbatches=microbatches,
+        num_chunks=chunks,
+        balance=counts,
+        schedule=schedule,
+        mesh=gpu_mesh((stages,), ("stage",)),
+        **options,
+    )
+    batch = {name: jax.ShapeDtypeStruct((256 * microbatches, WIDTH), jnp.float32) for name in ("inputs", "targets")}
+    state = pipe.abstract_state(batch, optax.sgd(1e-3))
+    return pipe, jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "remat"),
+    [
+        ("1f1b", 1, "layer"),
+        ("zero_bubble", 1, "none"),
+        pytest.param("interleaved", 2, "layer", marks=pytest.mark.slow),
+        pytest.param("v", 2, "none", marks=pytest.mark.slow),
+        pytest.param("1f1b", 1, "full", marks=pytest.mark.slow),
+    ],
+)
+def test_no_loop_of_a_steady_tick_stops_the_host(schedule, chunks, remat):
+    """In a tick stood two loops over slots and three over layers each, of whose trips the compiler knew nothing."""
+    pipe, step = blocks_step(schedule, chunks=chunks, remat=remat, microbatches=16 if schedule == "zero_bubble" else 8)
+    program = read(compiled(step).as_text())
+    runs = lower(pipe.schedule, keep_inputs=remat == "full", idle_work=True).runs
+    steady = max(run.stop - run.start for run in runs if all(run.together))
+    (loop,) = [loop for loop in program.find("ticks") if loop.trips == steady]
+    ends = {"Dense.0", f"Dense.{len(pipe.planner.plan.traced.groups) - 1}"}  # as large as blocks here: loops of 0 or 1
+    inner = [one for one in loop.walk() if one is not loop]
+    assert {one.name for one in inner if not one.counted} <= ends
+    assert any(one.counted for one in inner)
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(1, 1, 1), (1, 4, 2)])
+def test_one_stage(stages, microbatches, chunks):
+    """XLA couldn't compute the trips of loops in which something was tied to the trip."""
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    _, step = blocks_step(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+    compiled(step)
+
+
+def test_weights_are_cast_ahead_of_the_ticks():
+    _, step = blocks_step("1f1b")
+    program = read(compiled(step).as_text())
+    in_loops = [operation for loop in program.find("ticks") for one in loop.walk() for operation in one.operations]
+    casts = [one.type for one in in_loops if one.opcode in ("convert", "fusion") and "convert" in one.name]
+    assert in_loops and not [cast for cast in casts if f"bf16[{WIDTH},{WIDTH}]" in cast]
 
 
 @pytest.mark.parametrize("axis", ["data", "model"])
