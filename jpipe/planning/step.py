@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 import jax
@@ -174,13 +173,11 @@ def build_step(
     over = lambda g: replace(splits, over_stages=over_stages and g in (0, traced.last))
     layers = [on_device(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
     check_layers(trained, layers, shared=over_stages)
-    forwards = [layer.forward for layer in layers]
-    if not stores_residuals:
-        forwards = [trace_forward(function, over(g)) for g, function in enumerate(functions)]
+    alone = lambda: [trace_forward(function, over(g)) for g, function in enumerate(functions)]
+    forwards = [layer.forward for layer in layers] if stores_residuals else alone()
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks) if idles_work else IdleWork()
     table = lower(schedule, keep_inputs=request.remat.keep_inputs, idle_work=bool(idle_work.trips))
-    sharing = partial(make_shared_ends, model, schedule, table, keep_inputs=request.remat.keep_inputs)
     kept = make_kept_storage(
         layers,
         model.traced_as,
@@ -206,7 +203,7 @@ def build_step(
         ranges=ranges,
         idle_work=idle_work,
         table=table,
-        ends=sharing() if over_stages else Ends(),
+        ends=make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs) if over_stages else Ends(),
     )
 
 
