@@ -111,7 +111,7 @@ class Forecast(Tabular):
 
     @property
     def seconds_by(self) -> str | None:
-        """Where the seconds come from: "cycles" of the compiler, or a "roofline" of the traced layers (GPUs)."""
+        """The source of the seconds, "cycles" of the compiler or a "roofline" of the traced layers (GPUs); or None."""
         if not self.cost.seconds:
             return None
         return "roofline" if self.cycles is None else "cycles"
