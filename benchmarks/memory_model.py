@@ -196,6 +196,7 @@ POINTS = [
         K=8 M=16 layers=16
         tensor=2 remat=none K=2 layers=4
         seq=1024 micro=2 remat=stage schedule=gpipe
+        ends=shared vocab=32768
         """,
         where="h100:8",
     ),

@@ -27,18 +27,19 @@ _READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 @dataclass(frozen=True)
 class Compiler:
-    """Says which values a compiler makes arrays of, and where these lie; by default as a GPU's does.
+    """Says which values a compiler makes arrays of, and where these lie; by default as a CPU's does.
 
     Attributes:
       into_products: whether it fuses elementwise operations into all products that read them, reads slices as they
         lie, and adds a product that nothing else reads to the sum that it is for.
       near: bytes of arrays that it holds on the chip, so that they take no memory.
-      copies_waiting: whether it copies, once a tick, activations that wait at a boundary.
+      in_place: whether elementwise results take the place of what they read last, products read operands as they lie,
+        and activations that wait at a boundary stay where they are.
     """
 
     into_products: bool = False
     near: int = 0
-    copies_waiting: bool = False
+    in_place: bool = False
 
     @property
     def reads_fused(self) -> frozenset[str]:
@@ -107,7 +108,7 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
     for v in slices:
         held.begin([v], sum(equations[i].primitive.name not in compiler.reads_fused for i in readers[v]))
     for i, equation in enumerate(equations):
-        if equation.primitive.name in ELEMENTWISE and compiler.into_products:  # in the place of what it reads
+        if equation.primitive.name in ELEMENTWISE and compiler.in_place:
             held.end(last, i)
         held.begin(v for v in equation.outvars if v in made_of[v])
         most = max(most, held.bytes + _inside(equation, compiler))
@@ -146,7 +147,7 @@ def _inside(equation: JaxprEqn, compiler: Compiler) -> int:
         bodies = jaxprs_in_params(equation.params)
         closed = [body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()) for body in bodies]
         return max((working_bytes(body, (), compiler) for body in closed), default=0)
-    if compiler.into_products:  # it lays out what products read as they like it
+    if compiler.in_place:
         return 0
     contracted, batch = equation.params["dimension_numbers"]
     return sum(map(_turned, equation.invars, contracted, batch, (True, False)))

@@ -83,7 +83,7 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
         on_stage = jax.eval_shape(boundaries.empty)
         crosses = bytes_of(jax.eval_shape(boundaries.crossing, on_stage))
         rows = step.table.rows_written(name)
-        copied = rows if rows > 1 and name == "activation" and compiler.copies_waiting else 0
+        copied = rows if rows > 1 and name == "activation" and not compiler.in_place else 0
         total += bytes_of(on_stage) + crosses * (rows + (rows > 0) + copied)
     if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
         first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
@@ -119,10 +119,10 @@ def compiler_for(chip: Chip | None) -> Compiler:
     Half of a TPU's vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
     """
     if chip is not None and chip.gpu is not None:
-        return Compiler()
+        return Compiler(in_place=True)
     if chip is not None and chip.vector_memory:
-        return Compiler(into_products=True, near=chip.vector_memory // 2)
-    return Compiler(copies_waiting=True)
+        return Compiler(into_products=True, near=chip.vector_memory // 2, in_place=True)
+    return Compiler()
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
@@ -142,4 +142,5 @@ def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
     places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
     weights = [i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1]
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
-    return max(working_bytes(layer.forward.jaxpr, weights), working_bytes(backward, [*weights, *residuals]))
+    copied = (layer.forward.jaxpr, weights), (backward, [*weights, *residuals])
+    return max(working_bytes(jaxpr, slices, compiler) for jaxpr, slices in copied)
