@@ -4,6 +4,7 @@ Import this before any backend starts: `on_cpu` decides what a CPU looks like.
 """
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -320,6 +321,21 @@ def check_losses(losses: dict[str, float], tolerance: float = 2e-3) -> None:
     values = list(losses.values())
     if not np.allclose(values, values[0], rtol=tolerance):
         raise SystemExit(f"the variants don't compute the same: their first losses are {losses}")
+
+
+# --- settings ---
+
+
+def chosen_settings(parser: argparse.ArgumentParser, kind: type, table: Sequence[Any]) -> tuple[list[Any], Any]:
+    """(the settings that the command line asks for, its options): all combinations of what is given, else `table`."""
+    parser.epilog = "All combinations of what is given are compiled; if nothing is, the table of docs/numbers.md."
+    for field in fields(kind):
+        parser.add_argument(f"--{field.name}", nargs="+", type=type(field.default), help=f"(default {field.default})")
+    options = parser.parse_args()
+    names = [field.name for field in fields(kind)]
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    combinations = itertools.product(*chosen.values())
+    return [kind(**dict(zip(chosen, values, strict=True))) for values in combinations] if chosen else [*table], options
 
 
 # --- memory and tables ---

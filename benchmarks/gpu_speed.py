@@ -16,14 +16,25 @@ import argparse
 import itertools
 import re
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from common import Size, batch_shapes, console, lowered_step, make_layers, mib, on_cpu, show, transformer_pipeline
+from common import (
+    Size,
+    batch_shapes,
+    chosen_settings,
+    console,
+    lowered_step,
+    make_layers,
+    mib,
+    on_cpu,
+    show,
+    transformer_pipeline,
+)
 from jax.sharding import Mesh
 from tpu_speed import lower_plain
 
@@ -294,16 +305,9 @@ def _measure(setting: Setting) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.epilog = "All combinations of what is given are compiled; if nothing is, the table of docs/numbers.md."
     parser.add_argument("--table", action="store_true", help="print the rows as docs/numbers.md has them")
-    for field in fields(Setting):
-        parser.add_argument(f"--{field.name}", nargs="+", type=type(field.default), help=f"(default {field.default})")
-    options = parser.parse_args()
+    settings, options = chosen_settings(parser, Setting, TABLE)
     on_cpu()
-    names = [field.name for field in fields(Setting)]
-    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    combinations = itertools.product(*chosen.values())
-    settings = [Setting(**dict(zip(chosen, values, strict=True))) for values in combinations] if chosen else TABLE
     rows = []
     for setting in settings:
         rows.append(measure(setting))

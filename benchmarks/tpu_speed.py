@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ import optax
 from common import (
     Size,
     batch_shapes,
+    chosen_settings,
     console,
     lowered_step,
     make_layers,
@@ -329,15 +330,8 @@ def _measure(setting: Setting) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.epilog = "All combinations of what is given are compiled; if nothing is, the table of docs/numbers.md."
-    for field in fields(Setting):
-        parser.add_argument(f"--{field.name}", nargs="+", type=type(field.default), help=f"(default {field.default})")
-    options = parser.parse_args()
+    settings, _ = chosen_settings(parser, Setting, TABLE)
     on_cpu()
-    names = [field.name for field in fields(Setting)]
-    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    combinations = itertools.product(*chosen.values())
-    settings = [Setting(**dict(zip(chosen, values, strict=True))) for values in combinations] if chosen else TABLE
     rows = []
     for setting in settings:
         rows.append(measure(setting))

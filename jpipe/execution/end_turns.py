@@ -25,7 +25,7 @@ from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index
 from jpipe.arrays.loops import Carry, when
 from jpipe.execution.stage import BackwardWork, Stage, TickCarry
-from jpipe.execution.sweep import Job, Turn
+from jpipe.execution.sweep import Counts, Job, Turn
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
@@ -59,7 +59,7 @@ def turns_of(step: Step, run: Run) -> list[Turns]:
 
 def before_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
     """Runs the first layer on all stages, if it has a turn before this slot in any tick of the run."""
-    enter = lambda m, _, counts, entered: _enter(stage, m)
+    enter = lambda m, _, counts, entered: _enter(stage, m)  # what doesn't count is overwritten before it is read
     return carry._replace(entered=_take(stage, run, turns, slot, "enter", None, enter, carry.entered))
 
 
@@ -67,7 +67,7 @@ def after_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: Tic
     """Runs the last layer, then the first one's backward on all stages, if they have turns after this slot."""
     before_last = stage.step.model.num_layers - 2
     taken_by_last = lambda carry: stage.step.activations.read(carry.forward.activation, before_last, 0)
-    leave = lambda m, x, counts, carry: _leave(stage, m, x, counts, carry)
+    leave = lambda m, x, _, carry: _leave(stage, m, x, carry)  # never taken where it doesn't count (`MOST`)
     carry = _take(stage, run, turns, slot, "leave", taken_by_last, leave, carry)
     given_to_first = lambda carry: stage.step.cotangents.read(carry.backward.cotangent, 0, 0)
     back = lambda m, x, counts, carry: carry._replace(backward=_back(stage, m, x, counts, carry.backward))
@@ -81,7 +81,7 @@ def _take(
     slot: int,
     name: str,
     reads: Callable[[Carry], list[Leaf]] | None,
-    body: Callable[[Index, list[Leaf], jax.Array | bool, Carry], Carry],
+    body: Callable[[Index, list[Leaf], Counts, Carry], Carry],
     carry: Carry,
 ) -> Carry:
     """The carry after `body(micro-batch, reads(carry), counts, carry)`, if a turn of this name is taken in this tick.
@@ -104,15 +104,8 @@ def _take(
             counts = True if taken.all() else m >= 0
             m = jnp.maximum(m, 0)
             return body(m, leaves(carry), counts, carry)
-        if reads is None:
-            return when(m >= 0, m, lambda m, carry: body(m, [], True, carry), carry)
-        return when(
-            m >= 0,
-            m,
-            lambda at_hand, carry: body(at_hand[0], at_hand[1], True, carry),
-            carry,
-            reads=lambda m, carry: (m, leaves(carry)),
-        )
+        counted = lambda at_hand, carry: body(at_hand[0], at_hand[1], True, carry)
+        return when(m >= 0, (m, []), counted, carry, reads=reads and (lambda at, carry: (at[0], leaves(carry))))
 
 
 def _enter(stage: Stage, microbatch: Index) -> list[Leaf]:
@@ -121,10 +114,10 @@ def _enter(stage: Stage, microbatch: Index) -> list[Leaf]:
     return stage.step.forwards[0](stage.arguments(turn, stage.batch_of(turn)), [])[0].outputs
 
 
-def _leave(stage: Stage, microbatch: Index, x: list[Leaf], counts: jax.Array | bool, carry: TickCarry) -> TickCarry:
+def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> TickCarry:
     """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`."""
     step, last = stage.step, stage.step.model.last
-    turn = Turn(last, 0, microbatch, {}, counts)
+    turn = Turn(last, 0, microbatch, {})
     arguments, mine = stage.arguments(turn, stage.batch_of(turn)), stage.device == step.ends.last
     x = _from_stage(mine, x)
     backward, cotangents = carry.backward, []
@@ -141,7 +134,7 @@ def _leave(stage: Stage, microbatch: Index, x: list[Leaf], counts: jax.Array | b
 
 
 def _back(
-    stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: jax.Array | bool, backward: BackwardWork
+    stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: Counts, backward: BackwardWork
 ) -> BackwardWork:
     """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
     step, turn = stage.step, Turn(0, 0, microbatch, {}, counts)

@@ -49,7 +49,7 @@ from jpipe.arrays.loops import when
 from jpipe.execution import end_turns
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
-from jpipe.execution.sweep import Job
+from jpipe.execution.sweep import Counts, Job
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
@@ -75,7 +75,6 @@ class Now(NamedTuple):
       residual, kept, stash: the rows of what the action keeps for later ones, or reads (`jpipe.planning.kept`); -1 for
         none.
       activation_in, cotangent_in: for each route, the row into which what arrives in this slot is written; -1 for none.
-      counts: no column; False if the stage idles, and only computes along.
     """
 
     kind: Index
@@ -89,11 +88,6 @@ class Now(NamedTuple):
     stash: Index
     activation_in: tuple[Index, ...]
     cotangent_in: tuple[Index, ...]
-    counts: jax.Array | bool = True
-
-
-COLUMNS = Now._fields[:-1]
-"""The fields of `Now` that are columns of the table."""
 
 
 # --- the two programs -------------------------------------------------------------------------------------------------
@@ -189,12 +183,11 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
     step, only = stage.step, stage.only
     slots = step.table.slots
-    columns = [Now(*(getattr(slot, name) for name in COLUMNS)) for slot in slots]
-    columns = [now._replace(counts=()) for now in columns]  # no leaf
+    columns = [Now(*(getattr(slot, name) for name in Now._fields)) for slot in slots]
     structure = jax.tree.structure(columns[0])
     table, runs = jnp.asarray(list(map(jax.tree.leaves, columns))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
-        table = table[:, :, : only.shape[1]].at[:, COLUMNS.index("kind")].multiply(only)
+        table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
         runs = (Run(0, only.shape[1], ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
     for run in runs:
@@ -236,10 +229,9 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
             with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
                 if run.together[i] == kind:
                     counts = True if of_run.all() else now.kind == code
-                    carry = ACTIONS[kind](stage, now._replace(counts=counts), carry)
+                    carry = ACTIONS[kind](stage, counts, now, carry)
                 elif of_run.any() or stage.only is not None:
-                    body = lambda now, carry, kind=kind: ACTIONS[kind](stage, now._replace(counts=True), carry)
-                    carry = when(now.kind == code, now, body, carry)
+                    carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
         carry = end_turns.after_slot(stage, run, turns, i, carry)
         # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
         #    in `beside` too: the kinds that send along a flow also receive along it, so nothing of that flow crosses
@@ -322,28 +314,28 @@ def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], 
 # --- actions ----------------------------------------------------------------------------------------------------------
 
 
-def _forward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+def _forward(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
     """F: runs the layers forward, and keeps residuals unless a backward is to recompute them."""
     step = stage.step
-    job = _job(stage, now, keeps=step.stores_residuals)
+    job = _job(stage, counts, now, keeps=step.stores_residuals)
     activation = _activation(stage, job, now, carry)
     return carry._replace(forward=stage.forward(job, carry.forward._replace(activation=activation)))
 
 
-def _recompute(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+def _recompute(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
     """R: runs the layers forward again for their residuals alone; the state and the results have been counted by F."""
-    job = _job(stage, now)
+    job = _job(stage, counts, now)
     work = ForwardWork(_activation(stage, job, now, carry), carry.forward.kept, {}, [])
     return carry._replace(forward=carry.forward._replace(kept=stage.forward(job, work).kept))
 
 
-def _backward(stage: Stage, now: Now, carry: TickCarry, *, whole: bool = True) -> TickCarry:
+def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole: bool = True) -> TickCarry:
     """B, or I if it isn't `whole`: runs the layers backwards, from the cotangent that has arrived or the loss."""
-    step, job = stage.step, _job(stage, now)
+    step, job = stage.step, _job(stage, counts, now)
     if not step.stores_residuals:
         # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
         recomputes = "R" not in step.schedule.kinds or now.anew > 0
-        carry = when(recomputes, now, partial(_recompute, stage), carry)
+        carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
     cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
     cotangent = end_turns.last_cotangents(stage, job, cotangent, carry)
     backward, kept = stage.backward(job, carry.backward._replace(cotangent=cotangent), carry.forward.kept, whole=whole)
@@ -351,16 +343,16 @@ def _backward(stage: Stage, now: Now, carry: TickCarry, *, whole: bool = True) -
     return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
 
 
-def _backward_weights(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+def _backward_weights(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
     """W: adds up the gradients that I has left."""
-    return carry._replace(backward=stage.weight_gradients(_job(stage, now), carry.backward, carry.forward.kept))
+    return carry._replace(backward=stage.weight_gradients(_job(stage, counts, now), carry.backward, carry.forward.kept))
 
 
 ACTIONS = {"F": _forward, "R": _recompute, "B": _backward, "I": partial(_backward, whole=False), "W": _backward_weights}
-"""The function that carries out each kind of action."""
+"""The function that carries out each kind of action; `counts` is False where the stage idles, and works along."""
 
 
-def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
+def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
     """The action in this slot; its virtual stage is a Python integer if there is only one.
 
     A row of -1 is never used: its action neither reads nor writes such values. Only a stage that idles and works along
@@ -368,9 +360,9 @@ def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
     """
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
-    row = lambda name: getattr(now, name) if now.counts is True else jnp.maximum(getattr(now, name), 0)
+    row = lambda name: getattr(now, name) if counts is True else jnp.maximum(getattr(now, name), 0)
     rows = {name: Row(row(name), stage.device) for name in stage.step.kept.storages} if keeps else {}
-    return Job(virtual_stage, now.microbatch, rows, now.counts)
+    return Job(virtual_stage, now.microbatch, rows, counts)
 
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:

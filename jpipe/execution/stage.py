@@ -147,9 +147,9 @@ class Stage:
                 activation = self._passed_on(step.activations, turn, boundary, results.outputs, work.activation)
                 work = work._replace(activation=activation)
             if turn.rows:
-                work = work._replace(
-                    kept=step.kept.write_residuals(work.kept, turn.g, turn.kept_record, new, turn.rows)
-                )
+                if turn.g in step.idle_work.single:  # other stages have something else in its place
+                    new = turn.chosen(new, step.kept.read_residuals(work.kept, turn.g, turn.position, turn.rows))
+                work = work._replace(kept=step.kept.write_residuals(work.kept, turn.g, turn.position, new, turn.rows))
             return work
 
         return self.sweep(job, reads, visit, work)
@@ -174,7 +174,7 @@ class Stage:
                 cotangents = self.of_loss(turn.g)
             else:
                 cotangents = step.cotangents.read(state[0].cotangent, step.model.groups[turn.g].indices[0], 0)
-            return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.kept_record, turn.rows), cotangents
+            return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.position, turn.rows), cotangents
 
         def visit(
             turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Buffers]
@@ -186,7 +186,10 @@ class Stage:
                 gradients, new, cotangents = layer.backward(arguments, residuals, cotangents)
             else:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
-                stash = step.kept.storages["stash"].write(stash, turn.g, turn.kept_record, leaves, turn.rows["stash"])
+                storage, place = step.kept.storages["stash"], (turn.g, turn.position)
+                if turn.g in step.idle_work.single:
+                    leaves = turn.chosen(leaves, storage.read(stash, *place, turn.rows["stash"]))
+                stash = storage.write(stash, *place, leaves, turn.rows["stash"])
             work = self.add_gradients(turn, work, gradients)
             if new:
                 names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
@@ -213,7 +216,7 @@ class Stage:
         def reads(turn: Turn, _: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, the stash)."""
             storages = step.kept.storages
-            read = lambda name: storages[name].read(kept[name], turn.g, turn.kept_record, turn.rows[name])
+            read = lambda name: storages[name].read(kept[name], turn.g, turn.position, turn.rows[name])
             return self.batch_of(turn), read("kept"), read("stash")
 
         def visit(turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:

@@ -17,6 +17,8 @@ from jpipe.planning.step import Step
 
 Reads = TypeVar("Reads")
 T = TypeVar("T")
+Counts = jax.Array | bool
+"""True, or a traced bool: whether what a stage computes counts. It doesn't where the stage only computes along."""
 
 
 class Job(NamedTuple):
@@ -34,7 +36,7 @@ class Job(NamedTuple):
     virtual_stage: Index
     microbatch: Index
     rows: dict[str, Row]
-    counts: jax.Array | bool = True
+    counts: Counts = True
 
 
 class Turn(NamedTuple):
@@ -45,15 +47,13 @@ class Turn(NamedTuple):
       microbatch: its micro-batch's index.
       rows: those of its `Job`.
       counts: that of its job; False too if the virtual stage doesn't have the layer, and only computes along.
-      kept_record: the index of the record that it keeps, among those of its group.
     """
 
     g: int
     position: Index
     microbatch: Index
     rows: dict[str, Row]
-    counts: jax.Array | bool = True
-    kept_record: Index = 0
+    counts: Counts = True
 
     def chosen(self, new: T, old: T) -> T:
         """`new` if the layer's turn counts, else `old`, of the same structure."""
@@ -161,17 +161,16 @@ class Sweep(Generic[Carry, Reads]):
         position: Index,
         at: tuple[Index, dict[str, Row]],
         carry: Carry,
-        counts: jax.Array | bool = True,
+        counts: Counts = True,
     ) -> Carry:
         """Runs one layer."""
         turn = self.turn(g, position, at, counts)
         return self.visit(turn, self.reads(turn, carry), carry)
 
-    def turn(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], counts: jax.Array | bool = True) -> Turn:
+    def turn(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], counts: Counts = True) -> Turn:
         """The turn of a layer; in a group of one layer the position is known."""
         position = 0 if len(self.step.model.groups[g].indices) == 1 else position
-        record = self.job.virtual_stage if g in self.step.idle_work.single else position
-        return Turn(g, position, *at, counts, record)
+        return Turn(g, position, *at, counts)
 
     @property
     def of_job(self) -> tuple[Index, dict[str, Row]]:

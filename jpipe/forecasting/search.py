@@ -270,11 +270,9 @@ class Search:
         balance = self.options.get("balance")
         pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
         held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
-        time = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx)
+        cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held)
         counts = list(pipe.partition.counts)
-        return Choice(
-            setting, {**setting.options, "balance": counts}, replace(time, bytes=held), held.total <= self.room
-        )
+        return Choice(setting, {**setting.options, "balance": counts}, cost, held.total <= self.room)
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""

@@ -1,4 +1,4 @@
-"""Finds the parameters of which layers need a narrow copy alone: they cast them, and use them in no other way.
+"""Finds the parameters that layers only cast to a narrower type, so that a narrow copy is enough.
 
 With `cast="step"` such a copy is made once a step. A TPU's compiler does so by itself, as it moves casts out of loops.
 That for GPUs leaves a cast in the loop over layers, which takes up to half as long as the layer's products. So there

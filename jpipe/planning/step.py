@@ -156,8 +156,7 @@ def build_step(
       UserWarning: as `check_layers`.
     """
     request, bounds = plan.request, plan.partition.bounds
-    # `model` is `traced`, or with `unroll` its groups taken apart: a virtual stage has at most one layer of each then.
-    # `model.traced_as` says from which group each came.
+    # With `unroll` groups are taken apart: a virtual stage has at most one layer of each; `traced_as` says of which.
     model, splits = plan.arranged(traced), request.splits
     stores_residuals = schedule.trains and not request.remat.keep_inputs
 
@@ -178,10 +177,11 @@ def build_step(
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks) if idles_work else IdleWork()
     table = lower(schedule, keep_inputs=request.remat.keep_inputs, idle_work=bool(idle_work.trips))
+    virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
     kept = make_kept_storage(
         layers,
         model.traced_as,
-        _owners(model, bounds, idle_work),
+        [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups],
         [schedule.placement.stage_of(s) for s in range(len(bounds))],
         table.rows,
         mesh=request.mesh,
@@ -205,10 +205,3 @@ def build_step(
         table=table,
         ends=make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs) if over_stages else Ends(),
     )
-
-
-def _owners(model: Model, bounds: Sequence[tuple[int, int]], idle_work: IdleWork) -> list[list[int]]:
-    """For each group, the virtual stage that keeps what each of its layers keeps; all, if all compute its one layer."""
-    virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
-    own = [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups]
-    return [[*range(len(bounds))] if g in idle_work.single else of_group for g, of_group in enumerate(own)]

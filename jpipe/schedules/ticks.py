@@ -56,6 +56,9 @@ class SlotTable:
         virtual stages are placed as a "v": there a stage receives from both sides. Where values arrive in this slot by
         both routes, each column is -1 wherever nothing arrives by its own route.
       cotangent_in: the same for the cotangent buffer.
+
+    In a table for stages that work along (`lower`), a stage that idles has free rows for what it writes, not -1, and
+    values that arrive by two routes are both written.
     """
 
     kinds: str
