@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import cluster
 
 EXAMPLES = Path(cluster.__file__).parent
+SAID_BY_IMPORTS = ("before absl::InitializeLog()", "Could not find cuda drivers")
+"""What JAX's plugin for GPUs, which the test extra brings for its compiler, says at `import jax` without a driver."""
 
 
 @pytest.fixture
@@ -42,4 +44,5 @@ def test_nothing_is_said_of_a_tpu_that_is_not_there():
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    assert (found.stdout, found.stderr) == ("[CpuDevice(id=0), CpuDevice(id=1)]\n", "")
+    said = [line for line in found.stderr.splitlines() if not any(words in line for words in SAID_BY_IMPORTS)]
+    assert (found.stdout, said) == ("[CpuDevice(id=0), CpuDevice(id=1)]\n", [])
