@@ -88,16 +88,15 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
       key: the random key of the step, if it has one.
     """
     request = plan.request
-    schedule, mesh, options = request.schedule, request.mesh, request.options
+    schedule, mesh, options, splits = request.schedule, request.mesh, request.options, request.splits
+    settings = splits.shard_over, splits.gather, options.cast, options.unroll, options.ends, options.offload
     words = {
         **{name: str(size) for name, size in schedule.sizes.items()},
         "schedule": f"{schedule.name} ({_digest(f'{schedule.actions}{schedule.slots}'.encode())})",
         "remat": _name(request.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
         "batch_axes": str(request.splits.batch_axes),
-        "shard_over, gather, cast, unroll, ends": str(
-            (request.splits.shard_over, request.splits.gather, options.cast, options.unroll, options.ends)
-        ),
+        "shard_over, gather, cast, unroll, ends, offload": str(settings),
         "merge": str(dict(sorted(request.merge.items()))),
         "layers": str(plan.traced.num_layers),
     }

@@ -25,6 +25,7 @@ from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
 from jpipe.memory.layer_trees import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
+from jpipe.memory.offload import as_offload
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
 from jpipe.mesh.users_mesh import as_mesh
@@ -100,6 +101,7 @@ class Pipeline(Tabular):
       cast: when parameters are cast to a layer's own type: once a "step" (they keep a narrow copy), or at each "use".
       unroll: whether a virtual stage's layers are compiled one by one, not once for all alike, each with own arrays.
       ends: weights of the ends lie there ("own") or at rest on all stages ("spread"), or all compute both ("shared").
+      offload: what lies in the hosts' memory: "residuals", "boundaries", "optimizer", several, or a share by word.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -125,6 +127,7 @@ class Pipeline(Tabular):
         cast: str = "step",
         unroll: bool = False,
         ends: str = "own",
+        offload: str | Sequence[str] | Mapping[str, float] = (),
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         whole, inputs = as_whole(layers), inputs or default_inputs
@@ -148,7 +151,7 @@ class Pipeline(Tabular):
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather),
-            options=Options(cast, unroll, ends),
+            options=Options(cast, unroll, ends, as_offload(offload)),
         )
         self.planner = Planner(request)
         self.agreement = Agreement(self.planner)
@@ -214,8 +217,7 @@ class Pipeline(Tabular):
         From a random key, for batches like this one `[B, ...]`, whose values don't matter. An nnx module that was
         passed as an instance keeps its own weights, whatever the key; a factory's module is made from the key.
         """
-        plan = self.planner.plan_for(batch)
-        key = as_key(key)
+        plan, key = self.planner.plan_for(batch), as_key(key)
         if not isinstance(key, Tracer):
             self.agreement.check(batch, "init", key)
             key = rows.on_all(key, self.mesh)
@@ -479,8 +481,7 @@ class Pipeline(Tabular):
 
     def _state_shapes(self, tx: optax.GradientTransformation, key: jax.Array | None = None) -> TrainState:
         """Shapes, dtypes and shardings of a state of this plan."""
-        variables = {name: layout.shapes for name, layout in self.plan.layouts.items()}
-        return abstract_state(variables, tx, key_shape(key), self.plan.known_loss().of_batch)
+        return abstract_state(self.plan.shapes, tx, key_shape(key), self.plan.known_loss().of_batch)
 
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> PyTree:
         """Calls a jitted program, and returns its results."""
@@ -495,6 +496,5 @@ class Pipeline(Tabular):
 
     @cached_property
     def _jit_init(self) -> Callable:
-        shapes = {name: layout.shapes for name, layout in self.plan.layouts.items()}
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.plan.shapes)
         return jax.jit(partial(programs.init_variables, self.plan), out_shardings=shardings)

@@ -18,7 +18,7 @@ from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import describe
 from jpipe.layers.shared import how_to_share
 from jpipe.memory.at_work import WorkLayout
-from jpipe.memory.layout import Layout, make_layouts
+from jpipe.memory.layout import Layout, StageTree, make_layouts
 from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type, unrolled
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
@@ -114,6 +114,11 @@ class Plan:
             times[self.request.schedule.placement.stage_of(s)] += np.sum(by_layer[start:stop], axis=0)
         forward, backward = np.maximum(times, times.sum() / 1e6 or [1.0, 2.0]).T.tolist()
         return tuple(forward), tuple(backward)
+
+    @property
+    def shapes(self) -> dict[str, StageTree]:
+        """Shapes, dtypes and shardings of all variables, by collection."""
+        return {name: layout.shapes for name, layout in self.layouts.items()}
 
     def known_loss(self) -> TracedLoss:
         """The loss; without one a ValueError."""

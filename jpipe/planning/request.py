@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from jpipe.layers.base import AnyLayer
+from jpipe.memory.offload import NOTHING, Offload
 from jpipe.mesh.splits import Splits, check_when
 from jpipe.model.groups import DEFAULT_RULES
 from jpipe.model.loss import LossFn
@@ -32,6 +33,7 @@ class Options:
         and all stages compute these layers together ("shared").
       unroll: each place of a layer on a virtual stage is compiled for itself, and has arrays of its own: variables then
         lie otherwise, and go to a pipeline without by `layer_variables` and `from_layer_variables`.
+      offload: what lies in the memory of the hosts.
 
     Raises:
       ValueError: an unknown word.
@@ -41,6 +43,7 @@ class Options:
     cast: str = "step"
     unroll: bool = False
     ends: str = "own"
+    offload: Offload = NOTHING
 
     def __post_init__(self) -> None:
         check_when("cast", self.cast)

@@ -1,0 +1,82 @@
+"""`Offload`: what lies in the memory of the hosts (`offload=`), and how arrays go there and back.
+
+A chip's host has several times the memory of its chips, behind a link that is a hundred times slower than the chip's
+own memory. So what waits long, or is needed once a step, may lie there, if it moves while the chip computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import jax
+
+from jpipe.mesh.splits import Splits
+from jpipe.terminal.notices import warn_once
+from jpipe.types import PyTree
+from jpipe.users_numbers import as_number
+
+HOST = "pinned_host"
+"""The memory of hosts that chips read and write, as JAX calls it in shardings (`memory_kind`)."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The shares of what lies on the hosts: 0 for nothing, 1 for all.
+
+    Attributes:
+      residuals: of the bytes of what forwards keep for backwards.
+      boundaries: of the layers' inputs among them, which are all that remat "layer" keeps.
+      optimizer: of the optimiser's state; 0 or 1.
+    """
+
+    residuals: float = 0
+    boundaries: float = 0
+    optimizer: float = 0
+
+    def __bool__(self) -> bool:
+        return any((self.residuals, self.boundaries, self.optimizer))
+
+
+NOTHING = Offload()
+WORDS = tuple(field.name for field in fields(Offload))
+
+
+def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
+    """Makes an `Offload` of what a user passed: a word, several, or a share by word.
+
+    Raises:
+      ValueError: an unknown word, or a share that is none.
+      TypeError: anything else.
+    """
+    if isinstance(offload, str):
+        offload = (offload,)
+    if not isinstance(offload, Mapping):
+        if not isinstance(offload, (Sequence, set, frozenset)):
+            raise TypeError(f"offload={offload!r} is neither a word nor several; use some of {list(WORDS)}")
+        offload = dict.fromkeys(offload, 1)
+    for word, share in offload.items():
+        if word not in WORDS:
+            raise ValueError(f"offload={word!r} is unknown; use some of {list(WORDS)}")
+        remedy = "use 0 or 1: all of it, or nothing" if word == "optimizer" else "use a share from 0 to 1"
+        number = as_number(f"offload[{word!r}]", share, remedy)
+        if number > 1 or (word == "optimizer" and number not in (0, 1)):
+            raise ValueError(f"offload[{word!r}]={share!r}; {remedy}")
+    return Offload(**{word: float(share) for word, share in offload.items()})
+
+
+def moves(splits: Splits) -> bool:
+    """Whether the devices have a memory besides their host's. CPUs haven't: there all stays where it is."""
+    if splits.on_cpu:
+        warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
+    return not splits.on_cpu
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Arrays, traced, in the memory of the host."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """Arrays, traced, in the memory of the device."""
+    return jax.device_put(tree, jax.memory.Space.Device)
