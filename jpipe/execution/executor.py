@@ -46,7 +46,7 @@ import numpy as np
 from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.arrays.indexing import Index, put_row, take_row
 from jpipe.arrays.loops import when
-from jpipe.execution import end_turns
+from jpipe.execution import end_turns, going
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job
@@ -58,7 +58,7 @@ from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS
-from jpipe.schedules.ticks import Run, SlotTable, crosses_beside
+from jpipe.schedules.ticks import ROWS, Away, Run, SlotTable, crosses_beside
 from jpipe.types import Leaf
 
 
@@ -74,6 +74,7 @@ class Now(NamedTuple):
       cotangent: the row of `TickCarry.waiting_cotangents` that the action reads; -1 for none.
       residual, kept, stash: the rows of what the action keeps for later ones, or reads (`jpipe.planning.kept`); -1 for
         none.
+      away: where residuals are that go to the host.
       activation_in, cotangent_in: for each route, the row into which what arrives in this slot is written; -1 for none.
     """
 
@@ -86,6 +87,7 @@ class Now(NamedTuple):
     residual: Index
     kept: Index
     stash: Index
+    away: dict[str, Away]
     activation_in: tuple[Index, ...]
     cotangent_in: tuple[Index, ...]
 
@@ -106,7 +108,7 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
-    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, *end_turns.empty(step))
+    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, *end_turns.empty(step), {}, {})
     results = _run_ticks(stage, carry).forward.results
     # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
@@ -141,6 +143,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
         _rows(step.activations, activation, step.table.rows_written("activation")),
         _rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
         *end_turns.empty(step),
+        *going.empty(stage),
     )
     carry = _run_ticks(stage, carry)
     if stage.only is not None:
@@ -214,13 +217,15 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         stage.
       carry: as the tick before left it.
     """
-    slots, names = stage.step.table.slots, stage.step.schedule.slots
+    slots, names, back = stage.step.table.slots, stage.step.schedule.slots, carry.coming
     for i, slot in enumerate(slots):
         now = entries(i)
         # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
         #    is the last one of the tick before, whose results are in the carry.)
         beside = [flow for flow in _flows(slots, run, i - 1) if crosses_beside(names, flow, i - 1)]
         crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
+        coming = going.start(stage, slot, now.away, carry)
+        carry = going.at_hand(slot, now.away, back, carry)
         carry = end_turns.before_slot(stage, run, turns, i, carry)
         # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
         #    the carry.
@@ -232,7 +237,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
                     carry = ACTIONS[kind](stage, counts, now, carry)
                 elif of_run.any() or stage.only is not None:
                     carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
-        carry = end_turns.after_slot(stage, run, turns, i, carry)
+        back, carry = going.send(stage, slot, now.away, coming, end_turns.after_slot(stage, run, turns, i, carry))
         # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
         #    in `beside` too: the kinds that send along a flow also receive along it, so nothing of that flow crosses
         #    beside a slot that sends along it.
@@ -241,7 +246,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         # 4. Arrivals are written last: the action has read its row by then, so they may take it.
         for flow, arrived in crossing.items():
             carry = _receive(flow, slot, now, arrived, carry)
-    return carry
+    return carry._replace(coming=back)
 
 
 def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
@@ -360,8 +365,11 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
     """
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
-    row = lambda name: getattr(now, name) if counts is True else jnp.maximum(getattr(now, name), 0)
-    rows = {name: Row(row(name), stage.device) for name in stage.step.kept.storages} if keeps else {}
+    at = {name: Row(getattr(now, name), stage.device) for name in ROWS}
+    at |= {name: Row(away.row, 0) for name, away in now.away.items()}
+    if counts is not True:
+        at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
+    rows = {name: at[name] for name in stage.step.kept.storages} if keeps else {}
     return Job(virtual_stage, now.microbatch, rows, counts)
 
 

@@ -79,6 +79,8 @@ class TickCarry(NamedTuple):
       waiting_cotangents: cotangents that have arrived and wait for their backward; each buffer is `[rows, ...]`.
       entered: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
       left: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
+      coming: rows of residuals that have come back from the host for the first slot of the next tick; mostly empty.
+      host: rows of residuals on the host; empty without `offload=`.
     """
 
     forward: ForwardWork
@@ -87,6 +89,8 @@ class TickCarry(NamedTuple):
     waiting_cotangents: Buffers
     entered: list[jax.Array]
     left: list[jax.Array]
+    coming: dict[str, Buffers]
+    host: dict[str, Buffers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,9 +219,8 @@ class Stage:
 
         def reads(turn: Turn, _: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, the stash)."""
-            storages = step.kept.storages
-            read = lambda name: storages[name].read(kept[name], turn.g, turn.position, turn.rows[name])
-            return self.batch_of(turn), read("kept"), read("stash")
+            place = turn.g, turn.position, turn.rows
+            return self.batch_of(turn), step.kept.read_late(kept, *place), step.kept.read(kept, "stash", *place)
 
         def visit(turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
             batch, residuals, stash = at_hand

@@ -55,10 +55,12 @@ def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool
 
 def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Takes out any `jax.lax.stop_gradient`, in the jaxprs inside too."""
+    return without_equations(closed, lambda equation: equation.primitive.name == "stop_gradient")
 
-    def change(equation: JaxprEqn) -> JaxprEqn | None:
-        return None if equation.primitive.name == "stop_gradient" else equation
 
+def without_equations(closed: ClosedJaxpr, unwanted: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
+    """Takes out equations that give their operands back, in the jaxprs inside too."""
+    change = lambda equation: None if unwanted(equation) else equation
     return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
 

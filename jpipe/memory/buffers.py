@@ -107,14 +107,14 @@ class StackedBuffer:
 
     def take(self, array: jax.Array, entry: Index, shape: tuple[int, ...]) -> jax.Array:
         """The leaf at an entry. `array` may be a device's part; then so is the leaf."""
-        array = in_order(array, self._order)
+        array = in_order(array, self.array_order)
         leaf = take_slice(array, (entry,), (1, *array.shape[1:])).reshape(array.shape[1:])
         return in_order(leaf, self.type.order)
 
     def put(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with the leaf at an entry replaced (in place, in a loop)."""
         leaf = in_order(leaf.astype(array.dtype), self.type.order)
-        return in_order(put_slice(in_order(array, self._order), leaf[None], (entry,)), self._order)
+        return in_order(put_slice(in_order(array, self.array_order), leaf[None], (entry,)), self.array_order)
 
     def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that at an entry (in place, in a loop)."""
@@ -127,11 +127,11 @@ class StackedBuffer:
 
         A TPU's compiler may copy the whole array into its vector memory for that.
         """
-        added, array = in_order(leaf.astype(array.dtype), self.type.order)[None], in_order(array, self._order)
-        return in_order(put_slice(array, take_slice(array, (entry,), added.shape) + added, (entry,)), self._order)
+        added, array = in_order(leaf.astype(array.dtype), self.type.order)[None], in_order(array, self.array_order)
+        return in_order(put_slice(array, take_slice(array, (entry,), added.shape) + added, (entry,)), self.array_order)
 
     @property
-    def _order(self) -> Order | None:
+    def array_order(self) -> Order | None:
         """The order of the array's dimensions: the entries outermost."""
         return None if self.type.order is None else (0, *(d + 1 for d in self.type.order))
 

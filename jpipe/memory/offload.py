@@ -9,16 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-import jax
-
 from jpipe.mesh.splits import Splits
 from jpipe.terminal.notices import warn_once
-from jpipe.types import PyTree
 from jpipe.users_numbers import as_number
-
-HOST = "pinned_host"
-"""The memory of hosts that chips read and write, as JAX calls it in shardings (`memory_kind`)."""
-
 
 @dataclass(frozen=True)
 class Offload:
@@ -70,13 +63,3 @@ def moves(splits: Splits) -> bool:
     if splits.on_cpu:
         warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
     return not splits.on_cpu
-
-
-def to_host(tree: PyTree) -> PyTree:
-    """Arrays, traced, in the memory of the host."""
-    return jax.device_put(tree, jax.memory.Space.Host)
-
-
-def to_device(tree: PyTree) -> PyTree:
-    """Arrays, traced, in the memory of the device."""
-    return jax.device_put(tree, jax.memory.Space.Device)

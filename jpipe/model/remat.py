@@ -19,7 +19,7 @@ takes less time than to write it down and read it back: a gelu alone has six suc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from jpipe.arrays.host import DEVICE, HOST
+from jpipe.seam.inside import offloaded_names
+from jpipe.seam.jaxpr_types import JaxprEqn
 from jpipe.seam.primitives import CHEAP
 
 Policy = Callable[..., bool]
@@ -46,7 +49,7 @@ class Remat:
     policy: Policy
 
     def wrap(self, function: Callable) -> Callable:
-        """Puts a function under the policy; differentiating it is a ValueError if the policy offloads."""
+        """Puts a function under the policy."""
         # Forward and backward are in different loops: there is nothing to guard against common subexpressions.
         return jax.checkpoint(function, policy=partial(_answer, self.policy), prevent_cse=False)
 
@@ -56,12 +59,15 @@ def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool
     return primitive.name not in CHEAP
 
 
-def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool:
+def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool | tuple:
     """Asks a policy about an operation.
+
+    Where it offloads, JAX is told to move the result from the device to the device. So traces have marks of it
+    (`is_mark`), which come out of them again: the pipeline moves rows of many layers, at other times.
 
     Raises:
       TypeError: it fails, or answers with another policy.
-      ValueError: it is to offload what the operation gives.
+      ValueError: it offloads to something else than the host.
     """
     try:
         answer = policy(primitive, *types, **parameters)
@@ -72,13 +78,35 @@ def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: 
         fault = f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {answer!r}"
         raise TypeError(f"{fault}; if it makes policies, call it, as in jax.checkpoint_policies.{name}(...)")
     if isinstance(answer, tuple):  # JAX's answer of a policy that offloads: from where, to where
-        operation = f"{primitive.name} {parameters['name']!r}" if "name" in parameters else primitive.name
-        raise ValueError(
-            f"remat={name} moves the result of the operation {operation} to other memory ({answer}), which a pipeline "
-            "doesn't do; use a policy that saves it where it is, such as "
-            "jax.checkpoint_policies.save_only_these_names(...) or dots_with_no_batch_dims_saveable, or remat='layer'"
-        )
+        source, destination = answer
+        if (source, destination) != (DEVICE, HOST):
+            operation = f"{primitive.name} {parameters['name']!r}" if "name" in parameters else primitive.name
+            raise ValueError(
+                f"remat={name} moves the result of the operation {operation} from {source!r} to {destination!r}, but a "
+                f"pipeline moves from {DEVICE!r} to {HOST!r} only; give the policy these two"
+            )
+        return type(answer)(source, source)
     return answer
+
+
+def is_mark(equation: JaxprEqn) -> bool:
+    """Whether an equation only marks that a policy offloads its operand, or had it offloaded."""
+    return equation.primitive.name == "device_put" and equation.params["devices"] == (jax.memory.Space.Device,)
+
+
+def check_names(policy: Policy, names: Collection[str]) -> None:
+    """Checks that a policy that offloads by names does so for any of those that the layers have.
+
+    Raises:
+      ValueError: it doesn't.
+    """
+    offloaded = offloaded_names(policy)
+    if offloaded and offloaded.isdisjoint(names):
+        have = f"the names in the layers are {sorted(names)}" if names else "no layer calls jax.ad_checkpoint.checkpoint_name"
+        raise ValueError(
+            f"remat={getattr(policy, '__qualname__', policy)} offloads values called {sorted(offloaded)}, and no layer "
+            f"has such a value: {have}"
+        )
 
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -94,7 +122,7 @@ def as_remat(remat: str | Policy) -> Remat:
     """Finds the mode of a name, or makes one of a `jax.checkpoint` policy.
 
     Raises:
-      ValueError: an unknown name (the known ones are listed), or a policy that offloads products.
+      ValueError: an unknown name (the known ones are listed), or a policy that offloads products to another memory.
       TypeError: neither a name nor a policy, or a function that makes policies.
     """
     if isinstance(remat, str):

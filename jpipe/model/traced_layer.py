@@ -26,10 +26,11 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from jpipe.arrays.dtypes import is_float
-from jpipe.jaxprs.rewriting import depends_on, uses, without_prints, without_roundings
+from jpipe.jaxprs.rewriting import depends_on, uses, without_equations, without_prints, without_roundings
 from jpipe.jaxprs.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
+from jpipe.model.remat import is_mark
 from jpipe.model.split_backward import SplitBackward, split_in_two
 from jpipe.model.weight_products import weight_products_as_they_lie
 from jpipe.partitioner.choice import always, as_it_lies
@@ -79,6 +80,7 @@ class TracedLayer:
       gradients: the shapes of the backward's results.
       sources: where the backward finds each leaf of the vjp.
       stored: the indices of the leaves of the vjp that are residuals.
+      offloaded: for each residual, whether a `jax.checkpoint` policy has it go to the host.
     """
 
     function: LayerFunction
@@ -89,11 +91,18 @@ class TracedLayer:
     gradients: Gradients
     sources: tuple[Source, ...]
     stored: list[int]
+    offloaded: tuple[bool, ...]
 
     @property
     def residuals(self) -> Structs:
         """The shapes of the residuals."""
         return shapes_of(_chosen(self.backward.jaxpr.invars, self.stored))
+
+    @property
+    def are_inputs(self) -> tuple[bool, ...]:
+        """For each residual whether it is a leaf of the layer's input."""
+        inputs, num_results = {*self.forward.jaxpr.invars}, len(jax.tree.leaves(self.results))
+        return tuple(self.forward.jaxpr.outvars[num_results + i] in inputs for i in self.stored)
 
 
 def trace_layer(function: LayerFunction) -> TracedLayer:
@@ -124,7 +133,10 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
     except Exception as error:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
-    forward = without_roundings(jaxpr)  # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide
+    marks = {v for equation in jaxpr.jaxpr.eqns if is_mark(equation) for v in equation.outvars}
+    marked = [v in marks for v in jaxpr.jaxpr.outvars]
+    # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide.
+    forward, backward = without_roundings(without_equations(jaxpr, is_mark)), without_equations(backward, is_mark)
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
     # Variables (parameters, state, what is only read) are the first leaves of `LayerArguments`.
     num_variables = len(function.arguments.variables)
@@ -132,7 +144,8 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
     wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
     variables = [i < num_variables for i in range(len(forward.jaxpr.invars))]  # it takes all of them, and nothing else
     remake = needed_part(without_prints(forward), wanted, keep=variables)[0]
-    return TracedLayer(function, forward, remake, backward, results, gradients, sources, stored)
+    offloaded = tuple(marked[num_results + i] for i in stored)
+    return TracedLayer(function, forward, remake, backward, results, gradients, sources, stored, offloaded)
 
 
 def _sources(

@@ -6,11 +6,14 @@ which have rows of their own, and what the first part, I, stashes for it (`jpipe
     "residual"    F writes them, B or I reads them last
     "kept"        F writes them, B or W reads them last       only where backwards are split
     "stash"       I writes it, W reads it                     only where backwards are split
+
+With `offload=` some residuals are in "residual_away" and "kept_away" instead: these rows go to the host while they wait
+(`jpipe.memory.away`), if that takes fewer rows on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,14 +21,18 @@ import jax
 from jax.sharding import Mesh
 
 from jpipe.arrays.indexing import Index
+from jpipe.memory.away import AwayRows, AwayStorage, build_away_storage
 from jpipe.memory.memory_order import Order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.traced_layer import DeviceLayer
-from jpipe.schedules.ticks import ROWS
+from jpipe.planning.going import Going
+from jpipe.schedules.ticks import AWAY, ROWS, TickTable
 from jpipe.types import Leaf
 
-Kept: TypeAlias = dict[str, Buffers]
+Kept: TypeAlias = dict[str, Buffers | AwayRows]
 """A device's buffers by the name of their rows."""
+Ordered = list[tuple[jax.ShapeDtypeStruct, Order | None]]
+"""Leaves, and the order of dimensions in which each is made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,76 +41,114 @@ class KeptStorage:
 
     Attributes:
       storages: by name of the rows, with a record type for each group.
-      waits: for each group and each of its residuals, whether it is among those for W.
+      away: those of them whose rows go to the host.
+      rows_of: for each group the name of the rows of each of its residuals.
     """
 
     storages: dict[str, Storage]
-    waits: tuple[tuple[bool, ...], ...]
+    away: dict[str, AwayStorage]
+    rows_of: tuple[tuple[str, ...], ...]
 
     def empty(self) -> Kept:
         """One stage's arrays, of any values."""
-        return {name: storage.empty() for name, storage in self.storages.items()}
+        buffers = {name: storage.empty() for name, storage in self.storages.items()}
+        return {name: AwayRows(one, {}, None) if name in self.away else one for name, one in buffers.items()}
 
     def read_residuals(self, kept: Kept, g: int, position: Index, rows: dict[str, Row]) -> list[Leaf]:
         """A layer's residuals, in their own order."""
-        read = lambda name: iter(self.storages[name].read(kept[name], g, position, rows[name]))
-        leaves = {name: read(name) for name in kept if name != "stash"}
-        return [next(leaves["kept" if waits else "residual"]) for waits in self.waits[g]]
+        leaves = {name: iter(self.read(kept, name, g, position, rows)) for name in dict.fromkeys(self.rows_of[g])}
+        return [next(leaves[name]) for name in self.rows_of[g]]
+
+    def read_late(self, kept: Kept, g: int, position: Index, rows: dict[str, Row]) -> list[Leaf]:
+        """Those of a layer's residuals that W reads, in their own order."""
+        late = [name for name in self.rows_of[g] if AWAY.get(name, name) == "kept"]
+        leaves = {name: iter(self.read(kept, name, g, position, rows)) for name in dict.fromkeys(late)}
+        return [next(leaves[name]) for name in late]
+
+    def read(self, kept: Kept, name: str, g: int, position: Index, rows: dict[str, Row]) -> list[Leaf]:
+        """A layer's leaves in the rows of a name."""
+        buffers = kept[name]
+        if isinstance(buffers, AwayRows):
+            return self.away[name].read_away(buffers, g, position, rows[name])
+        return self.storages[name].read(buffers, g, position, rows[name])
 
     def write_residuals(
         self, kept: Kept, g: int, position: Index, leaves: Sequence[Leaf], rows: dict[str, Row]
     ) -> Kept:
         """The inverse of `read_residuals`."""
-        by_rows: dict[str, list[Leaf]] = {"residual": [], "kept": []}
-        for leaf, waits in zip(leaves, self.waits[g], strict=True):
-            by_rows["kept" if waits else "residual"].append(leaf)
-        write = lambda name: self.storages[name].write(kept[name], g, position, by_rows[name], rows[name])
-        return kept | {name: write(name) for name in kept if name != "stash"}
+        for name in dict.fromkeys(self.rows_of[g]):
+            own = [leaf for leaf, rows_of in zip(leaves, self.rows_of[g], strict=True) if rows_of == name]
+            kept = self.write(kept, name, g, position, own, rows)
+        return kept
+
+    def write(
+        self, kept: Kept, name: str, g: int, position: Index, leaves: Sequence[Leaf], rows: dict[str, Row]
+    ) -> Kept:
+        """The inverse of `read`."""
+        buffers = kept[name]
+        write = lambda arrays: self.storages[name].write(arrays, g, position, leaves, rows[name])
+        return kept | {name: buffers._replace(here=write(buffers.here)) if isinstance(buffers, AwayRows) else write(buffers)}
 
 
 def make_kept_storage(
     layers: Sequence[DeviceLayer],
+    goes: Going,
     traced_as: Sequence[int],
     owners: Sequence[Sequence[int]],
     device_of: Sequence[int],
-    rows: Mapping[str, Sequence[int]],
+    table: TickTable,
     *,
     mesh: Mesh,
     apart: bool,
+    moves: bool,
 ) -> KeptStorage:
     """The places of what layers keep.
 
     Args:
       layers: forward and backward of the groups as traced; empty if nothing is kept.
+      goes: for each of them, whether each of its residuals goes to the host while it waits.
       traced_as: for each group its index among `layers`.
       owners: for each group, the virtual stage of each of its layers.
       device_of: for each virtual stage, its device along `stage`.
-      rows: by name, for each device, how many rows it needs.
+      table: with the rows.
       mesh: the devices.
       apart: each leaf has a stacked buffer of its own, if it has one at all (`each_apart`).
+      moves: whether the devices have a memory besides their host's.
     """
     groups = traced_as if layers else ()
-    waits = [layer.waits for layer in layers]
-    kept = [_kept_of(layer, mesh) for layer in layers]
-    storages = {}
-    for name in ROWS if any(layer.split for layer in layers) else ROWS[:1]:
-        leaves = [[leaf for leaf, _ in kept[g][name]] for g in groups]
-        storages[name] = build_storage(
-            leaves,
-            owners[: len(groups)],
-            device_of=device_of,
-            rows=rows[name],
-            orders=[[order for _, order in kept[g][name]] for g in groups],
-            tags=each_apart(leaves) if apart else None,
-        )
-    return KeptStorage(storages, tuple(waits[g] for g in groups))
+    rows_of = [_rows_of(layer, of_layer, table) for layer, of_layer in zip(layers, goes, strict=True)]
+    kept = [_kept_of(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
+    names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
+    storages, away = {}, {}
+    for name in [*names, *(name for name in table.away_rows if any(name in rows for rows in rows_of))]:
+        leaves = [[leaf for leaf, _ in kept[g].get(name, ())] for g in groups]
+        orders = [[order for _, order in kept[g].get(name, ())] for g in groups]
+        tags, own = each_apart(leaves) if apart else None, owners[: len(groups)]
+        if name in table.away_rows:
+            rows = table.away_rows[name]
+            away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=moves)
+            storages[name] = away[name]
+        else:
+            storages[name] = build_storage(
+                leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, tags=tags
+            )
+    return KeptStorage(storages, away, tuple(rows_of[g] for g in groups))
 
 
-def _kept_of(layer: DeviceLayer, mesh: Mesh) -> dict[str, list[tuple[jax.ShapeDtypeStruct, Order | None]]]:
-    """The leaves that a layer keeps, by name of their rows, with the orders of dimensions in which they are made."""
+def _rows_of(layer: DeviceLayer, goes: Sequence[bool], table: TickTable) -> tuple[str, ...]:
+    """The name of the rows of each residual."""
+    names = ["kept" if waits else "residual" for waits in layer.waits]
+    away = [f"{name}_away" if leaves else name for name, leaves in zip(names, goes, strict=True)]
+    return tuple(there if there in table.away_rows else name for name, there in zip(names, away, strict=True))
+
+
+def _kept_of(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> dict[str, Ordered]:
+    """The leaves that a layer keeps, by name of their rows."""
     forward, split = layer.forward, layer.split
     orders = result_orders(forward.jaxpr, forward.residual_indices, mesh)
-    residuals = list(zip(layer.residuals, orders, strict=True))
-    that_wait = lambda waiting: [leaf for leaf, waits in zip(residuals, layer.waits, strict=True) if waits == waiting]
-    stash = zip(split.stash, result_orders(split.inputs, split.stash_indices, mesh), strict=True) if split else ()
-    return {"residual": that_wait(False), "kept": that_wait(True), "stash": list(stash)}
+    kept: dict[str, Ordered] = {"stash": []}
+    for leaf, order, name in zip(layer.residuals, orders, rows_of, strict=True):
+        kept.setdefault(name, []).append((leaf, order))
+    if split:
+        kept["stash"] = list(zip(split.stash, result_orders(split.inputs, split.stash_indices, mesh), strict=True))
+    return kept

@@ -97,6 +97,11 @@ class Request:
                 'would compute the forward again; use remat="none", "layer" or a policy, or a schedule without W'
             )
 
+        if self.remat.keep_inputs and (self.options.offload.residuals or self.options.offload.boundaries):
+            raise ValueError(
+                'offload="residuals" and "boundaries" move what layers keep, and with remat="stage" or "full" only a '
+                'stage\'s input waits; use remat="none", "layer" or a policy, or offload="optimizer"'
+            )
         if "R" in self.schedule.kinds and not self.remat.keep_inputs:
             raise ValueError(
                 f"schedule={self.schedule.name!r} has actions R, and this remat leaves nothing to compute ahead of a "

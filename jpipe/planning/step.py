@@ -16,6 +16,7 @@ import numpy as np
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.memory.boundaries import Boundaries, make_boundaries
+from jpipe.memory.offload import moves
 from jpipe.memory.storage import Storage
 from jpipe.model.groups import Model, role_of
 from jpipe.model.layer_function import LayerFunction
@@ -24,6 +25,7 @@ from jpipe.model.merging import Merging, make_merging
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
 from jpipe.planning.ends import Ends, as_they_lie, check_layers, make_shared_ends
+from jpipe.planning.going import residuals_that_go
 from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
 from jpipe.planning.idle_work import IdleWork, plan_idle_work
 from jpipe.planning.kept import KeptStorage, make_kept_storage
@@ -176,16 +178,24 @@ def build_step(
     forwards = [layer.forward for layer in layers] if stores_residuals else alone()
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks) if idles_work else IdleWork()
-    table = lower(schedule, keep_inputs=request.remat.keep_inputs, idle_work=bool(idle_work.trips))
+    goes = residuals_that_go(request.options.offload, request.remat, trained, layers, [len(group.indices) for group in traced.groups])
+    table = lower(
+        schedule,
+        keep_inputs=request.remat.keep_inputs,
+        idle_work=bool(idle_work.trips),
+        away=any(map(any, goes)) and stores_residuals,
+    )
     virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
     kept = make_kept_storage(
         layers,
+        goes,
         model.traced_as,
         [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups],
         [schedule.placement.stage_of(s) for s in range(len(bounds))],
-        table.rows,
+        table,
         mesh=request.mesh,
         apart=request.options.unroll,
+        moves=bool(table.away_rows) and moves(splits),
     )
     return Step(
         plan=plan,

@@ -29,6 +29,34 @@ row, the kinds that read it). The last of these to run frees the row. "kept" is 
 ROWS = (*KEEPS,)
 """The names of the columns that say in which rows these values lie."""
 
+AWAY = {"residual_away": "residual", "kept_away": "kept"}
+"""Such values that go to the host while they wait, and come back: their name -> that of those that stay."""
+
+
+class Away(NamedTuple):
+    """Where values that go to the host are in one slot of each tick, as arrays `[T, K]`.
+
+    A value is written into a row on the device, goes to the host beside the next slot, and comes back, into a place of
+    its own, beside the slot before the action that reads it. One that has too little time for that, or that two actions
+    read, stays in its row. In 1F1B, two slots a tick, with a wait of two ticks:
+
+        slot         F        B        F   B   F        B
+        action       writes                             reads
+        moves                leaves            returns
+
+    Attributes:
+      row: the row on the device that the slot's action writes, or reads if the value has stayed; -1 for others.
+      stays: 1 where the slot's action reads a value that has stayed.
+      sent_to: the host's row into which the row of this slot goes, beside the next one; where no value leaves, a row
+        that holds nothing live. -1 everywhere if none ever leaves after this slot.
+      returns: the host's row whose value comes back beside this slot, for the next one; -1 for none.
+    """
+
+    row: np.ndarray
+    stays: np.ndarray
+    sent_to: np.ndarray
+    returns: np.ndarray
+
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
@@ -48,6 +76,8 @@ class SlotTable:
         where idle, and in forward-only schedules.
       kept: row of those residuals that F writes and W (or B) reads last; -1 everywhere in a schedule without W.
       stash: row of what I writes for W; -1 for other kinds.
+      away: by name (`AWAY`), where values that go to the host are; those alone for which this takes fewer rows on the
+        device. Empty unless `lower` is to look for some.
       activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes the
         value that arrives over its boundary at the end of this slot, after the slot's action has read its own row. A
         value arrives at the end of the slot in which it is sent, or of the next one where `crosses_beside` says so.
@@ -71,6 +101,7 @@ class SlotTable:
     residual: np.ndarray
     kept: np.ndarray
     stash: np.ndarray
+    away: dict[str, Away]
     activation_in: tuple[np.ndarray, ...]
     cotangent_in: tuple[np.ndarray, ...]
 
@@ -103,12 +134,14 @@ class TickTable:
           together F, ""     | F, B                           | "", B
       rows: by name (`ROWS`), K numbers: the rows that each stage needs. That is the most (micro-batch, chunk) pairs at
         a time which are between the action that writes a row and the last one that reads it.
+      away_rows: by name (`AWAY`), (the rows on the device, the rows on the host) that the stage with the most needs.
     """
 
     slots: tuple[SlotTable, ...]
     num_ticks: int
     runs: tuple[Run, ...]
     rows: dict[str, tuple[int, ...]]
+    away_rows: dict[str, tuple[int, int]]
 
     def rows_written(self, name: str) -> int:
         """Counts the rows that the "activation" or "cotangent" buffer must have: those that any stage ever writes."""
@@ -183,7 +216,7 @@ class _Values:
         return column
 
 
-def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False) -> TickTable:
+def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False, away: bool = False) -> TickTable:
     """Lowers any valid orders to ticks, each action as soon as possible, each value in the lowest free row.
 
     Args:
@@ -193,6 +226,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False)
         in a forward-only schedule.
       idle_work: stages that idle work along, wherever all stages that have an action have one of the same kind. What
         they keep goes into rows that hold nothing live.
+      away: residuals may go to the host while they wait; not with `keep_inputs`.
 
     Returns:
       The table. Slot times at which every stage idles are kept, except after the last action's tick.
@@ -221,27 +255,34 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False)
         values = _boundary_values(orders, at, flow, [anew] if keep_inputs and flow > 0 else [])
         columns[name] = values.column(shape)
         arrivals[name] = _arrivals(values, orders.placement.routes(flow), shape, width, always=idle_work)
+    moves: dict[str, Away] = {}
     for name, (writer, readers) in KEEPS.items():
         unused = name == "kept" and not occurs["W"]
         again = keep_inputs and writer == "F"
         values = _kept(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
         columns[name] = values.column(shape)
-        if idle_work and values.stage.size:
-            writes = _works_along(runs, "RBI" if again else writer, columns["kind"] == 0)
-            columns[name] = np.where(writes, values.free(shape, values.first, values.last + 1), columns[name])
-    for column in [*columns.values(), *itertools.chain(*arrivals.values())]:
+        along = _works_along(runs, "RBI" if again else writer, (columns["kind"] == 0) & idle_work)
+        if values.stage.size:
+            columns[name] = np.where(along, values.free(shape, values.first, values.last + 1), columns[name])
+        if away and writer == "F" and values.stage.size:
+            moved = _away(values, shape, width, along)
+            if 2 + moved.row.max() < 1 + columns[name].max():  # with the place for what comes back it takes less
+                moves[f"{name}_away"] = moved
+    for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
         column.flags.writeable = False
     slots = (
         SlotTable(
             kinds=kinds,
             **{name: column[i::width] for name, column in columns.items()},
+            away={name: Away(*(column[i::width] for column in one)) for name, one in moves.items()},
             activation_in=tuple(column[i::width] for column in arrivals["activation"]),
             cotangent_in=tuple(column[i::width] for column in arrivals["cotangent"]),
         )
         for i, kinds in enumerate(used)
     )
     rows = {name: tuple((1 + columns[name].max(axis=0)).tolist()) for name in ROWS}
-    return TickTable(slots=tuple(slots), num_ticks=num_ticks, runs=runs, rows=rows)
+    away_rows = {name: (1 + int(one.row.max()), 1 + int(one.sent_to.max())) for name, one in moves.items()}
+    return TickTable(slots=tuple(slots), num_ticks=num_ticks, runs=runs, rows=rows, away_rows=away_rows)
 
 
 def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Run, ...]:
@@ -343,6 +384,37 @@ def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
     read = (written >= 0) & (uses[..., 1:] >= 0).any(axis=-1)
     stages = np.nonzero(read)[0]
     return _Values(stages, written[read], uses[read], np.full_like(stages, -1))
+
+
+def _away(values: _Values, shape: tuple[int, int], width: int, along: np.ndarray) -> Away:
+    """Sends to the host what has the time to come back; columns `[T * width, K]` of an `Away`.
+
+    Args:
+      values: those that actions keep.
+      shape: of the columns.
+      width: the slots of a tick.
+      along: `[T * width, K]`, whether a stage that idles writes, too.
+    """
+    reads, stage, first = values.uses[:, 1:], values.stage, values.first
+    # Beside the slot after the one that writes it a value leaves; beside the slot before its reader's it comes back.
+    goes = ((reads >= 0).sum(axis=1) == 1) & (values.last - first >= 3)
+    until = np.where(goes, first + 1, values.last)
+    on_device = _Values(stage, first, until[:, None], values.sender)
+    row, stays, sent_to, returns = (np.full(shape, n, np.int32) for n in (-1, 0, -1, -1))
+    row[first, stage] = on_device.row
+    for times in reads[~goes].T:
+        reader = times[times >= 0], stage[~goes][times >= 0]
+        row[reader], stays[reader] = on_device.row[~goes][times >= 0], 1
+    row = np.where(along, on_device.free(shape, first, until + 1), row)
+
+    leaves, stage = first[goes] + 1, stage[goes]
+    on_host = _Values(stage, leaves, values.last[goes, None] - 1, stage)
+    sent_to[leaves - 1, stage], returns[on_host.last, stage] = on_host.row, on_host.row
+    free = on_host.free((shape[0] + 1, shape[1]), leaves, on_host.last + 1)[1:]
+    for i in range(width):
+        if (sent_to[i::width] >= 0).any():
+            sent_to[i::width] = np.where(sent_to[i::width] >= 0, sent_to[i::width], free[i::width])
+    return Away(row, stays, sent_to, returns)
 
 
 def _arrivals(

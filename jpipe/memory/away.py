@@ -1,0 +1,115 @@
+"""Rows of buffers that go to the host while they wait, and come back in time (`offload=`).
+
+A device has a few rows of what was just written, and of what doesn't wait long enough to leave; one place for the row
+that has come back; and the host has the rows that wait. `jpipe.schedules.ticks` says which row moves when:
+
+    buffer                    device, `here`          device, `back`       host
+    bfloat16_4x512x2048       [rows * n, 4, 512, 2048]  [n, 4, 512, 2048]    [host_rows, n, 4, 512, 2048]
+
+n leaves are a row: as many as the virtual stage with the most has, on all stages, so that a row is a slice of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.arrays.host import to_device, to_host
+from jpipe.arrays.indexing import Index, put_row, take_row, take_slice
+from jpipe.memory.buffers import Buffer, StackedBuffer
+from jpipe.memory.memory_order import Order, in_order
+from jpipe.memory.storage import Buffers, Row, Storage, build_storage
+from jpipe.types import Leaf
+
+
+class AwayRows(NamedTuple):
+    """What a device has of such rows.
+
+    Attributes:
+      here: buffers with the rows that were just written, and those that stay.
+      back: buffers with the row that has come back for the action at hand; empty where no action reads one.
+      stays: 1 if the action at hand finds its row in `here` all the same; None if none does in this slot.
+    """
+
+    here: Buffers
+    back: Buffers
+    stays: Index | None
+
+
+@dataclass(frozen=True)
+class AwayStorage(Storage):
+    """The places in rows that go to the host.
+
+    All devices have equally large rows: for `Row.device` it has device 0 alone.
+
+    Attributes:
+      host_rows: the rows on the host.
+      moves: whether the devices have a memory besides their host's; else the host's rows lie with the others.
+    """
+
+    host_rows: int
+    moves: bool
+
+    def read_away(self, rows: AwayRows, t: int, record: Index, at: Row) -> list[Leaf]:
+        """Reads the leaves of a record, as `read`, from the row that has come back, or that stays."""
+        here = lambda: self.read(rows.here, t, record, at)
+        if not rows.back:
+            return here()
+        back = self.read(rows.back, t, record, Row(0, 0))
+        if rows.stays is None:
+            return back
+        return [jnp.where(rows.stays > 0, *pair) for pair in zip(here(), back, strict=True)]
+
+    def empty_host(self) -> Buffers:
+        """The host's rows `[host_rows, n, ...]`, of any values: nothing is written to memory."""
+        shape = lambda buffer: (self.host_rows, buffer.strides[0], *buffer.shape[1:])
+        host = {name: jax.lax.empty(shape(buffer), buffer.dtype) for name, buffer in self.named_buffers}
+        return to_host(host) if self.moves else host
+
+    def empty_row(self) -> Buffers:
+        """A row on the device, of any values."""
+        return {name: jax.lax.empty((b.strides[0], *b.shape[1:]), b.dtype) for name, b in self.named_buffers}
+
+    def fetched(self, host: Buffers, row: Index) -> Buffers:
+        """A row of the host's, on the device; of no row (-1), row 0."""
+        rows = {name: take_row(array, jnp.maximum(row, 0)) for name, array in host.items()}
+        return self._in_order(to_device(rows) if self.moves else rows)
+
+    def leaving(self, here: Buffers, row: Index) -> Buffers:
+        """A row of the device's, to be sent; of no row (-1), row 0."""
+
+        def of_buffer(array: jax.Array, buffer: Buffer) -> jax.Array:
+            size = buffer.strides[0]
+            whole = array.shape[0] == size
+            return array if whole else take_slice(array, (jnp.maximum(row, 0) * size,), (size, *array.shape[1:]))
+
+        return self._in_order({name: of_buffer(here[name], buffer) for name, buffer in self.named_buffers})
+
+    def sent(self, host: Buffers, leaving: Buffers, row: Index) -> Buffers:
+        """The host's rows with one replaced."""
+        leaving = to_host(leaving) if self.moves else leaving
+        return {name: put_row(array, leaving[name], row) for name, array in host.items()}
+
+    def _in_order(self, rows: Buffers) -> Buffers:
+        """Rows with the orders of dimensions that buffers have."""
+        order = lambda buffer: buffer.array_order if isinstance(buffer, StackedBuffer) else None
+        return {name: in_order(rows[name], order(buffer)) for name, buffer in self.named_buffers}
+
+
+def build_away_storage(
+    leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
+    owners: Sequence[Sequence[int]],
+    rows: tuple[int, int],
+    *,
+    orders: Sequence[Sequence[Order | None]],
+    tags: Sequence[Sequence[tuple[int, ...]]] | None = None,
+    moves: bool,
+) -> AwayStorage:
+    """Gives every record its place; `rows` on the device and on the host, the rest as of `build_storage`."""
+    count = 1 + max((owner for of_type in owners for owner in of_type), default=0)
+    storage = build_storage(leaves, owners, device_of=[0] * count, rows=rows[:1], orders=orders, tags=tags)
+    return AwayStorage(storage.record_types, storage.named_buffers, storage.num_devices, rows[1], moves)
