@@ -50,6 +50,7 @@ from jpipe.execution import end_turns, going
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job
+from jpipe.memory.away import AwayRow
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
@@ -58,7 +59,7 @@ from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS
-from jpipe.schedules.ticks import ROWS, Away, Run, SlotTable, crosses_beside
+from jpipe.schedules.ticks import ROWS, Run, SlotTable, crosses_beside
 from jpipe.types import Leaf
 
 
@@ -87,7 +88,7 @@ class Now(NamedTuple):
     residual: Index
     kept: Index
     stash: Index
-    away: dict[str, Away]
+    away: dict[str, AwayRow]
     activation_in: tuple[Index, ...]
     cotangent_in: tuple[Index, ...]
 
@@ -187,6 +188,7 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     step, only = stage.step, stage.only
     slots = step.table.slots
     columns = [Now(*(getattr(slot, name) for name in Now._fields)) for slot in slots]
+    columns = [now._replace(away={name: AwayRow(*one) for name, one in now.away.items()}) for now in columns]
     structure = jax.tree.structure(columns[0])
     table, runs = jnp.asarray(list(map(jax.tree.leaves, columns))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
@@ -217,7 +219,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         stage.
       carry: as the tick before left it.
     """
-    slots, names, back = stage.step.table.slots, stage.step.schedule.slots, carry.coming
+    slots, names = stage.step.table.slots, stage.step.schedule.slots
     for i, slot in enumerate(slots):
         now = entries(i)
         # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
@@ -225,7 +227,6 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         beside = [flow for flow in _flows(slots, run, i - 1) if crosses_beside(names, flow, i - 1)]
         crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
         coming = going.start(stage, slot, now.away, carry)
-        carry = going.at_hand(slot, now.away, back, carry)
         carry = end_turns.before_slot(stage, run, turns, i, carry)
         # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
         #    the carry.
@@ -237,7 +238,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
                     carry = ACTIONS[kind](stage, counts, now, carry)
                 elif of_run.any() or stage.only is not None:
                     carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
-        back, carry = going.send(stage, slot, now.away, coming, end_turns.after_slot(stage, run, turns, i, carry))
+        carry = going.send(stage, slot, now.away, coming, end_turns.after_slot(stage, run, turns, i, carry))
         # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
         #    in `beside` too: the kinds that send along a flow also receive along it, so nothing of that flow crosses
         #    beside a slot that sends along it.
@@ -246,7 +247,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         # 4. Arrivals are written last: the action has read its row by then, so they may take it.
         for flow, arrived in crossing.items():
             carry = _receive(flow, slot, now, arrived, carry)
-    return carry._replace(coming=back)
+    return carry
 
 
 def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
@@ -343,14 +344,16 @@ def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole
         carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
     cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
     cotangent = end_turns.last_cotangents(stage, job, cotangent, carry)
-    backward, kept = stage.backward(job, carry.backward._replace(cotangent=cotangent), carry.forward.kept, whole=whole)
+    work, kept = carry.backward._replace(cotangent=cotangent), carry.forward.kept
+    backward, kept = stage.backward(job, work, kept, carry.back, whole=whole)
     # What is kept is handed back so that the next action writes into the same memory.
     return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
 
 
 def _backward_weights(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
     """W: adds up the gradients that I has left."""
-    return carry._replace(backward=stage.weight_gradients(_job(stage, counts, now), carry.backward, carry.forward.kept))
+    job, kept = _job(stage, counts, now), carry.forward.kept
+    return carry._replace(backward=stage.weight_gradients(job, carry.backward, kept, carry.back))
 
 
 ACTIONS = {"F": _forward, "R": _recompute, "B": _backward, "I": partial(_backward, whole=False), "W": _backward_weights}
@@ -366,7 +369,7 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     at = {name: Row(getattr(now, name), stage.device) for name in ROWS}
-    at |= {name: Row(away.row, 0) for name, away in now.away.items()}
+    at |= {name: Row(away.row, 0, away.stays) for name, away in now.away.items()}
     if counts is not True:
         at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
     rows = {name: at[name] for name in stage.step.kept.storages} if keeps else {}

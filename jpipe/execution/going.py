@@ -12,58 +12,45 @@ GPU's compiler, which sees an array on the host read and written at once, copies
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import jax
 
-from jpipe.arrays.indexing import Index
 from jpipe.execution.stage import Stage, TickCarry
-from jpipe.memory.away import AwayRows
+from jpipe.memory.away import AwayRow
 from jpipe.memory.storage import Buffers
-from jpipe.schedules.ticks import Away, SlotTable
+from jpipe.schedules.ticks import SlotTable
 
-Coming = dict[str, Buffers]
-"""Rows that come back, by name of `AWAY`."""
+Rows = dict[str, Buffers]
+"""Rows of residuals by name of `AWAY`: one that has come back, or all those on the host."""
 
 
-def empty(stage: Stage) -> tuple[Coming, dict[str, Buffers]]:
+def empty(stage: Stage) -> tuple[Rows, Rows]:
     """(the rows that come back for the first slot of a tick, the host's rows), of any values."""
-    kept, last = stage.step.kept, stage.step.table.slots[-1]
-    host = {name: storage.empty_host() for name, storage in kept.away.items()}
-    return {name: kept.away[name].empty_row() for name in _returning(kept.away, last)}, host
+    away, last = stage.step.kept.away, stage.step.table.slots[-1]
+    back = {name: away[name].empty_row() for name in _returning(away, last)}
+    return back, {name: storage.empty_host() for name, storage in away.items()}
 
 
-def start(stage: Stage, slot: SlotTable, now: dict[str, Away], carry: TickCarry) -> Coming:
+def start(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: TickCarry) -> Rows:
     """The rows that come back beside this slot, for the next one."""
-    storages = stage.step.kept.away
-    return {name: storages[name].fetched(carry.host[name], now[name].returns) for name in _returning(storages, slot)}
+    away = stage.step.kept.away
+    return {name: away[name].fetched(carry.host[name], now[name].returns) for name in _returning(away, slot)}
 
 
-def at_hand(slot: SlotTable, now: dict[str, Away], coming: Coming, carry: TickCarry) -> TickCarry:
-    """The carry with the rows that have come back for this slot's actions."""
-    kept = dict(carry.forward.kept)
-    for name, back in coming.items():
-        rows = kept[name]
-        assert isinstance(rows, AwayRows)
-        stays = now[name].stays if slot.away[name].stays.any() else None
-        kept[name] = rows._replace(back=back, stays=stays)
-    return carry._replace(forward=carry.forward._replace(kept=kept))
-
-
-def send(stage: Stage, slot: SlotTable, now: dict[str, Away], coming: Coming, carry: TickCarry) -> tuple[Coming, TickCarry]:
-    """(what comes back, the carry), with the row of this slot on its way to the host, and none at hand."""
-    kept, host, coming = dict(carry.forward.kept), dict(carry.host), dict(coming)
+def send(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], coming: Rows, carry: TickCarry) -> TickCarry:
+    """The carry with the row of this slot on its way to the host, and what came back meanwhile at hand."""
+    back, host = dict(coming), dict(carry.host)
     for name, storage in stage.step.kept.away.items():
-        rows = kept[name]
-        assert isinstance(rows, AwayRows)
-        kept[name] = AwayRows(rows.here, {}, None)
         if (slot.away[name].sent_to >= 0).any():
-            leaving, came = storage.leaving(rows.here, now[name].row), coming.get(name, {})
+            leaving = storage.leaving(carry.forward.kept[name], now[name].row)
+            came = {name: coming[name]} if name in coming else {}
             host[name], came, leaving = jax.lax.optimization_barrier((host[name], came, leaving))
+            back |= came
             host[name] = storage.sent(host[name], leaving, now[name].sent_to)
-            if name in coming:
-                coming[name] = came
-    return coming, carry._replace(forward=carry.forward._replace(kept=kept), host=host)
+    return carry._replace(back=back, host=host)
 
 
-def _returning(storages: dict[str, object], slot: SlotTable) -> list[str]:
-    """The names of which rows ever come back beside a slot."""
-    return [name for name in storages if (slot.away[name].returns >= 0).any()]
+def _returning(names: Iterable[str], slot: SlotTable) -> list[str]:
+    """Those of the names whose rows ever come back beside a slot."""
+    return [name for name in names if (slot.away[name].returns >= 0).any()]

@@ -79,7 +79,7 @@ class TickCarry(NamedTuple):
       waiting_cotangents: cotangents that have arrived and wait for their backward; each buffer is `[rows, ...]`.
       entered: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
       left: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
-      coming: rows of residuals that have come back from the host for the first slot of the next tick; mostly empty.
+      back: rows of residuals that have come back from the host for the slot at hand, by name; empty if none do.
       host: rows of residuals on the host; empty without `offload=`.
     """
 
@@ -89,7 +89,7 @@ class TickCarry(NamedTuple):
     waiting_cotangents: Buffers
     entered: list[jax.Array]
     left: list[jax.Array]
-    coming: dict[str, Buffers]
+    back: dict[str, Buffers]
     host: dict[str, Buffers]
 
 
@@ -152,19 +152,22 @@ class Stage:
                 work = work._replace(activation=activation)
             if turn.rows:
                 if turn.g in step.idle_work.single:  # other stages have something else in its place
-                    new = turn.chosen(new, step.kept.read_residuals(work.kept, turn.g, turn.position, turn.rows))
-                work = work._replace(kept=step.kept.write_residuals(work.kept, turn.g, turn.position, new, turn.rows))
+                    new = turn.chosen(new, step.kept.read_residuals(work.kept, turn.layer, turn.rows, {}))
+                work = work._replace(kept=step.kept.write_residuals(work.kept, turn.layer, new, turn.rows))
             return work
 
         return self.sweep(job, reads, visit, work)
 
-    def backward(self, job: Job, work: BackwardWork, kept: Kept, *, whole: bool = True) -> tuple[BackwardWork, Kept]:
+    def backward(
+        self, job: Job, work: BackwardWork, kept: Kept, back: Kept, *, whole: bool = True
+    ) -> tuple[BackwardWork, Kept]:
         """Runs the virtual stage's layers backwards, adding up gradients layer by layer.
 
         Args:
           job: its rows are those of the residuals.
           work: what it reads and writes.
           kept: with the residuals.
+          back: those that have come back from the host.
           whole: all gradients; else late ones (`jpipe.model.split_backward`) are left to `weight_gradients`.
 
         Returns:
@@ -178,7 +181,7 @@ class Stage:
                 cotangents = self.of_loss(turn.g)
             else:
                 cotangents = step.cotangents.read(state[0].cotangent, step.model.groups[turn.g].indices[0], 0)
-            return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.position, turn.rows), cotangents
+            return self.batch_of(turn), step.kept.read_residuals(kept, turn.layer, turn.rows, back), cotangents
 
         def visit(
             turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Buffers]
@@ -190,10 +193,10 @@ class Stage:
                 gradients, new, cotangents = layer.backward(arguments, residuals, cotangents)
             else:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
-                storage, place = step.kept.storages["stash"], (turn.g, turn.position)
+                storage = step.kept.storages["stash"]
                 if turn.g in step.idle_work.single:
-                    leaves = turn.chosen(leaves, storage.read(stash, *place, turn.rows["stash"]))
-                stash = storage.write(stash, *place, leaves, turn.rows["stash"])
+                    leaves = turn.chosen(leaves, storage.read(stash, *turn.layer, turn.rows["stash"]))
+                stash = storage.write(stash, *turn.layer, leaves, turn.rows["stash"])
             work = self.add_gradients(turn, work, gradients)
             if new:
                 names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
@@ -213,14 +216,14 @@ class Stage:
         work, stash = self.sweep(job, reads, visit, (work, stash), kind=kind, reverse=True)
         return work, kept if whole else kept | {"stash": stash}
 
-    def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept) -> BackwardWork:
+    def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
         """Adds up the gradients that a `backward` which wasn't whole left."""
         step = self.step
 
         def reads(turn: Turn, _: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, the stash)."""
-            place = turn.g, turn.position, turn.rows
-            return self.batch_of(turn), step.kept.read_late(kept, *place), step.kept.read(kept, "stash", *place)
+            residuals = step.kept.read_residuals(kept, turn.layer, turn.rows, back, late=True)
+            return self.batch_of(turn), residuals, step.kept.read(kept, "stash", turn.layer, turn.rows)
 
         def visit(turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
             batch, residuals, stash = at_hand

@@ -55,6 +55,11 @@ class Turn(NamedTuple):
     rows: dict[str, Row]
     counts: Counts = True
 
+    @property
+    def layer(self) -> tuple[int, Index]:
+        """(its group, its position there)."""
+        return self.g, self.position
+
     def chosen(self, new: T, old: T) -> T:
         """`new` if the layer's turn counts, else `old`, of the same structure."""
         return new if self.counts is True else jax.tree.map(lambda a, b: jnp.where(self.counts, a, b), new, old)

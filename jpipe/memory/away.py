@@ -26,18 +26,20 @@ from jpipe.memory.storage import Buffers, Row, Storage, build_storage
 from jpipe.types import Leaf
 
 
-class AwayRows(NamedTuple):
-    """What a device has of such rows.
+class AwayRow(NamedTuple):
+    """A row of such buffers in one slot: integers, those of `Away` of `jpipe.schedules.ticks` for one stage and tick.
 
     Attributes:
-      here: buffers with the rows that were just written, and those that stay.
-      back: buffers with the row that has come back for the action at hand; empty where no action reads one.
-      stays: 1 if the action at hand finds its row in `here` all the same; None if none does in this slot.
+      row: on the device; -1 for none.
+      stays: 1 if the action at hand finds it there, though others come back.
+      sent_to: the host's row into which it goes.
+      returns: the host's row that comes back.
     """
 
-    here: Buffers
-    back: Buffers
-    stays: Index | None
+    row: Index
+    stays: Index
+    sent_to: Index
+    returns: Index
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,11 @@ class AwayStorage(Storage):
     host_rows: int
     moves: bool
 
-    def read_away(self, rows: AwayRows, t: int, record: Index, at: Row) -> list[Leaf]:
-        """Reads the leaves of a record, as `read`, from the row that has come back, or that stays."""
-        here = lambda: self.read(rows.here, t, record, at)
-        if not rows.back:
-            return here()
-        back = self.read(rows.back, t, record, Row(0, 0))
-        if rows.stays is None:
-            return back
-        return [jnp.where(rows.stays > 0, *pair) for pair in zip(here(), back, strict=True)]
+    def read_back(self, here: Buffers, back: Buffers, t: int, record: Index, at: Row) -> list[Leaf]:
+        """Reads the leaves of a record from the row that has come back, or from its own if it has stayed."""
+        assert at.stays is not None
+        own, came = self.read(here, t, record, at), self.read(back, t, record, Row(0, 0))
+        return [jnp.where(at.stays > 0, *pair) for pair in zip(own, came, strict=True)]
 
     def empty_host(self) -> Buffers:
         """The host's rows `[host_rows, n, ...]`, of any values: nothing is written to memory."""

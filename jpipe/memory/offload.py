@@ -13,6 +13,7 @@ from jpipe.mesh.splits import Splits
 from jpipe.terminal.notices import warn_once
 from jpipe.users_numbers import as_number
 
+
 @dataclass(frozen=True)
 class Offload:
     """The shares of what lies on the hosts: 0 for nothing, 1 for all.

@@ -70,10 +70,12 @@ class Row(NamedTuple):
     Attributes:
       row: its index.
       device: the index along `stage`.
+      stays: of rows that go to the host (`jpipe.memory.away`): 1 if this one has stayed, else 0; None of others.
     """
 
     row: Index
     device: Index
+    stays: Index | None = None
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Primitive
 
 from jpipe.arrays.host import DEVICE, HOST
@@ -51,7 +53,7 @@ class Remat:
     def wrap(self, function: Callable) -> Callable:
         """Puts a function under the policy."""
         # Forward and backward are in different loops: there is nothing to guard against common subexpressions.
-        return jax.checkpoint(function, policy=partial(_answer, self.policy), prevent_cse=False)
+        return jax.checkpoint(function, policy=cast(Policy, partial(_answer, self.policy)), prevent_cse=False)
 
 
 def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool:
@@ -59,7 +61,7 @@ def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool
     return primitive.name not in CHEAP
 
 
-def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool | tuple:
+def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool | Offloadable:
     """Asks a policy about an operation.
 
     Where it offloads, JAX is told to move the result from the device to the device. So traces have marks of it
@@ -77,15 +79,14 @@ def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: 
     if callable(answer) or isinstance(answer, TypeError):
         fault = f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {answer!r}"
         raise TypeError(f"{fault}; if it makes policies, call it, as in jax.checkpoint_policies.{name}(...)")
-    if isinstance(answer, tuple):  # JAX's answer of a policy that offloads: from where, to where
-        source, destination = answer
-        if (source, destination) != (DEVICE, HOST):
+    if isinstance(answer, Offloadable):
+        if (answer.src, answer.dst) != (DEVICE, HOST):
             operation = f"{primitive.name} {parameters['name']!r}" if "name" in parameters else primitive.name
             raise ValueError(
-                f"remat={name} moves the result of the operation {operation} from {source!r} to {destination!r}, but a "
-                f"pipeline moves from {DEVICE!r} to {HOST!r} only; give the policy these two"
+                f"remat={name} moves the result of the operation {operation} from {answer.src!r} to {answer.dst!r}, "
+                f"but a pipeline moves from {DEVICE!r} to {HOST!r} only; give the policy these two"
             )
-        return type(answer)(source, source)
+        return Offloadable(answer.src, answer.src)
     return answer
 
 
@@ -102,7 +103,11 @@ def check_names(policy: Policy, names: Collection[str]) -> None:
     """
     offloaded = offloaded_names(policy)
     if offloaded and offloaded.isdisjoint(names):
-        have = f"the names in the layers are {sorted(names)}" if names else "no layer calls jax.ad_checkpoint.checkpoint_name"
+        have = (
+            f"the names in the layers are {sorted(names)}"
+            if names
+            else "no layer calls jax.ad_checkpoint.checkpoint_name"
+        )
         raise ValueError(
             f"remat={getattr(policy, '__qualname__', policy)} offloads values called {sorted(offloaded)}, and no layer "
             f"has such a value: {have}"

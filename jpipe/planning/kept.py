@@ -21,7 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from jpipe.arrays.indexing import Index
-from jpipe.memory.away import AwayRows, AwayStorage, build_away_storage
+from jpipe.memory.away import AwayStorage, build_away_storage
 from jpipe.memory.memory_order import Order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.traced_layer import DeviceLayer
@@ -29,7 +29,7 @@ from jpipe.planning.going import Going
 from jpipe.schedules.ticks import AWAY, ROWS, TickTable
 from jpipe.types import Leaf
 
-Kept: TypeAlias = dict[str, Buffers | AwayRows]
+Kept: TypeAlias = dict[str, Buffers]
 """A device's buffers by the name of their rows."""
 Ordered = list[tuple[jax.ShapeDtypeStruct, Order | None]]
 """Leaves, and the order of dimensions in which each is made."""
@@ -51,43 +51,41 @@ class KeptStorage:
 
     def empty(self) -> Kept:
         """One stage's arrays, of any values."""
-        buffers = {name: storage.empty() for name, storage in self.storages.items()}
-        return {name: AwayRows(one, {}, None) if name in self.away else one for name, one in buffers.items()}
+        return {name: storage.empty() for name, storage in self.storages.items()}
 
-    def read_residuals(self, kept: Kept, g: int, position: Index, rows: dict[str, Row]) -> list[Leaf]:
-        """A layer's residuals, in their own order."""
-        leaves = {name: iter(self.read(kept, name, g, position, rows)) for name in dict.fromkeys(self.rows_of[g])}
-        return [next(leaves[name]) for name in self.rows_of[g]]
+    def read(
+        self, kept: Kept, name: str, layer: tuple[int, Index], rows: dict[str, Row], back: Kept | None = None
+    ) -> list[Leaf]:
+        """A layer's leaves in the rows of a name.
 
-    def read_late(self, kept: Kept, g: int, position: Index, rows: dict[str, Row]) -> list[Leaf]:
-        """Those of a layer's residuals that W reads, in their own order."""
-        late = [name for name in self.rows_of[g] if AWAY.get(name, name) == "kept"]
-        leaves = {name: iter(self.read(kept, name, g, position, rows)) for name in dict.fromkeys(late)}
-        return [next(leaves[name]) for name in late]
+        Args:
+          kept: what a device keeps.
+          name: the name.
+          layer: the layer's group, and its position there.
+          rows: the rows of the action at hand, by name.
+          back: the rows that have come back from the host for it, if any have.
+        """
+        if back and name in back:
+            return self.away[name].read_back(kept[name], back[name], *layer, rows[name])
+        return self.storages[name].read(kept[name], *layer, rows[name])
 
-    def read(self, kept: Kept, name: str, g: int, position: Index, rows: dict[str, Row]) -> list[Leaf]:
-        """A layer's leaves in the rows of a name."""
-        buffers = kept[name]
-        if isinstance(buffers, AwayRows):
-            return self.away[name].read_away(buffers, g, position, rows[name])
-        return self.storages[name].read(buffers, g, position, rows[name])
+    def read_residuals(
+        self, kept: Kept, layer: tuple[int, Index], rows: dict[str, Row], back: Kept, *, late: bool = False
+    ) -> list[Leaf]:
+        """A layer's residuals, or only those that are `late`, which W reads, in their own order."""
+        names = [name for name in self.rows_of[layer[0]] if not late or AWAY.get(name, name) == "kept"]
+        leaves = {name: iter(self.read(kept, name, layer, rows, back)) for name in self.storages if name in names}
+        return [next(leaves[name]) for name in names]
 
     def write_residuals(
-        self, kept: Kept, g: int, position: Index, leaves: Sequence[Leaf], rows: dict[str, Row]
+        self, kept: Kept, layer: tuple[int, Index], leaves: Sequence[Leaf], rows: dict[str, Row]
     ) -> Kept:
-        """The inverse of `read_residuals`."""
-        for name in dict.fromkeys(self.rows_of[g]):
-            own = [leaf for leaf, rows_of in zip(leaves, self.rows_of[g], strict=True) if rows_of == name]
-            kept = self.write(kept, name, g, position, own, rows)
+        """The inverse of `read_residuals`, on the device."""
+        names = self.rows_of[layer[0]]
+        for name in filter(names.__contains__, self.storages):
+            own = [leaf for leaf, rows_of in zip(leaves, names, strict=True) if rows_of == name]
+            kept = kept | {name: self.storages[name].write(kept[name], *layer, own, rows[name])}
         return kept
-
-    def write(
-        self, kept: Kept, name: str, g: int, position: Index, leaves: Sequence[Leaf], rows: dict[str, Row]
-    ) -> Kept:
-        """The inverse of `read`."""
-        buffers = kept[name]
-        write = lambda arrays: self.storages[name].write(arrays, g, position, leaves, rows[name])
-        return kept | {name: buffers._replace(here=write(buffers.here)) if isinstance(buffers, AwayRows) else write(buffers)}
 
 
 def make_kept_storage(
@@ -100,7 +98,6 @@ def make_kept_storage(
     *,
     mesh: Mesh,
     apart: bool,
-    moves: bool,
 ) -> KeptStorage:
     """The places of what layers keep.
 
@@ -113,9 +110,8 @@ def make_kept_storage(
       table: with the rows.
       mesh: the devices.
       apart: each leaf has a stacked buffer of its own, if it has one at all (`each_apart`).
-      moves: whether the devices have a memory besides their host's.
     """
-    groups = traced_as if layers else ()
+    groups, moves = traced_as if layers else (), mesh.devices.flat[0].platform != "cpu"
     rows_of = [_rows_of(layer, of_layer, table) for layer, of_layer in zip(layers, goes, strict=True)]
     kept = [_kept_of(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]

@@ -16,7 +16,6 @@ import numpy as np
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.memory.boundaries import Boundaries, make_boundaries
-from jpipe.memory.offload import moves
 from jpipe.memory.storage import Storage
 from jpipe.model.groups import Model, role_of
 from jpipe.model.layer_function import LayerFunction
@@ -33,6 +32,7 @@ from jpipe.planning.layer_ranges import LayerRanges, make_ranges
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
+from jpipe.terminal.notices import warn_once
 
 T = TypeVar("T")
 
@@ -178,25 +178,7 @@ def build_step(
     forwards = [layer.forward for layer in layers] if stores_residuals else alone()
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks) if idles_work else IdleWork()
-    goes = residuals_that_go(request.options.offload, request.remat, trained, layers, [len(group.indices) for group in traced.groups])
-    table = lower(
-        schedule,
-        keep_inputs=request.remat.keep_inputs,
-        idle_work=bool(idle_work.trips),
-        away=any(map(any, goes)) and stores_residuals,
-    )
-    virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
-    kept = make_kept_storage(
-        layers,
-        goes,
-        model.traced_as,
-        [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups],
-        [schedule.placement.stage_of(s) for s in range(len(bounds))],
-        table,
-        mesh=request.mesh,
-        apart=request.options.unroll,
-        moves=bool(table.away_rows) and moves(splits),
-    )
+    table, kept = _rows(plan, traced, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
     return Step(
         plan=plan,
         schedule=schedule,
@@ -215,3 +197,44 @@ def build_step(
         table=table,
         ends=make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs) if over_stages else Ends(),
     )
+
+
+def _rows(
+    plan: Plan,
+    traced: Model,
+    schedule: Schedule,
+    bounds: Sequence[tuple[int, int]],
+    groups: tuple[Sequence[TracedLayer], Sequence[DeviceLayer]],
+    *,
+    along: bool,
+) -> tuple[TickTable, KeptStorage]:
+    """The table of ticks, and the places of what actions keep in the rows that it numbers.
+
+    Args:
+      plan, traced, schedule: as of `build_step`.
+      bounds: (first layer, one past the last) of each virtual stage.
+      groups: the groups as traced, on whole arrays and as one device runs them; empty if forward only.
+      along: whether idle stages compute along.
+
+    Warns:
+      UserWarning: residuals are to go to the host, and none waits long enough.
+    """
+    request, model, layers = plan.request, plan.arranged(traced), groups[1]
+    keep_inputs, goes = request.remat.keep_inputs, residuals_that_go(request, traced, *groups)
+    wanted = any(map(any, goes)) and not keep_inputs
+    table = lower(schedule, keep_inputs=keep_inputs, idle_work=along, away=wanted)
+    if wanted and not table.away_rows:
+        sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
+        warn_once(f"offload= moves no residuals: under {schedule.name!r} with {sizes} none waits long enough to leave")
+    virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
+    kept = make_kept_storage(
+        layers,
+        goes,
+        model.traced_as,
+        [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups],
+        [schedule.placement.stage_of(s) for s in range(len(bounds))],
+        table,
+        mesh=request.mesh,
+        apart=request.options.unroll,
+    )
+    return table, kept
