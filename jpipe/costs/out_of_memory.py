@@ -23,7 +23,7 @@ from jpipe.types import Batch, PyTree
 PAGE = 'the page "Out of memory?" (docs/howto/out-of-memory.md)'
 MOST = 4
 """How many parts a note names."""
-LESS = {"none": 'remat="layer"', "layer": 'remat="stage" or "full"', "stage": 'remat="full"', "full": ""}
+LESS = {"none": 'remat="layer"', "layer": 'remat="full"', "stage": 'remat="full"', "full": ""}
 """By mode of remat, those that keep less."""
 
 
@@ -80,7 +80,7 @@ def remedies(request: Request) -> dict[str, list[str]]:
     mode = next((name for name, mode in MODES.items() if mode == request.remat), "none")
     in_flight = ['schedule="1f1b"'] * (schedule.name == "gpipe")
     remat = [LESS[mode]] * bool(LESS[mode]) * (mode == "none" or not schedule.splits)
-    micro = [f"more than {schedule.num_microbatches} micro-batches, each of fewer examples"]
+    micro = [f"more than {schedule.num_microbatches} micro-batches"]
     stages = [f"more than {schedule.num_stages} stages"]
     sharded = [f"shard_over={splits.batch_axes!r}"] * (splits.num_shards > 1 and not splits.shard_over)
     at_use = ['gather="use"'] * (bool(splits.shard_over) and splits.gather == "step")
@@ -92,10 +92,10 @@ def remedies(request: Request) -> dict[str, list[str]]:
         "optimizer": at_rest,
         "gradients": [*at_use, *shared, *stages],
         "others": [*at_use, *stages],
-        "batch": ["fewer examples a device: a mesh axis of data"],
+        "batch": ["a mesh axis of data"],
         "boundaries": [*in_flight, *micro],
-        "residuals": [*in_flight, *remat, *micro],
-        "work": [*micro, *shared, "a mesh axis of tensor parallelism"],
+        "residuals": [*in_flight, *micro, *remat],
+        "work": [*micro, *shared, "a tensor axis"],
         "casts": ['cast="use"'],
     }
 
