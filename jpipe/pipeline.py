@@ -18,6 +18,7 @@ from jpipe.batches import rows
 from jpipe.batches.bare_inputs import default_inputs
 from jpipe.configuration import Agreement
 from jpipe.costs.communication import Communication, communication
+from jpipe.costs.out_of_memory import notes_on_room
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
@@ -221,7 +222,7 @@ class Pipeline(Tabular):
         if not isinstance(key, Tracer):
             self.agreement.check(batch, "init", key)
             key = rows.on_all(key, self.mesh)
-        with first_call("the initialisation", key) as done:
+        with first_call("the initialisation", key) as done, notes_on_room(self.planner, key):
             return done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
 
     def layer_variables(self, variables: Variables) -> list[Item]:
@@ -290,10 +291,9 @@ class Pipeline(Tabular):
           `((loss, updates), grads)`: the new collections other than "params"; gradients like `variables["params"]`.
         """
         key = None if key is None else as_key(key)
-        step = self._training_step(variables, batch, key)
+        run = partial(self._jit_value_and_grad, self._training_step(variables, batch, key))
         self.agreement.check(batch, "train", key)
-        run = partial(self._jit_value_and_grad, step)
-        (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key)
+        (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trains=True)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
     def apply(self, variables: Variables, batch: Batch, *, bare: bool | None = None) -> PyTree:
@@ -336,7 +336,8 @@ class Pipeline(Tabular):
         checks.check_complete(self.plan, variables)
         asked = self._generator.asked(prompts, num_tokens, key, temperature, prefill, logits)
         self.agreement.check(prompts, asked.words, key)
-        return self._run("generation", self._generator.program, variables, prompts, *asked.drawn_by, **asked.static)
+        run = partial(self._generator.program, **asked.static)
+        return self._run("generation", run, variables, prompts, *asked.drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
@@ -405,7 +406,7 @@ class Pipeline(Tabular):
             checks.check_complete(self.plan, variables)
             copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)
             new: Variables = copy(self._placed(variables))
-        with task("initialising the optimiser's state"):
+        with task("initialising the optimiser's state"), notes_on_room(self.planner, new, batch, tx):
             opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(new["params"])
         step, key = rows.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, new, opt_state, key, tx)
@@ -440,8 +441,7 @@ class Pipeline(Tabular):
         params = self.plan.layouts["params"].shapes
         if tx is not None:
             checked_opt_state(tx, params, self.plan.known_loss().of_batch)
-        shardings = state_shardings(jax.eval_shape(lambda tree: tree, state), params)
-        return rows.placed(state, shardings, self.mesh)
+        return rows.placed(state, state_shardings(jax.eval_shape(lambda tree: tree, state), params), self.mesh)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.
@@ -458,7 +458,7 @@ class Pipeline(Tabular):
         step = self._training_step(state.variables, batch, state.key)
         self.agreement.check(batch, "train")
         tx, run = self._train_steps.of(state.tx)
-        with first_call("the training step", (state, batch)) as done:
+        with first_call("the training step", (state, batch)) as done, notes_on_room(self.planner, state, batch, tx):
             new, metrics = done(run(step, state.replace(tx=tx), rows.on_mesh(batch, self.mesh)))
         return new.replace(tx=state.tx), metrics
 
@@ -483,11 +483,11 @@ class Pipeline(Tabular):
         """Shapes, dtypes and shardings of a state of this plan."""
         return abstract_state(self.plan.shapes, tx, key_shape(key), self.plan.known_loss().of_batch)
 
-    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> PyTree:
+    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, trains: bool = False) -> PyTree:
         """Calls a jitted program, and returns its results."""
         arguments = self._placed(variables), *rows.on_mesh(given, self.mesh)
-        with first_call(what, arguments) as done:
-            return done(jitted(*arguments, **options))
+        with first_call(what, arguments) as done, notes_on_room(self.planner, arguments, given[0] if trains else None):
+            return done(jitted(*arguments))
 
     def _placed(self, variables: Variables) -> Variables:
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""

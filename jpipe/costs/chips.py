@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -14,8 +14,9 @@ from jpipe.costs.gpus import A100, B200, H100, H200, Gpu, StandIn
 from jpipe.seam.runtime import register_gpu_compiler
 from jpipe.types import Device
 
-GIB, MIB = 2**30, 2**20
-CLOUD = "Cloud TPU documentation, system architecture of the version: FLOP/s, memory"
+GIB, MIB, GB = 2**30, 2**20, 10**9
+DOCUMENTATION = "Cloud TPU documentation, system architecture of the version"
+CLOUD = f"{DOCUMENTATION}: FLOP/s, memory"
 BOOK = f"{CLOUD}; How to Scale Your Model, 'TPU specs': links"
 PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
 BOTH = f"{CLOUD}; {PAPER}"
@@ -23,6 +24,22 @@ NVIDIA = "NVIDIA data sheets: of the SXM module, without sparsity; of the DGX or
 FRACTION, DEFAULT, MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75, 0.9
 """The variable that says which part of a GPU's memory JAX takes, its default, and the most that is commonly set."""
 PAIR = (("chip_config_name", "megacore"),)  # both cores are a device
+
+
+@dataclass(frozen=True)
+class Host:
+    """The memory of a host, as one of its devices has it while the others use it as much.
+
+    Attributes:
+      bandwidth: bytes/s one way, of the device's link or its part of a chip's; the other way has as much besides.
+      memory: bytes: the host's memory over the number of its devices. Programs get less: by default JAX pins at most
+        64 GiB a process on GPUs (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`).
+      source: where the numbers are written, and what is only assumed.
+    """
+
+    bandwidth: float = 0.0
+    memory: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,7 @@ class Chip:
       config: options of JAX's `get_topology_desc` for such chips.
       gpu: of a GPU, what its compiler asks; None of TPUs.
       network_bandwidth: bytes/s one way that one GPU has to other hosts; 0 of TPUs, which have links to all neighbours.
+      host: what the device has of its host's memory; all zero if that isn't known (`measure_chip`).
     """
 
     name: str
@@ -69,6 +87,7 @@ class Chip:
     config: tuple[tuple[str, str], ...] = ()
     gpu: Gpu | None = None
     network_bandwidth: float = 0.0
+    host: Host = Host()
 
     @property
     def room(self) -> int:
@@ -86,8 +105,25 @@ class Chip:
         return self.tile > 1
 
 
+LINK = "How to Scale Your Model, 'TPU specs': typically 15 GB/s a chip"
+DGX = "NVIDIA's DGX systems in MLPerf inference 4.1, DGX B200 user guide: 2 TB of 8 GPUs. PCI Express x16, its peak"
+OLD = Host(7.5e9, 334 * GB // 8, f"{LINK}: of two cores, and assumed of v2. gpuhunt (dstack): 334 GB of 8 cores")
+NEW = Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")
+HOSTS = {
+    "v2": OLD,
+    "v3": OLD,
+    "v4": Host(15e9, 512 * GB // 8, f"{LINK}. MLPerf training 0.7, tpu-v4-16: 512 GB of 8 chips; no VM type was found"),
+    "v5e": Host(15e9, 192 * GB // 4, f"{LINK}. {DOCUMENTATION}, ct5lp-hightpu-4t: 192 GB of 4 chips"),
+    "v5p": Host(15e9, 448 * GB // 4, f"{LINK}. {DOCUMENTATION}, properties of a host: 448 GB of 4 chips"),
+    "v6e": Host(32e9, 720 * GB // 4, f"{LINK}, v6e 32 GB/s. MLPerf inference 4.1, tpu-v6-4: 720 GB of 4 chips"),
+    "a100": Host(31.5e9, 2000 * GB // 8, f"{DGX}, generation 4; 8 GPUs have four switches, and may get less"),
+    "h100": NEW,
+    "h200": NEW,
+    "b200": NEW,
+}
+"""The hosts of the chips."""
 CHIPS = {
-    chip.name: chip
+    chip.name: replace(chip, host=HOSTS[chip.name])
     for chip in [
         Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
         Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
@@ -95,10 +131,10 @@ CHIPS = {
         Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK, "2x4", 1, 128, 128 * MIB, 64 * MIB, 664e9, 1.22e-6),
         Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK, "2x2x2", 1, 128, 64 * MIB, 0, 1988e9, 1.22e-6),
         Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK, "2x4", 1, 256, 128 * MIB, 64 * MIB, 1316e9, 1.21e-6),
-        Chip("a100", 312e12, 80 * 10**9, 2.04e12, 300e9, None, NVIDIA, "8", gpu=A100, network_bandwidth=25e9),
-        Chip("h100", 989e12, 80 * 10**9, 3.35e12, 450e9, None, NVIDIA, "8", gpu=H100, network_bandwidth=50e9),
-        Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, NVIDIA, "8", gpu=H200, network_bandwidth=50e9),
-        Chip("b200", 2250e12, 180 * 10**9, 8e12, 900e9, None, NVIDIA, "8", gpu=B200, network_bandwidth=50e9),
+        Chip("a100", 312e12, 80 * GB, 2.04e12, 300e9, None, NVIDIA, "8", gpu=A100, network_bandwidth=25e9),
+        Chip("h100", 989e12, 80 * GB, 3.35e12, 450e9, None, NVIDIA, "8", gpu=H100, network_bandwidth=50e9),
+        Chip("h200", 989e12, 141 * GB, 4.8e12, 450e9, None, NVIDIA, "8", gpu=H200, network_bandwidth=50e9),
+        Chip("b200", 2250e12, 180 * GB, 8e12, 900e9, None, NVIDIA, "8", gpu=B200, network_bandwidth=50e9),
     ]
 }
 """The chips by name."""

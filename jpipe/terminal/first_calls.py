@@ -66,7 +66,7 @@ def followed(what: str, arguments: PyTree) -> Iterator[Call | None]:
     Yields:
       The call; None if nobody follows it, or if it is only traced, as some of its arguments are tracers.
     """
-    if not followers or _is_traced(arguments):
+    if not followers or is_traced(arguments):
         yield None
         return
     call = Call(what)
@@ -95,7 +95,7 @@ def first_call(what: str, arguments: PyTree) -> Iterator[Callable[[Result], Resu
 
     def begin(details: str) -> None:
         """Shows that the function is compiled; once, and only if it isn't called with tracers."""
-        if not begun and not _is_traced(arguments):
+        if not begun and not is_traced(arguments):
             begun.append(details)
             if call:
                 call.is_compiling = True
@@ -124,5 +124,6 @@ def compiles(details: str) -> None:
     _begin.get()(details)
 
 
-def _is_traced(arguments: PyTree) -> bool:
+def is_traced(arguments: PyTree) -> bool:
+    """Whether some arguments of a call are tracers: then it is only traced."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments))

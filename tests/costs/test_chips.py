@@ -1,11 +1,15 @@
 import importlib.util
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import CHIPS, EXAMPLES, chip_of, parse_topology
+from jpipe.costs.chips import CHIPS, EXAMPLES, HOSTS, chip_of, parse_topology
 from tpu_program import needs_tpu_compiler
+
+PAGE = (Path(__file__).parents[2] / "docs" / "time-model.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["v5x:2x2", "v5p:4x4", "v5e", "v5e:0x2", "v5e:2x", ""])
@@ -35,6 +39,29 @@ def test_passes_go_no_faster_than_the_memory():
     for chip in CHIPS.values():
         assert 0.7 * chip.memory_bandwidth < chip.pass_bandwidth <= chip.memory_bandwidth
         assert chip.fuses == (chip.clock is not None) == (chip.gpu is None)
+
+
+def test_a_host_has_more_memory_behind_a_slower_link():
+    for chip in CHIPS.values():
+        assert 10 * chip.host.bandwidth < chip.memory_bandwidth and chip.host.bandwidth < chip.link_bandwidth
+        assert chip.host.memory > chip.memory and chip.host.source
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes_rate"), [("v5e", 8e9), ("v5p", 16e9), ("v6e", 32e9), ("a100", 16e9), ("h100", 32e9), ("b200", 32e9)]
+)
+def test_no_link_to_a_host_is_faster_than_sixteen_lanes(name, lanes_rate):
+    """PCI Express 3, 4 and 5 send 8, 16 and 32 bits a nanosecond on a lane, 128 of 130 of them data."""
+    assert CHIPS[name].host.bandwidth <= 16 * lanes_rate / 8 * 128 / 130
+
+
+def test_the_page_has_the_hosts():
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| (\d+) GB of (\d+) ", PAGE, re.MULTILINE)
+    assert {name: (float(speed) * 1e9, float(memory) * 1e9) for name, speed, memory, *_ in rows} == {
+        name: (host.bandwidth, host.memory) for name, host in HOSTS.items()
+    }
+    for _, _, memory, whole, devices in rows:
+        assert float(memory) == int(whole) / int(devices)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,20 @@ def test_a_page_runs_and_prints_what_it_shows(page, as_started):
     run(page, names)
 
 
+@pytest.mark.slow
+def test_the_settings_of_out_of_memory_take_what_its_table_says(as_started):
+    """Each row's first cell is what `takes` of the page is called with."""
+    page, names = DOCS / "howto" / "out-of-memory.md", {"__name__": "page"}
+    for path in (DOCS / "howto" / "index.md", page):
+        run(path, names)
+    names["mesh"] = jpipe.make_mesh(stage=4, data=2)
+    names["dots"] = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    rows = re.findall(r"^\| `([^`]*)` \| ([\d.]+) \| [\d.]* ?\| ([\d.]+) \|", page.read_text(), re.MULTILINE)
+    assert len(rows) >= 14
+    for options, *shown in rows:
+        assert [f"{number:.1f}" for number in eval(f"takes({options})", names)] == shown, options
+
+
 def test_the_readme_shows_the_example_that_start_runs_and_what_it_prints():
     shown, executed = ({code: printed for _, code, printed in blocks(page)} for page in (ROOT / "README.md", START))
     assert len(executed.keys() & shown.keys()) == 3
