@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from jpipe.mesh.splits import Splits
+from jax.sharding import Mesh
+
 from jpipe.terminal.notices import warn_once
 from jpipe.users_numbers import as_number
 
@@ -59,8 +60,9 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
     return Offload(**{word: float(share) for word, share in offload.items()})
 
 
-def moves(splits: Splits) -> bool:
+def moves(mesh: Mesh) -> bool:
     """Whether the devices have a memory besides their host's. CPUs haven't: there all stays where it is."""
-    if splits.on_cpu:
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu:
         warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
-    return not splits.on_cpu
+    return not on_cpu

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jpipe.arrays.indexing import Index
 from jpipe.memory.away import AwayStorage, build_away_storage
 from jpipe.memory.memory_order import Order, result_orders
+from jpipe.memory.offload import moves
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.planning.going import Going
@@ -111,7 +112,7 @@ def make_kept_storage(
       mesh: the devices.
       apart: each leaf has a stacked buffer of its own, if it has one at all (`each_apart`).
     """
-    groups, moves = traced_as if layers else (), mesh.devices.flat[0].platform != "cpu"
+    groups = traced_as if layers else ()
     rows_of = [_rows_of(layer, of_layer, table) for layer, of_layer in zip(layers, goes, strict=True)]
     kept = [_kept_of(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
@@ -122,7 +123,7 @@ def make_kept_storage(
         tags, own = each_apart(leaves) if apart else None, owners[: len(groups)]
         if name in table.away_rows:
             rows = table.away_rows[name]
-            away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=moves)
+            away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=moves(mesh))
             storages[name] = away[name]
         else:
             storages[name] = build_storage(

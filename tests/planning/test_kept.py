@@ -35,8 +35,8 @@ def step_of(schedule):
 
 def test_a_split_backward_has_rows_of_its_own():
     whole, parts = step_of("1f1b").kept, step_of(jpipe.Schedule(IN_PARTS, slots=("F", "B", "W"))).kept
-    assert (list(whole.storages), whole.waits[1]) == (["residual"], (False, False))
-    assert (list(parts.storages), parts.waits[1]) == (["residual", "kept", "stash"], (True, True))
+    assert (list(whole.storages), whole.rows_of[1]) == (["residual"], ("residual", "residual"))
+    assert (list(parts.storages), parts.rows_of[1]) == (["residual", "kept", "stash"], ("kept", "kept"))
     assert [leaf.shape for leaf in parts.storages["stash"].record_types[1].leaves] == [(2, 8), (2, 4)]
 
 
@@ -45,5 +45,5 @@ def test_residuals_come_back_in_their_own_order(slots):
     kept = step_of("1f1b" if slots is None else jpipe.Schedule(IN_PARTS, slots=slots)).kept
     rows = {name: Row(0, 0) for name in kept.storages}
     leaves = [jnp.full((2, 4), 1.0), jnp.full((2, 8), 2.0)]
-    written = kept.write_residuals(kept.empty(), 1, 0, leaves, rows)
-    assert_equal(kept.read_residuals(written, 1, 0, rows), leaves)
+    written = kept.write_residuals(kept.empty(), (1, 0), leaves, rows)
+    assert_equal(kept.read_residuals(written, (1, 0), rows, {}), leaves)

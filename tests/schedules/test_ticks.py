@@ -12,7 +12,7 @@ from cases import names
 from jpipe.schedules.actions import Action, admitted
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.ticks import KEEPS, SlotTable, TickTable, lower
+from jpipe.schedules.ticks import AWAY, KEEPS, SlotTable, TickTable, lower
 
 Tag = tuple[str, int, int]  # kind, micro-batch, and the virtual stage that sent it
 EMPTY: Tag = ("", -1, -1)
@@ -234,6 +234,74 @@ def test_stages_that_work_along_write_where_nothing_is_kept(schedule, keep_input
 def test_in_named_schedules_too(num_chunks, keep_inputs):
     for schedule in named(num_chunks):
         check_idle_work(schedule, keep_inputs=keep_inputs)
+
+
+def play_away(schedule: Schedule, table: TickTable, name: str) -> int:
+    """Plays the rows that go to the host through: every reader finds its value. Returns how many have come back."""
+    on_device, on_host = table.away_rows[name]
+    writer, readers = KEEPS[AWAY[name]]
+    device = [[EMPTY] * on_device for _ in schedule.actions]
+    host = [[EMPTY] * on_host for _ in schedule.actions]
+    back, came_back = [EMPTY] * len(schedule.actions), 0
+    for tick, (i, slot) in itertools.product(range(table.num_ticks), enumerate(table.slots)):
+        for stage in range(schedule.num_stages):
+            at = slot.away[name]
+            row, sent_to, returns = (column[tick, stage] for column in (at.row, at.sent_to, at.returns))
+            action, coming = _action_at(slot, tick, stage), GARBAGE if returns < 0 else host[stage][returns]
+            reads = action and action.kind in readers and name_is_read(schedule, stage, action, AWAY[name])
+            if action and action.kind == writer:
+                device[stage][row] = ("", action.microbatch, action.chunk)
+            elif action is None and row >= 0:
+                device[stage][row] = GARBAGE
+            elif reads:
+                value = device[stage][row] if at.stays[tick, stage] else back[stage]
+                assert value[1:] == action[1:], (tick, i, stage, action)
+                came_back += not at.stays[tick, stage]
+            if sent_to >= 0:
+                host[stage][sent_to] = device[stage][max(row, 0)]
+            back[stage] = coming
+    return came_back
+
+
+def name_is_read(schedule: Schedule, stage: int, action: Action, name: str) -> bool:
+    """Whether an action reads the residuals of a name: B and I all of them, W those that are kept for it."""
+    return action.kind != "W" or name == "kept"
+
+
+def check_away(schedule: Schedule) -> None:
+    for idle_work in (False, True):
+        table = lower(schedule, idle_work=idle_work, away=True)
+        for name, (on_device, _) in table.away_rows.items():
+            assert play_away(schedule, table, name) > 0
+            assert on_device + 1 < max(table.rows[AWAY[name]])
+
+
+@given(schedules())
+def test_what_goes_to_the_host_is_back_in_time(schedule):
+    check_away(schedule)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_what_goes_to_the_host_is_back_in_time_in_named_schedules(num_chunks):
+    for schedule in named(num_chunks):
+        check_away(schedule)
+
+
+def test_rows_that_go_to_the_host():
+    """Rows on the device, and on the host, where one may be for what is of no use."""
+    rows = lambda name, **sizes: lower(make_schedule(name, num_microbatches=8, **sizes), away=True).away_rows
+    assert rows("1f1b", num_stages=4) == {"residual_away": (1, 6)}
+    assert rows("interleaved", num_stages=4, num_chunks=2) == {"residual_away": (1, 10)}
+    assert rows("v", num_stages=4, num_chunks=2) == {"residual_away": (1, 8)}
+    assert rows("gpipe", num_stages=4) == {"residual_away": (1, 9)}
+    assert rows("1f1b", num_stages=1) == {}, "nothing waits"
+    forward, backward = lower(make_schedule("1f1b", num_stages=2, num_microbatches=4), away=True).slots
+    #   tick                    0   1   2   3   4   5
+    #   stage 0                F0  F1  F2  F3
+    #                                  B0  B1  B2  B3
+    sent, returns = (getattr(forward.away["residual_away"], name)[:, 0].tolist() for name in ("sent_to", "returns"))
+    assert (sent[:4], returns) == ([0, 1, 0, 1], [-1, -1, 0, 1, 0, 1])
+    assert backward.away["residual_away"].stays.T.tolist() == [[0] * 6, [0, 1, 1, 1, 1, 0]], "on stage 1 B follows F"
 
 
 def test_runs_of_named_schedules():
