@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jpipe
 from cases import assert_close, assert_equal, model, pipeline
 from device_programs import programs_for
+from jpipe.terminal.notices import warn_once
 from small_pipeline import make
 
 OFFLOADS_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names
@@ -95,6 +96,7 @@ def plan_step(**options):
 
 
 def test_cpus_move_nothing_and_say_so_once():
+    warn_once.cache_clear()
     with pytest.warns(UserWarning, match="offload= moves nothing on CPUs") as caught:
         for _ in range(2):
             plan_step(remat="none", offload="residuals", num_stages=2, num_microbatches=4)
@@ -102,6 +104,7 @@ def test_cpus_move_nothing_and_say_so_once():
 
 
 def test_where_nothing_waits_it_says_so():
+    warn_once.cache_clear()
     with pytest.warns(UserWarning, match="moves no residuals: under '1f1b' with num_stages=1"):
         plan_step(num_stages=1, remat="none", offload="residuals")
 

@@ -369,10 +369,11 @@ def test_kept_inputs_are_there_for_the_backward():
 
 
 def test_arrays_are_read_only_int32_of_ticks_by_stages():
-    table = make_schedule("interleaved", num_stages=3, num_microbatches=3, num_chunks=2).ticks
+    table = lower(make_schedule("interleaved", num_stages=3, num_microbatches=3, num_chunks=2), away=True)
     for slot in table.slots:
-        for name, columns in vars(slot).items():
-            for column in columns if isinstance(columns, tuple) else [columns] * (name != "kinds"):
+        assert slot.away
+        for name, columns in {**vars(slot), **slot.away}.items():
+            for column in columns if isinstance(columns, tuple) else [columns] * (name not in ("kinds", "away")):
                 assert (column.shape, column.dtype) == ((table.num_ticks, 3), np.int32)
                 with pytest.raises(ValueError, match="read-only"):
                     column[0, 0] = 1
