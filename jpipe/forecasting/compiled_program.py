@@ -16,6 +16,11 @@ from jax.stages import Compiled, Lowered
 
 PERMUTE = "collective-permute"
 COLLECTIVES = (PERMUTE, "all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+FETCH, SEND = "dynamic-slice", "dynamic-update-slice"
+HOST_MOVES = (FETCH, SEND)
+"""What moves a slice from an array in the host's memory to the device, and back."""
+_ON_HOST = "S(5)"
+"""The mark of the host's memory in the layout of a type."""
 _LIBRARIES = ("__cublas", "__cudnn", "mosaic_gpu", "triton", "tpu_custom_call")
 """How calls of products and attention begin, which compilers don't make themselves."""
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
@@ -102,7 +107,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class CompiledTransfer:
-    """A collective and what is scheduled between its start and its end, in the same loop.
+    """A collective, or a move to the host or back, and what is scheduled between its start and its end, in its loop.
 
     Attributes:
       operation: the start.
@@ -141,14 +146,14 @@ def read(text: str) -> Loop:
 
 
 def transfers(loop: Loop, kinds: tuple[str, ...] = (PERMUTE,)) -> list[CompiledTransfer]:
-    """The collectives of these kinds in a loop's body, in the order in which they end."""
+    """The transfers of these kinds (`COLLECTIVES`, `HOST_MOVES`) in a loop's body, in the order in which they end."""
     found, operations = [], loop.operations
     places = {operation.name: i for i, operation in enumerate(operations)}
     inner = dict(zip((each.name for each in operations if each.opcode == "while"), loop.inner, strict=True))
     for end, operation in enumerate(operations):
         is_end = operation.opcode.endswith("-done")
         start = places[operation.operands[0]] if is_end else end
-        if _collective(operations[start], loop.computations) in kinds and (is_end or "-start" not in operation.opcode):
+        if _transfer(operations[start], loop.computations) in kinds and (is_end or "-start" not in operation.opcode):
             between = operations[start + 1 : end]
             loops = [inner[each.name] for each in between if each.opcode == "while"]
             products = [each for each in between if is_product(each, loop.computations)]
@@ -230,13 +235,14 @@ def _loop(computations: dict[str, list[Operation]], body: str, scope: str) -> Lo
     return Loop(scope, operations, inner, computations, branches=branches)
 
 
-def _collective(operation: Operation, computations: dict[str, list[Operation]]) -> str:
-    """The collective that an operation is or starts, also if it starts a computation with one; "" if it isn't one."""
-    if operation.opcode == "async-start":
+def _transfer(operation: Operation, computations: dict[str, list[Operation]]) -> str:
+    """The transfer that an operation is or starts, also if it starts a computation with one; "" if it isn't one."""
+    kinds = (*COLLECTIVES, *(HOST_MOVES if _ON_HOST in operation.line else ()))
+    if operation.opcode in ("async-start", "fusion-start"):
         called = computations.get(operation.attribute("calls") or "", [])
-        return next((other.opcode for other in called if other.opcode in COLLECTIVES), "")
+        return next((other.opcode for other in called if other.opcode in kinds), "")
     kind = operation.opcode.removesuffix("-start")
-    return kind if kind in COLLECTIVES else ""
+    return kind if kind in kinds else ""
 
 
 def _trips(condition: list[Operation]) -> int | None:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jpipe
 from gpu_program import needs_gpu_compiler
 from jpipe.costs.chips import parse_topology
-from jpipe.forecasting.compiled_program import read
+from jpipe.forecasting.compiled_program import FETCH, HOST_MOVES, SEND, read, transfers
 from jpipe.schedules.ticks import lower
 
 pytestmark = needs_gpu_compiler
@@ -71,6 +71,22 @@ def blocks_step(schedule, *, stages=4, microbatches=8, chunks=1, **options):
     batch = {name: jax.ShapeDtypeStruct((256 * microbatches, WIDTH), jnp.float32) for name in ("inputs", "targets")}
     state = pipe.abstract_state(batch, optax.sgd(1e-3))
     return pipe, jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch)
+
+
+def test_residuals_go_to_the_host_and_come_back_beside_work():
+    """Without a tie of both ways XLA copied all that was on the host, in each tick."""
+    pipe, step = blocks_step("1f1b", remat="none", offload="residuals")
+    runs = [i for i, run in enumerate(lower(pipe.schedule, idle_work=True).runs) if all(run.together)]
+    program = read(compiled(step).as_text())
+    steady = program.find("ticks")[runs[0]]
+    for kind in HOST_MOVES:
+        moves = transfers(steady, (kind,))
+        assert moves and all(move.beside_products for move in moves)
+    assert {FETCH, SEND} == {*HOST_MOVES}
+    copies = [
+        each for loop in program.walk() for each in loop.operations if "S(5)" in each.type and each.opcode == "copy"
+    ]
+    assert copies == []
 
 
 @pytest.mark.parametrize(

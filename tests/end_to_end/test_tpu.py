@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpipe
+from jpipe.forecasting.compiled_program import FETCH, HOST_MOVES, SEND
 from tpu_program import Loop, compile_with_text, large_moves, needs_tpu_compiler, read, tpu_devices, transfers
 
 pytestmark = needs_tpu_compiler
@@ -76,6 +77,18 @@ def check(step: Loop, remat: str, num_transfers: int = 2) -> None:
 
 def test_a_step_is_in_place_and_its_transfers_are_hidden():
     check(compiled_step("v5e:2x2", remat="none"), "none")
+
+
+def test_residuals_go_to_the_host_and_come_back_beside_work():
+    """Each buffer of them has one fetch and one send in a tick, beside the loops of a backward and a forward."""
+    step = compiled_step("v5e:2x2", remat="none", offload="residuals")
+    (ticks,) = step.find("ticks")
+    moves = {kind: transfers(ticks, (kind,)) for kind in HOST_MOVES}
+    assert len(moves[FETCH]) == len(moves[SEND]) > 3
+    assert [move.operation.line for each in moves.values() for move in each if not move.beside_products] == []
+    assert len(transfers(ticks)) == 2
+    copies = [each for loop in step.walk() for each in loop.operations if "S(5)" in each.type and each.opcode == "copy"]
+    assert copies == [], "what is on the host is never copied there"
 
 
 @pytest.mark.parametrize("cast", ["step", "use"])
