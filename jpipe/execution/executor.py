@@ -238,7 +238,8 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
                     carry = ACTIONS[kind](stage, counts, now, carry)
                 elif of_run.any() or stage.only is not None:
                     carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
-        carry = going.send(stage, slot, now.away, coming, end_turns.after_slot(stage, run, turns, i, carry))
+        carry = end_turns.after_slot(stage, run, turns, i, carry)
+        crossing, carry = going.send(stage, slot, now.away, (coming, crossing), carry)
         # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
         #    in `beside` too: the kinds that send along a flow also receive along it, so nothing of that flow crosses
         #    beside a slot that sends along it.

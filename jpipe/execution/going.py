@@ -6,7 +6,9 @@ Here is a stage's part in two ticks of 1F1B; micro-batch 3 goes forward as 1 goe
     comes back      1 -----------|                  2 -----------|
     leaves                          3 -----------|                  4 -----------|
 
-A row starts to come back before a slot, and has to be there after it. Only then the row of this slot is sent: else a
+A row starts to come back before a slot and has to be there after it, and so with one that leaves. Compilers take the
+liberty to wait for it before the slot's work. So at the end of a slot all that moved beside it, activations and
+cotangents too, is tied to what the slot left: nobody can ask for it before. Only then the slot's own row is sent: else a
 GPU's compiler, which sees an array on the host read and written at once, copies it whole.
 """
 
@@ -20,6 +22,7 @@ from jpipe.execution.stage import Stage, TickCarry
 from jpipe.memory.away import AwayRow
 from jpipe.memory.storage import Buffers
 from jpipe.schedules.ticks import SlotTable
+from jpipe.types import PyTree
 
 Rows = dict[str, Buffers]
 """Rows of residuals by name of `AWAY`: one that has come back, or all those on the host."""
@@ -38,17 +41,29 @@ def start(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: Tick
     return {name: away[name].fetched(carry.host[name], now[name].returns) for name in _returning(away, slot)}
 
 
-def send(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], coming: Rows, carry: TickCarry) -> TickCarry:
-    """The carry with the row of this slot on its way to the host, and what came back meanwhile at hand."""
-    back, host = dict(coming), dict(carry.host)
-    for name, storage in stage.step.kept.away.items():
-        if (slot.away[name].sent_to >= 0).any():
-            leaving = storage.leaving(carry.forward.kept[name], now[name].row)
-            came = {name: coming[name]} if name in coming else {}
-            host[name], came, leaving = jax.lax.optimization_barrier((host[name], came, leaving))
-            back |= came
-            host[name] = storage.sent(host[name], leaving, now[name].sent_to)
-    return carry._replace(back=back, host=host)
+def send(
+    stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], moved: tuple[Rows, PyTree], carry: TickCarry
+) -> tuple[PyTree, TickCarry]:
+    """Ends what moved beside a slot, and sends the slot's own row.
+
+    Args:
+      stage, slot, now: this device, the slot, and its rows now.
+      moved: the rows that come back, and what crosses between stages.
+      carry: as the slot left it.
+
+    Returns:
+      What crossed, and the carry with the row on its way to the host, and what came back at hand.
+    """
+    away = stage.step.kept.away
+    if not away:
+        return moved[1], carry
+    names = [name for name in away if (slot.away[name].sent_to >= 0).any()]
+    leaving = {name: away[name].leaving(carry.forward.kept[name], now[name].row) for name in names}
+    left = carry.forward.activation, carry.backward.cotangent
+    (back, crossed), host, leaving, left = jax.lax.optimization_barrier((moved, carry.host, leaving, left))
+    host |= {name: away[name].sent(host[name], leaving[name], now[name].sent_to) for name in names}
+    forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
+    return crossed, carry._replace(forward=forward, backward=backward, back=back, host=host)
 
 
 def _returning(names: Iterable[str], slot: SlotTable) -> list[str]:
