@@ -6,11 +6,18 @@ own memory. So what waits long, or is needed once a step, may lie there, if it m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from jpipe.arrays.indexing import Index, put_slice
+from jpipe.arrays.loops import each
 from jpipe.mesh.splits import Splits
 from jpipe.terminal.notices import warn_once
 from jpipe.types import PyTree
@@ -65,11 +72,89 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
     return Offload(**{word: float(share) for word, share in offload.items()})
 
 
+SLICE_BYTES = 2**23
+"""The most bytes of an array that go to the host or come from there at once; a few such slices are on the device."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How an array is cut into slices that go to the host and come from there.
+
+        [3, 5, 1000], rows = 2      for each of 3 entries: rows 0 1 | 2 3 | 4
+
+    Attributes:
+      shape: of the array.
+      dim: the dimension that is cut into runs; those before it are cut into single entries.
+      run: the entries of a run.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    run: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], itemsize: int) -> Cuts:
+        """The cuts of an array of a shape whose elements have so many bytes."""
+        row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
+        dim = next((dim for dim in range(len(shape)) if row(dim) <= SLICE_BYTES), len(shape) - 1)
+        # Runs of whole tiles, in which accelerators keep the last two dimensions.
+        unit = {1: 1024, 2: 32}.get(len(shape) - dim, 1)
+        run = SLICE_BYTES // row(dim)
+        return cls(shape, dim, min(shape[dim], max(run // unit, 1) * unit))
+
+    @cached_property
+    def parts(self) -> list[tuple[int, tuple[int, ...], Callable[[Index], tuple[Index, ...]]]]:
+        """For slices of one shape each: (how many there are, the shape, the index at which the i-th begins)."""
+        before, size, after = self.shape[: self.dim], self.shape[self.dim], self.shape[self.dim + 1 :]
+        count, rest = divmod(size, self.run)
+        single, whole = (1,) * self.dim, math.prod(before)
+        at = lambda i: (*_unravel(i // count, before), i % count * self.run)
+        parts = [(whole * count, (*single, self.run, *after), at if count > 1 else lambda i: (*_unravel(i, before), 0))]
+        last = lambda i: (*_unravel(i, before), size - rest)
+        return [*parts, *([(whole, (*single, rest, *after), last)] if rest else [])]
+
+
+def _unravel(i: Index, shape: tuple[int, ...]) -> list[Index]:
+    """The index of the i-th entry of an array of a shape."""
+    index: list[Index] = []
+    for dim, size in reversed([*enumerate(shape)]):
+        is_first = math.prod(shape[:dim]) == 1
+        index.insert(0, 0 if size == 1 else i if is_first else i % size)
+        i = i if size == 1 else i // size
+    return index
+
+
 def moves(splits: Splits) -> bool:
     """Whether the devices have a memory besides their host's. CPUs haven't: there all stays where it is."""
     if splits.on_cpu:
         warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
     return not splits.on_cpu
+
+
+def is_apart(mesh: Mesh) -> bool:
+    """Whether the hosts' memory is another than that of the devices, as it isn't on CPUs."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
+def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Zeros in the memory of the host, of which only slices are made on the device."""
+    array, cuts = to_host(jax.lax.empty(shape, dtype)), Cuts.of(shape, dtype.itemsize)
+    for count, part, at in cuts.parts:
+        write = lambda i, zeros, array, at=at: put_slice(array, zeros, at(i))
+        array = each(0, count, jnp.zeros(part, dtype), write, array)
+    return array
+
+
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding in the memory of the hosts; as it is on CPUs, which have no other.
+
+    The shape of a device that isn't there, as its compiler is given it, may not say that it has such a memory.
+    """
+    if not is_apart(sharding.mesh):
+        return sharding
+    there = sharding.with_memory_kind(HOST)
+    is_known = there.memory_kind == HOST
+    return there if is_known else NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
 def to_host(tree: PyTree) -> PyTree:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.arrays.dtypes import is_float
 from jpipe.memory.layout import StageTree
+from jpipe.memory.offload import on_host
 from jpipe.mesh.axes import AXIS
 from jpipe.training.optimizers import check_is_optimizer, check_optimizer, check_update
 from jpipe.training.probing import check_elementwise
@@ -102,7 +104,12 @@ def state_shardings(opt_state: Shapes, params: StageTree) -> PyTree:
         if not is_tree(node):
             return guess(node)
         shapes = node.layout.shapes
-        of_leaf = lambda buffer, leaf: buffer.sharding if leaf.shape == buffer.shape else guess(leaf)
+
+        def of_leaf(buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> NamedSharding:
+            if leaf.shape != buffer.shape:
+                return guess(leaf)
+            return on_host(buffer.sharding) if layout.state_on_hosts and is_float(leaf) else buffer.sharding
+
         return StageTree({n: jax.tree.map(partial(of_leaf, shapes[n]), node[n]) for n in node}, node.layout)
 
     is_tree = lambda node: isinstance(node, StageTree)

@@ -1,0 +1,404 @@
+"""Computes an optimiser's update while its state lies in the memory of the hosts, a slice at a time.
+
+The update is traced to a list of equations. Arrays of the state that lie as the parameters do, and all that follows
+from them element by element, are never whole on a device: a loop over slices of a buffer brings two slices at once,
+computes what is wanted of the first while the second arrives, and of the second while the first goes back.
+
+    on the device, whole        scalars (rates, counts); sums over gradients; what `jpipe.per_layer` does
+    slice by slice              elementwise values: moments, updates, parameters
+    in a loop of its own        a sum over values that follow from the state (a norm of Adam's updates): the loop only
+                                adds up, and a later one computes these values again
+
+A branch (`optax.MultiSteps`, `optax.apply_if_finite`) becomes a selection between what both give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.indexing import put_slice, take_slice
+from jpipe.arrays.loops import each, when
+from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.memory.layout import Layout, StageTree
+from jpipe.memory.offload import Cuts, is_apart, to_host
+from jpipe.mesh.on_stages import on_stages
+from jpipe.partitioner.shardings import names_in
+from jpipe.seam.inside import carry_out
+from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import ELEMENTWISE
+from jpipe.training.optimizers import update_with_loss
+from jpipe.training.per_layer import PROGRAM
+from jpipe.types import Leaf, PyTree
+
+SLICES, RECORDS, DEVICE = "slices", "records", "device"
+
+
+class Place(NamedTuple):
+    """Where a leaf lies.
+
+    Attributes:
+      spec: the mesh axes that split it; None if it is no buffer.
+      where: on the hosts and read by `SLICES`, part of a state of `jpipe.per_layer` (`RECORDS`), or on the `DEVICE`.
+    """
+
+    spec: PartitionSpec | None = None
+    where: str = DEVICE
+
+
+def updated(
+    tx: optax.GradientTransformation, grads: StageTree, opt_state: PyTree, params: StageTree, loss: Leaf
+) -> tuple[StageTree, PyTree]:
+    """Does an optimiser's update: (the new parameters, its new state)."""
+
+    def update(params: StageTree, opt_state: PyTree, grads: StageTree, loss: Leaf) -> tuple[StageTree, PyTree]:
+        changes, new = update_with_loss(tx, grads, opt_state, params, loss)
+        return optax.apply_updates(params, changes), new
+
+    if not params.layout.state_on_hosts:
+        return update(params, opt_state, grads, loss)
+    places = [*places_of(params), *places_of(opt_state, params.layout), *places_of(grads), Place()]
+    return _by_slices(update, params.layout, (params, opt_state, grads, loss), places, places)
+
+
+def initial(tx: optax.GradientTransformation, params: StageTree) -> PyTree:
+    """Makes the state of an optimiser for these parameters."""
+    if not params.layout.state_on_hosts:
+        return tx.init(params)
+    places = places_of(jax.eval_shape(tx.init, params), params.layout)
+    return _by_slices(tx.init, params.layout, (params,), places_of(params), places, replaces=False)
+
+
+def places_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
+    """Where each leaf of a tree lies, which is an optimiser's state for parameters of a layout, if one is given."""
+
+    def of_node(node: Leaf | StageTree) -> PyTree:
+        if not isinstance(node, StageTree):
+            return Place()
+        of_buffer = lambda name: jax.tree.map(lambda leaf: of_leaf(node, name, leaf), node[name])
+        return {name: of_buffer(name) for name in node}
+
+    def of_leaf(node: StageTree, name: str, leaf: Leaf) -> Place:
+        buffer, by_record = node.layout.shapes[name], params not in (None, node.layout)
+        if leaf.shape != buffer.shape:
+            return Place()
+        hosted = params is not None and is_float(leaf)
+        return Place(buffer.sharding.spec, RECORDS if by_record else SLICES if hosted else DEVICE)
+
+    nodes = jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
+    return jax.tree.leaves(nodes, is_leaf=lambda node: isinstance(node, Place))
+
+
+def _by_slices(
+    function: Callable[..., PyTree],
+    layout: Layout,
+    arguments: tuple[PyTree, ...],
+    places: Sequence[Place],
+    results: Sequence[Place],
+    *,
+    replaces: bool = True,
+) -> PyTree:
+    """Calls a function of trees of whole arrays, some of which lie on the hosts.
+
+    Args:
+      function: to be traced.
+      layout: of the parameters.
+      arguments: the trees.
+      places: where each of their leaves lies.
+      results: where each leaf of what it returns is to lie; leaves behind them are ignored.
+      replaces: the results take the places of the first arguments.
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    on_device = [
+        _on_device(leaf) if place.where == SLICES else leaf for leaf, place in zip(leaves, places, strict=True)
+    ]
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, on_device))
+    values = _Values(closed, leaves, places, layout)
+    into = values.flat.arguments if replaces else (None,) * len(results)
+    wanted = list(zip(values.flat.results, into, results, strict=False))
+    return jax.tree.unflatten(jax.tree.structure(shapes), values.results(wanted))
+
+
+def _on_device(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of an array as if it lay on the device."""
+    sharding = jax.typeof(leaf).sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if sharding.mesh.empty else sharding)
+
+
+class _Target(NamedTuple):
+    """A value that a loop over slices makes.
+
+    Attributes:
+      number: the value, or that which is added up.
+      into: the number of the array that it replaces; None for a new one.
+      on_host: whether a new one lies there.
+      sums: the equation that adds it up, if that is wanted.
+    """
+
+    number: int
+    into: int | None = None
+    on_host: bool = False
+    sums: JaxprEqn | None = None
+
+
+class _Values:
+    """The values of a flat jaxpr, as far as they are known whole.
+
+    Attributes:
+      flat: the jaxpr.
+      sliced: the values that are known a slice at a time alone, each with the mesh axes that split it.
+      whole: the others, by number.
+    """
+
+    def __init__(self, closed: object, leaves: Sequence[jax.Array], places: Sequence[Place], layout: Layout):
+        is_program = lambda equation: equation.params.get("name") == PROGRAM
+        self.flat = flatten(closed, keeps=is_program, selects=True)
+        self._layout, self._is_program = layout, is_program
+        self.whole: dict[int, Leaf] = {**self.flat.constants}
+        self.sliced: dict[int, PartitionSpec] = {}
+        self._hosted: dict[int, jax.Array] = {}
+        self._records = set[int]()
+        self._replaced: dict[int, int] = {}
+        for number, leaf, place in zip(self.flat.arguments, leaves, places, strict=True):
+            if place.where == SLICES:
+                self._hosted[number], self.sliced[number] = leaf, place.spec
+            else:
+                self.whole[number] = leaf
+                self._records |= {number} if place.where == RECORDS else set()
+        for equation in self.flat.equations:
+            self._visit(equation)
+
+    def results(self, wanted: Sequence[tuple[int, int | None, Place]]) -> list[Leaf]:
+        """The arrays of some values: `(number, the argument that it replaces, where it is to lie)`."""
+        loops: dict[tuple[tuple[int, ...], PartitionSpec], dict[int, _Target]] = {}
+        for i, (number, into, place) in enumerate(wanted):
+            if place.where == SLICES or number in self.sliced:
+                key = self.flat.avals[number].shape, place.spec
+                loops.setdefault(key, {})[i] = _Target(number, into, place.where == SLICES)
+        made: dict[int, Leaf] = {}
+        for (_, spec), targets in loops.items():
+            made |= zip(targets, self._loop(spec, list(targets.values())), strict=True)
+        read = lambda number: jnp.asarray(self.whole[number])
+        return [made[i] if i in made else read(number) for i, (number, _, _) in enumerate(wanted)]
+
+    def _visit(self, flat: FlatEquation) -> None:
+        """Computes an equation whole, if its operands are known; one that is elementwise waits until it is wanted."""
+        equation, specs = flat.equation, {self.sliced[n] for n in flat.reads if n in self.sliced}
+        name, shape = equation.primitive.name, self.flat.avals[flat.makes[0]].shape if flat.makes else ()
+        if not specs:
+            if self._is_program(equation):
+                results = self._of_program(flat)
+            elif name == "select_n" and self._records.intersection(flat.reads):
+                results = [self._of_records(flat)]
+            else:
+                results = carry_out(equation, [self.whole[n] for n in flat.reads])
+        elif name in ELEMENTWISE:
+            (self.sliced[flat.makes[0]],) = specs
+            return
+        elif name in _SUMS and shape == ():
+            (operand,), (spec,) = flat.reads, specs
+            results = self._loop(spec, [_Target(operand, sums=equation)])
+        elif self._is_program(equation):
+            for number in {*flat.reads} & {*self.sliced}:
+                (self.whole[number],) = self._loop(self.sliced[number], [_Target(number)])
+            results = self._of_program(flat)
+        else:
+            raise ValueError(_REFUSED.format(name))
+        self.whole |= zip(flat.makes, results, strict=True)
+
+    def _of_program(self, flat: FlatEquation) -> list[jax.Array]:
+        """The results of `per_layer`, whose state is replaced in place: of a branch, only if that branch is taken."""
+        state = [n for n in flat.reads if n in self._records]
+        new = flat.makes[len(flat.makes) - len(state) :]
+        self._records |= {*new}
+        self._replaced |= zip(new, state, strict=True)
+        operands = {n: self.whole[n] for n in flat.reads}
+        run = lambda operands: dict(
+            zip(flat.makes, carry_out(flat.equation, [operands[n] for n in flat.reads]), strict=True)
+        )
+        if not state or (is_taken := self._is_taken(new[0])) is None:
+            return list(run(operands).values())
+        changes = {n: jnp.zeros(self.flat.avals[n].shape, self.flat.avals[n].dtype) for n in flat.makes if n not in new}
+        before = changes | {n: operands.pop(old) for n, old in zip(new, state, strict=True)}
+
+        def body(operands: dict[int, Leaf], before: dict[int, Leaf]) -> dict[int, Leaf]:
+            return run(operands | {old: before[n] for n, old in zip(new, state, strict=True)})
+
+        after = when(is_taken, operands, body, before)
+        return [after[n] for n in flat.makes]
+
+    def _is_taken(self, number: int) -> jax.Array | None:
+        """Whether a new state of `per_layer` is selected, and not that before; None if it always is."""
+        taken = None
+        for equation in self.flat.equations:
+            which, *choices = equation.reads or (None,)
+            if equation.equation.primitive.name == "select_n" and number in choices:
+                here = self.whole[which] == choices.index(number)
+                number, taken = equation.makes[0], here if taken is None else taken & here
+        return taken
+
+    def _of_records(self, flat: FlatEquation) -> jax.Array:
+        """A selection between two states of `per_layer`: the new one, which is the old one where it isn't taken."""
+        _, *choices = flat.reads
+        new = [n for n in choices if n in self._replaced]
+        if len(new) != 1 or {*choices} != {new[0], self._replaced[new[0]]}:
+            raise ValueError(_REFUSED.format("another selection"))
+        self._records |= {*flat.makes}
+        self._replaced[flat.makes[0]] = self._replaced[new[0]]
+        return self.whole[new[0]]
+
+    # --- loops ---
+
+    def _needed(self, numbers: Sequence[int]) -> tuple[list[FlatEquation], list[int]]:
+        """(The elementwise equations that some values follow from, the values that these begin with)."""
+        todo, indices, roots = list(numbers), set[int](), dict[int, None]()
+        while todo:
+            number = todo.pop()
+            i = self.flat.made_by.get(number)
+            if i is not None and self.flat.avals[number].shape and self._is_elementwise(self.flat.equations[i]):
+                todo += [] if i in indices else self.flat.equations[i].reads
+                indices.add(i)
+            elif number not in self.flat.constants or self.flat.avals[number].shape:
+                roots[number] = None
+        return [self.flat.equations[i] for i in sorted(indices)], list(roots)
+
+    def _is_elementwise(self, flat: FlatEquation) -> bool:
+        name = flat.equation.primitive.name
+        return name in ELEMENTWISE or (name == "broadcast_in_dim" and self.flat.avals[flat.reads[0]].shape == ())
+
+    def _loop(self, spec: PartitionSpec, targets: list[_Target]) -> list[jax.Array]:
+        """Makes values by a loop over slices, on all devices: of each target the array, or the sum."""
+        equations, roots = self._needed([target.number for target in targets])
+        mesh = self._layout.mesh
+        arrays = {n: self._hosted[n] if n in self._hosted else self.whole[n] for n in roots}
+        written = {t.into: t for t in targets if t.into is not None}
+        arrays |= {n: self._hosted[n] if n in self._hosted else self.whole[n] for n in written}
+        program = _Loop(self.flat, equations, targets, frozenset(self._hosted), NamedSharding(mesh, spec))
+        specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
+        results = [PartitionSpec() if target.sums else spec for target in targets]
+        return on_stages(program.run, mesh, (specs,), results)(arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """A loop over the slices of a device's part of some buffers of one shape.
+
+    Attributes:
+      flat: the jaxpr.
+      equations: elementwise, in order.
+      targets: the values that are made.
+      hosted: the numbers of the arrays that lie on the hosts.
+      sharding: of the buffers.
+    """
+
+    flat: FlatJaxpr
+    equations: list[FlatEquation]
+    targets: list[_Target]
+    hosted: frozenset[int]
+    sharding: NamedSharding
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.sharding.shard_shape(self.flat.avals[self.targets[0].number].shape)
+
+    @property
+    def _cuts(self) -> Cuts:
+        return Cuts.of(self._shape, max(self.flat.avals[target.number].dtype.itemsize for target in self.targets))
+
+    def run(self, arrays: dict[int, jax.Array]) -> list[jax.Array]:
+        """One device's part: its arrays and scalars by number -> of each target its part, or the sum of all."""
+        keys = [target.into if target.into is not None else -1 - j for j, target in enumerate(self.targets)]
+        carry = {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
+        fixed = {n: array for n, array in arrays.items() if n not in carry}
+        for count, shape, at in self._cuts.parts:
+            visit = lambda i, fixed, carry, shape=shape, at=at: self._visit(
+                [at(2 * i), at(2 * i + 1)], shape, fixed, carry, keys
+            )
+            carry = each(0, count // 2, fixed, visit, carry)
+            if count % 2:
+                carry = self._visit([at(count - 1)], shape, fixed, carry, keys)
+        names = [name for entry in self.sharding.spec for name in names_in(entry)]
+        return [
+            _SUMS[target.sums.primitive.name].over(carry[key], names) if target.sums else carry[key]
+            for key, target in zip(keys, self.targets, strict=True)
+        ]
+
+    def _begin(self, target: _Target, arrays: dict[int, jax.Array]) -> jax.Array:
+        if target.into is not None:
+            return arrays[target.into]
+        if target.sums:
+            aval = target.sums.outvars[0].aval
+            return _SUMS[target.sums.primitive.name].start(aval.dtype)
+        array = jax.lax.empty(self._shape, self.flat.avals[target.number].dtype)
+        return to_host(array) if target.on_host and is_apart(self.sharding.mesh) else array
+
+    def _visit(self, places, shape, fixed, carry, keys):
+        """Makes two slices, or one: all that lies on the host comes first."""
+        arrays = fixed | carry
+        hosted = [n for n in arrays if n in self.hosted]
+        arrived = [{n: take_slice(arrays[n], at, shape) for n in hosted} for at in places]
+        for k, at in enumerate(places):
+            values = self._values(arrays, arrived[k], at, shape)
+            new = [values[target.number] for target in self.targets]
+            # Of one array all slices are read before one is written: else a GPU's compiler copies it whole.
+            lying = {key: carry[key] for key in keys if key in self.hosted}
+            lying, arrived[k + 1 :], new = jax.lax.optimization_barrier((lying, arrived[k + 1 :], new))
+            carry = carry | lying
+            for key, target, value in zip(keys, self.targets, new, strict=True):
+                if target.sums:
+                    (part,) = carry_out(target.sums, [value])
+                    carry[key] = _SUMS[target.sums.primitive.name].add(carry[key], part)
+                else:
+                    carry[key] = put_slice(carry[key], value, at)
+            arrays = fixed | carry
+        return carry
+
+    def _values(self, arrays, arrived, at, shape):
+        values = dict(self.flat.constants) | arrived
+        for n, array in arrays.items():
+            if n >= 0 and n not in arrived:
+                values[n] = take_slice(array, at, shape) if array.ndim else array
+        for flat in self.equations:
+            operands = [values[n] for n in flat.reads]
+            if flat.equation.primitive.name == "broadcast_in_dim":
+                values[flat.makes[0]] = jnp.broadcast_to(operands[0], shape)
+            else:
+                values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
+        return values
+
+
+class _Sum(NamedTuple):
+    """How sums of slices are put together."""
+
+    add: Callable
+    over: Callable
+    start: Callable
+
+
+def _along(reduce):
+    return lambda value, names: reduce(value, tuple(names)) if names else value
+
+
+def _of_bools(reduce):
+    return lambda value, names: reduce(value.astype(jnp.int32), tuple(names)) > 0 if names else value
+
+
+_SUMS = {
+    "reduce_sum": _Sum(jnp.add, _along(jax.lax.psum), lambda dtype: jnp.zeros((), dtype)),
+    "reduce_max": _Sum(jnp.maximum, _along(jax.lax.pmax), lambda dtype: jnp.full((), -jnp.inf, dtype)),
+    "reduce_min": _Sum(jnp.minimum, _along(jax.lax.pmin), lambda dtype: jnp.full((), jnp.inf, dtype)),
+    "reduce_and": _Sum(jnp.logical_and, _of_bools(jax.lax.pmin), lambda dtype: jnp.ones((), dtype)),
+    "reduce_or": _Sum(jnp.logical_or, _of_bools(jax.lax.pmax), lambda dtype: jnp.zeros((), dtype)),
+}
+_REFUSED = (
+    'offload="optimizer" takes transformations that work element by element, besides sums over all of an array, but '
+    '{!r} follows from the state of tx; wrap that part of tx in jpipe.per_layer(...), outermost, or leave "optimizer" out of '
+    "offload="
+)
