@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,8 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
     return Offload(**{word: float(share) for word, share in offload.items()})
 
 
+TILE = (32, 1024)
+"""Multiples of the tiles in which accelerators keep an array's last two dimensions, whatever its dtype."""
 SLICE_BYTES = 2**23
 """The most bytes of an array that go to the host or come from there at once; a few such slices are on the device."""
 
@@ -80,48 +82,43 @@ SLICE_BYTES = 2**23
 class Cuts:
     """How an array is cut into slices that go to the host and come from there.
 
-        [3, 5, 1000], rows = 2      for each of 3 entries: rows 0 1 | 2 3 | 4
+    A TPU's compiler moves slices of one dimension alone, so dimensions before it are merged with it:
+
+        [1, 4, 96, 50], cut to [50] each 256:       [384, 50], rows 0..255 | 256..383
 
     Attributes:
-      shape: of the array.
-      dim: the dimension that is cut into runs; those before it are cut into single entries.
-      run: the entries of a run.
+      view: the array's shape, with dimensions merged.
+      dim: the dimension of it that is cut.
+      run: how many of its entries are a slice.
     """
 
-    shape: tuple[int, ...]
+    view: tuple[int, ...]
     dim: int
     run: int
 
     @classmethod
     def of(cls, shape: tuple[int, ...], itemsize: int) -> Cuts:
         """The cuts of an array of a shape whose elements have so many bytes."""
+        last = len(shape) - 1
         row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
-        dim = next((dim for dim in range(len(shape)) if row(dim) <= SLICE_BYTES), len(shape) - 1)
-        # Runs of whole tiles, in which accelerators keep the last two dimensions.
-        unit = {1: 1024, 2: 32}.get(len(shape) - dim, 1)
-        run = SLICE_BYTES // row(dim)
-        return cls(shape, dim, min(shape[dim], max(run // unit, 1) * unit))
+        before = lambda dim: math.prod(shape[:dim])
+        # Accelerators keep the last two dimensions in tiles: merging is no copy where these stay whole.
+        fits = lambda dim: before(dim) == 1 or dim < last - 1 or (dim == last - 1 and shape[dim] % TILE[0] == 0)
+        wanted = next((dim for dim in range(last) if row(dim) <= SLICE_BYTES), last)
+        dim = max(dim for dim in range(wanted + 1) if fits(dim))
+        unit = TILE[dim - last + 1] if dim >= last - 1 else 1
+        view, at = (shape, dim) if before(dim) == 1 else ((before(dim + 1), *shape[dim + 1 :]), 0)
+        run = max(SLICE_BYTES // row(dim) // unit, 1) * unit
+        return cls(view, at, min(view[at], run))
 
-    @cached_property
+    @property
     def parts(self) -> list[tuple[int, tuple[int, ...], Callable[[Index], tuple[Index, ...]]]]:
         """For slices of one shape each: (how many there are, the shape, the index at which the i-th begins)."""
-        before, size, after = self.shape[: self.dim], self.shape[self.dim], self.shape[self.dim + 1 :]
+        before, size, after = self.view[: self.dim], self.view[self.dim], self.view[self.dim + 1 :]
         count, rest = divmod(size, self.run)
-        single, whole = (1,) * self.dim, math.prod(before)
-        at = lambda i: (*_unravel(i // count, before), i % count * self.run)
-        parts = [(whole * count, (*single, self.run, *after), at if count > 1 else lambda i: (*_unravel(i, before), 0))]
-        last = lambda i: (*_unravel(i, before), size - rest)
-        return [*parts, *([(whole, (*single, rest, *after), last)] if rest else [])]
-
-
-def _unravel(i: Index, shape: tuple[int, ...]) -> list[Index]:
-    """The index of the i-th entry of an array of a shape."""
-    index: list[Index] = []
-    for dim, size in reversed([*enumerate(shape)]):
-        is_first = math.prod(shape[:dim]) == 1
-        index.insert(0, 0 if size == 1 else i if is_first else i % size)
-        i = i if size == 1 else i // size
-    return index
+        at = lambda i, start=0: (*(0 for _ in before), start + i * self.run)
+        parts = [(count, (*before, self.run, *after), at)]
+        return [*parts, (1, (*before, rest, *after), partial(at, start=size - rest))] if rest else parts
 
 
 def moves(splits: Splits) -> bool:
@@ -138,11 +135,12 @@ def is_apart(mesh: Mesh) -> bool:
 
 def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Zeros in the memory of the host, of which only slices are made on the device."""
-    array, cuts = to_host(jax.lax.empty(shape, dtype)), Cuts.of(shape, dtype.itemsize)
+    cuts = Cuts.of(shape, dtype.itemsize)
+    array = to_host(jax.lax.empty(cuts.view, dtype))
     for count, part, at in cuts.parts:
         write = lambda i, zeros, array, at=at: put_slice(array, zeros, at(i))
         array = each(0, count, jnp.zeros(part, dtype), write, array)
-    return array
+    return array.reshape(shape)
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:

@@ -240,6 +240,8 @@ class _Values:
         for equation in self.flat.equations:
             which, *choices = equation.reads or (None,)
             if equation.equation.primitive.name == "select_n" and number in choices:
+                if jnp.shape(self.whole.get(which, choices)) != ():
+                    raise ValueError(_REFUSED.format("a selection"))
                 here = self.whole[which] == choices.index(number)
                 number, taken = equation.makes[0], here if taken is None else taken & here
         return taken
@@ -249,7 +251,7 @@ class _Values:
         _, *choices = flat.reads
         new = [n for n in choices if n in self._replaced]
         if len(new) != 1 or {*choices} != {new[0], self._replaced[new[0]]}:
-            raise ValueError(_REFUSED.format("another selection"))
+            raise ValueError(_REFUSED.format("a selection"))
         self._records |= {*flat.makes}
         self._replaced[flat.makes[0]] = self._replaced[new[0]]
         return self.whole[new[0]]
@@ -314,10 +316,12 @@ class _Loop:
 
     def run(self, arrays: dict[int, jax.Array]) -> list[jax.Array]:
         """One device's part: its arrays and scalars by number -> of each target its part, or the sum of all."""
+        cuts = self._cuts
+        arrays = {n: array.reshape(cuts.view) if array.ndim else array for n, array in arrays.items()}
         keys = [target.into if target.into is not None else -1 - j for j, target in enumerate(self.targets)]
         carry = {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
         fixed = {n: array for n, array in arrays.items() if n not in carry}
-        for count, shape, at in self._cuts.parts:
+        for count, shape, at in cuts.parts:
             visit = lambda i, fixed, carry, shape=shape, at=at: self._visit(
                 [at(2 * i), at(2 * i + 1)], shape, fixed, carry, keys
             )
@@ -326,7 +330,9 @@ class _Loop:
                 carry = self._visit([at(count - 1)], shape, fixed, carry, keys)
         names = [name for entry in self.sharding.spec for name in names_in(entry)]
         return [
-            _SUMS[target.sums.primitive.name].over(carry[key], names) if target.sums else carry[key]
+            _SUMS[target.sums.primitive.name].over(carry[key], names)
+            if target.sums
+            else carry[key].reshape(self._shape)
             for key, target in zip(keys, self.targets, strict=True)
         ]
 
@@ -336,7 +342,7 @@ class _Loop:
         if target.sums:
             aval = target.sums.outvars[0].aval
             return _SUMS[target.sums.primitive.name].start(aval.dtype)
-        array = jax.lax.empty(self._shape, self.flat.avals[target.number].dtype)
+        array = jax.lax.empty(self._cuts.view, self.flat.avals[target.number].dtype)
         return to_host(array) if target.on_host and is_apart(self.sharding.mesh) else array
 
     def _visit(self, places, shape, fixed, carry, keys):
@@ -347,10 +353,11 @@ class _Loop:
         for k, at in enumerate(places):
             values = self._values(arrays, arrived[k], at, shape)
             new = [values[target.number] for target in self.targets]
-            # Of one array all slices are read before one is written: else a GPU's compiler copies it whole.
-            lying = {key: carry[key] for key in keys if key in self.hosted}
-            lying, arrived[k + 1 :], new = jax.lax.optimization_barrier((lying, arrived[k + 1 :], new))
-            carry = carry | lying
+            # Of one array all slices are read before one is written: else a GPU's compiler copies it whole. And numbers
+            # are each slice's own: else a compiler may multiply by a reciprocal that two divisions have in common.
+            tied = {n: array for n, array in arrays.items() if n in self.hosted or not array.ndim}
+            tied, arrived[k + 1 :], new = jax.lax.optimization_barrier((tied, arrived[k + 1 :], new))
+            carry, fixed = ({n: tied.get(n, array) for n, array in one.items()} for one in (carry, fixed))
             for key, target, value in zip(keys, self.targets, new, strict=True):
                 if target.sums:
                     (part,) = carry_out(target.sums, [value])

@@ -14,6 +14,7 @@ from jpipe.arrays.dtypes import is_float
 from jpipe.memory.layout import StageTree
 from jpipe.memory.offload import on_host
 from jpipe.mesh.axes import AXIS
+from jpipe.training.by_slices import updated
 from jpipe.training.optimizers import check_is_optimizer, check_optimizer, check_update
 from jpipe.training.probing import check_elementwise
 from jpipe.types import Leaf, PyTree, Shapes
@@ -63,7 +64,10 @@ def abstract_state(
       TypeError: `tx` is no optax transformation, or needs more than a step gives it.
       ValueError: it treats a parameter by its name, shape or norm, while a buffer holds many parameters.
     """
-    opt_state = checked_opt_state(tx, variables["params"], loss)
+    params = variables["params"]
+    opt_state = checked_opt_state(tx, params, loss)
+    if params.layout.state_on_hosts:  # what can't be done slice by slice is refused
+        jax.eval_shape(partial(updated, tx), params, opt_state, params, loss)
     everywhere = NamedSharding(variables["params"].layout.mesh, PartitionSpec())
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return TrainState(
