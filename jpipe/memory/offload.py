@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpipe.arrays.indexing import Index, put_slice
 from jpipe.arrays.loops import each
+from jpipe.mesh.on_stages import on_stages
 from jpipe.mesh.splits import Splits
 from jpipe.terminal.notices import warn_once
 from jpipe.types import PyTree
@@ -141,6 +142,15 @@ def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         write = lambda i, zeros, array, at=at: put_slice(array, zeros, at(i))
         array = each(0, count, jnp.zeros(part, dtype), write, array)
     return array.reshape(shape)
+
+
+def zeros_like(array: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of the shape and the sharding of an array; those on the hosts are never whole on the devices."""
+    if array.sharding.memory_kind != HOST:
+        return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+    part = array.sharding.shard_shape(array.shape)
+    make = on_stages(lambda: zeros_on_host(part, array.dtype), array.sharding.mesh, (), array.sharding.spec)
+    return jax.jit(make, out_shardings=array.sharding)()
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:

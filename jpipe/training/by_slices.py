@@ -285,7 +285,10 @@ class _Values:
         program = _Loop(self.flat, equations, targets, frozenset(self._hosted), NamedSharding(mesh, spec))
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
         results = [PartitionSpec() if target.sums else spec for target in targets]
-        return on_stages(program.run, mesh, (specs,), results)(arrays)
+        read = {n: spec for n in arrays if n in self._hosted and n not in written}
+        made, read = on_stages(program.run, mesh, (specs,), (results, read))(arrays)
+        self._hosted |= read  # what later loops read and write is what this one hands on: else it would be copied
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,12 +317,17 @@ class _Loop:
     def _cuts(self) -> Cuts:
         return Cuts.of(self._shape, max(self.flat.avals[target.number].dtype.itemsize for target in self.targets))
 
-    def run(self, arrays: dict[int, jax.Array]) -> list[jax.Array]:
-        """One device's part: its arrays and scalars by number -> of each target its part, or the sum of all."""
+    def run(self, arrays: dict[int, jax.Array]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+        """One device's part: its arrays and scalars by number -> (of each target its part or the sum, what was read).
+
+        The second are the arrays on the host that nothing replaces.
+        """
         cuts = self._cuts
         arrays = {n: array.reshape(cuts.view) if array.ndim else array for n, array in arrays.items()}
         keys = [target.into if target.into is not None else -1 - j for j, target in enumerate(self.targets)]
-        carry = {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
+        read = [n for n in arrays if n in self.hosted and n not in keys]
+        carry = {n: arrays[n] for n in read}
+        carry |= {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
         fixed = {n: array for n, array in arrays.items() if n not in carry}
         for count, shape, at in cuts.parts:
             visit = lambda i, fixed, carry, shape=shape, at=at: self._visit(
@@ -329,12 +337,11 @@ class _Loop:
             if count % 2:
                 carry = self._visit([at(count - 1)], shape, fixed, carry, keys)
         names = [name for entry in self.sharding.spec for name in names_in(entry)]
-        return [
-            _SUMS[target.sums.primitive.name].over(carry[key], names)
-            if target.sums
-            else carry[key].reshape(self._shape)
-            for key, target in zip(keys, self.targets, strict=True)
-        ]
+        whole = {key: array.reshape(self._shape) if array.ndim else array for key, array in carry.items()}
+        added = lambda key, target: (
+            _SUMS[target.sums.primitive.name].over(whole[key], names) if target.sums else whole[key]
+        )
+        return list(map(added, keys, self.targets)), {n: whole[n] for n in read}
 
     def _begin(self, target: _Target, arrays: dict[int, jax.Array]) -> jax.Array:
         if target.into is not None:
@@ -360,7 +367,7 @@ class _Loop:
             carry, fixed = ({n: tied.get(n, array) for n, array in one.items()} for one in (carry, fixed))
             for key, target, value in zip(keys, self.targets, new, strict=True):
                 if target.sums:
-                    (part,) = carry_out(target.sums, [value])
+                    (part,) = carry_out(target.sums, [value], target.sums.params | {"axes": (*range(value.ndim),)})
                     carry[key] = _SUMS[target.sums.primitive.name].add(carry[key], part)
                 else:
                     carry[key] = put_slice(carry[key], value, at)
@@ -405,7 +412,7 @@ _SUMS = {
     "reduce_or": _Sum(jnp.logical_or, _of_bools(jax.lax.pmax), lambda dtype: jnp.zeros((), dtype)),
 }
 _REFUSED = (
-    'offload="optimizer" takes transformations that work element by element, besides sums over all of an array, but '
-    '{!r} follows from the state of tx; wrap that part of tx in jpipe.per_layer(...), outermost, or leave "optimizer" out of '
-    "offload="
+    'offload="optimizer" takes transformations that work element by element, besides sums over whole arrays, but {!r} '
+    "reads the state of tx; wrap that part of tx in jpipe.per_layer(...), outermost (MultiSteps inside it), or leave "
+    '"optimizer" out of offload='
 )
