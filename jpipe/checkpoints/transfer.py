@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jpipe.memory.offload import HOST, zeros_like
 from jpipe.memory.records import Arrays
 from jpipe.memory.storage import Buffers
 from jpipe.terminal.progress import task
-from jpipe.training.by_slices import initial
+from jpipe.training.train_state import make_opt_state
 
 AT_ONCE = 1 / 8
 """How much of the state is copied at a time, as a share, when it is saved or restored."""
@@ -102,7 +101,7 @@ def _new_state(contents: Contents, params: Buffers) -> Arrays:
     state = contents.state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     tree = StageTree(params, state.variables["params"].layout)
-    opt_state = jax.jit(partial(initial, state.tx), out_shardings=shardings)(tree)
+    opt_state = make_opt_state(state.tx, tree, shardings)
     new = Contents(contents.model, state.replace(opt_state=opt_state))
     return trees_of(OPTIMIZER, new.arrays)
 

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jpipe.arrays.indexing import Index, put_slice
 from jpipe.arrays.loops import each
@@ -129,9 +130,9 @@ def moves(splits: Splits) -> bool:
     return not splits.on_cpu
 
 
-def is_apart(mesh: Mesh) -> bool:
+def is_apart(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the hosts' memory is another than that of the devices, as it isn't on CPUs."""
-    return mesh.devices.flat[0].platform != "cpu"
+    return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu"
 
 
 def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
@@ -149,7 +150,8 @@ def zeros_like(array: jax.ShapeDtypeStruct) -> jax.Array:
     if array.sharding.memory_kind != HOST:
         return jnp.zeros(array.shape, array.dtype, device=array.sharding)
     part = array.sharding.shard_shape(array.shape)
-    make = on_stages(lambda: zeros_on_host(part, array.dtype), array.sharding.mesh, (), array.sharding.spec)
+    mesh = cast(Mesh, array.sharding.mesh)
+    make = on_stages(lambda: zeros_on_host(part, array.dtype), mesh, (), array.sharding.spec)
     return jax.jit(make, out_shardings=array.sharding)()
 
 

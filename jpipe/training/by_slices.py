@@ -16,28 +16,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.arrays.dtypes import is_float
-from jpipe.arrays.indexing import put_slice, take_slice
+from jpipe.arrays.indexing import Index, put_slice, take_slice
 from jpipe.arrays.loops import each, when
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.memory.layout import Layout, StageTree
 from jpipe.memory.offload import Cuts, is_apart, to_host
 from jpipe.mesh.on_stages import on_stages
-from jpipe.partitioner.shardings import names_in
+from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
 from jpipe.seam.primitives import ELEMENTWISE
 from jpipe.training.optimizers import update_with_loss
 from jpipe.training.per_layer import PROGRAM
 from jpipe.types import Leaf, PyTree
 
+_Arrays = dict[int, jax.Array]
+"""Arrays by the number of the value."""
+_At = Callable[[Index], tuple[Index, ...]]
 SLICES, RECORDS, DEVICE = "slices", "records", "device"
 
 
@@ -45,11 +49,11 @@ class Place(NamedTuple):
     """Where a leaf lies.
 
     Attributes:
-      spec: the mesh axes that split it; None if it is no buffer.
+      spec: the mesh axes that split it.
       where: on the hosts and read by `SLICES`, part of a state of `jpipe.per_layer` (`RECORDS`), or on the `DEVICE`.
     """
 
-    spec: PartitionSpec | None = None
+    spec: PartitionSpec = PartitionSpec()
     where: str = DEVICE
 
 
@@ -60,7 +64,7 @@ def updated(
 
     def update(params: StageTree, opt_state: PyTree, grads: StageTree, loss: Leaf) -> tuple[StageTree, PyTree]:
         changes, new = update_with_loss(tx, grads, opt_state, params, loss)
-        return optax.apply_updates(params, changes), new
+        return cast(StageTree, optax.apply_updates(params, changes)), new
 
     if not params.layout.state_on_hosts:
         return update(params, opt_state, grads, loss)
@@ -157,7 +161,7 @@ class _Values:
       whole: the others, by number.
     """
 
-    def __init__(self, closed: object, leaves: Sequence[jax.Array], places: Sequence[Place], layout: Layout):
+    def __init__(self, closed: ClosedJaxpr, leaves: Sequence[jax.Array], places: Sequence[Place], layout: Layout):
         is_program = lambda equation: equation.params.get("name") == PROGRAM
         self.flat = flatten(closed, keeps=is_program, selects=True)
         self._layout, self._is_program = layout, is_program
@@ -238,9 +242,9 @@ class _Values:
         """Whether a new state of `per_layer` is selected, and not that before; None if it always is."""
         taken = None
         for equation in self.flat.equations:
-            which, *choices = equation.reads or (None,)
-            if equation.equation.primitive.name == "select_n" and number in choices:
-                if jnp.shape(self.whole.get(which, choices)) != ():
+            if equation.equation.primitive.name == "select_n" and number in equation.reads[1:]:
+                which, *choices = equation.reads
+                if which not in self.whole or jnp.shape(self.whole[which]) != ():
                     raise ValueError(_REFUSED.format("a selection"))
                 here = self.whole[which] == choices.index(number)
                 number, taken = equation.makes[0], here if taken is None else taken & here
@@ -279,9 +283,8 @@ class _Values:
         """Makes values by a loop over slices, on all devices: of each target the array, or the sum."""
         equations, roots = self._needed([target.number for target in targets])
         mesh = self._layout.mesh
-        arrays = {n: self._hosted[n] if n in self._hosted else self.whole[n] for n in roots}
-        written = {t.into: t for t in targets if t.into is not None}
-        arrays |= {n: self._hosted[n] if n in self._hosted else self.whole[n] for n in written}
+        written = {target.into for target in targets} - {None}
+        arrays = {n: self._hosted[n] if n in self._hosted else self.whole[n] for n in {*roots, *written}}
         program = _Loop(self.flat, equations, targets, frozenset(self._hosted), NamedSharding(mesh, spec))
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
         results = [PartitionSpec() if target.sums else spec for target in targets]
@@ -317,46 +320,51 @@ class _Loop:
     def _cuts(self) -> Cuts:
         return Cuts.of(self._shape, max(self.flat.avals[target.number].dtype.itemsize for target in self.targets))
 
-    def run(self, arrays: dict[int, jax.Array]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-        """One device's part: its arrays and scalars by number -> (of each target its part or the sum, what was read).
+    @property
+    def _keys(self) -> list[int]:
+        """By target the number of the array that it replaces; a negative one if there is none."""
+        return [-1 - j if target.into is None else target.into for j, target in enumerate(self.targets)]
+
+    def run(self, arrays: _Arrays) -> tuple[list[jax.Array], _Arrays]:
+        """One device's part: its arrays and scalars -> (of each target its part or the sum, what was only read).
 
         The second are the arrays on the host that nothing replaces.
         """
-        cuts = self._cuts
+        cuts, keys = self._cuts, self._keys
         arrays = {n: array.reshape(cuts.view) if array.ndim else array for n, array in arrays.items()}
-        keys = [target.into if target.into is not None else -1 - j for j, target in enumerate(self.targets)]
         read = [n for n in arrays if n in self.hosted and n not in keys]
-        carry = {n: arrays[n] for n in read}
-        carry |= {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
+        begun = {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
+        carry = {n: arrays[n] for n in read} | begun
         fixed = {n: array for n, array in arrays.items() if n not in carry}
         for count, shape, at in cuts.parts:
-            visit = lambda i, fixed, carry, shape=shape, at=at: self._visit(
-                [at(2 * i), at(2 * i + 1)], shape, fixed, carry, keys
-            )
-            carry = each(0, count // 2, fixed, visit, carry)
-            if count % 2:
-                carry = self._visit([at(count - 1)], shape, fixed, carry, keys)
-        names = [name for entry in self.sharding.spec for name in names_in(entry)]
-        whole = {key: array.reshape(self._shape) if array.ndim else array for key, array in carry.items()}
-        added = lambda key, target: (
-            _SUMS[target.sums.primitive.name].over(whole[key], names) if target.sums else whole[key]
-        )
-        return list(map(added, keys, self.targets)), {n: whole[n] for n in read}
 
-    def _begin(self, target: _Target, arrays: dict[int, jax.Array]) -> jax.Array:
+            def two(i: Index, fixed: _Arrays, carry: _Arrays, shape: Shape = shape, at: _At = at) -> _Arrays:
+                return self._slices([at(2 * i), at(2 * i + 1)], shape, fixed, carry)
+
+            carry = each(0, count // 2, fixed, two, carry)
+            carry = self._slices([at(count - 1)] * (count % 2), shape, fixed, carry)
+        whole = {key: array.reshape(self._shape) if array.ndim else array for key, array in carry.items()}
+        return list(map(self._over_devices, self.targets, map(whole.__getitem__, keys))), {n: whole[n] for n in read}
+
+    def _begin(self, target: _Target, arrays: _Arrays) -> jax.Array:
+        """What a target is before the first slice."""
+        dtype = self.flat.avals[target.number].dtype
         if target.into is not None:
             return arrays[target.into]
         if target.sums:
-            aval = target.sums.outvars[0].aval
-            return _SUMS[target.sums.primitive.name].start(aval.dtype)
-        array = jax.lax.empty(self._cuts.view, self.flat.avals[target.number].dtype)
+            return _SUMS[target.sums.primitive.name].start(dtype)
+        array = jax.lax.empty(self._cuts.view, dtype)
         return to_host(array) if target.on_host and is_apart(self.sharding.mesh) else array
 
-    def _visit(self, places, shape, fixed, carry, keys):
-        """Makes two slices, or one: all that lies on the host comes first."""
+    def _over_devices(self, target: _Target, part: jax.Array) -> jax.Array:
+        """A target of all devices: an array's own part, the sum of all."""
+        names = tuple(name for entry in self.sharding.spec for name in names_in(entry))
+        return _SUMS[target.sums.primitive.name].over(part, names) if target.sums and names else part
+
+    def _slices(self, places: list[tuple[Index, ...]], shape: Shape, fixed: _Arrays, carry: _Arrays) -> _Arrays:
+        """Makes slices of all targets, one place after the other; what lies on the host comes first."""
         arrays = fixed | carry
-        hosted = [n for n in arrays if n in self.hosted]
-        arrived = [{n: take_slice(arrays[n], at, shape) for n in hosted} for at in places]
+        arrived = [{n: take_slice(arrays[n], at, shape) for n in arrays if n in self.hosted} for at in places]
         for k, at in enumerate(places):
             values = self._values(arrays, arrived[k], at, shape)
             new = [values[target.number] for target in self.targets]
@@ -364,20 +372,24 @@ class _Loop:
             # are each slice's own: else a compiler may multiply by a reciprocal that two divisions have in common.
             tied = {n: array for n, array in arrays.items() if n in self.hosted or not array.ndim}
             tied, arrived[k + 1 :], new = jax.lax.optimization_barrier((tied, arrived[k + 1 :], new))
-            carry, fixed = ({n: tied.get(n, array) for n, array in one.items()} for one in (carry, fixed))
-            for key, target, value in zip(keys, self.targets, new, strict=True):
-                if target.sums:
-                    (part,) = carry_out(target.sums, [value], target.sums.params | {"axes": (*range(value.ndim),)})
-                    carry[key] = _SUMS[target.sums.primitive.name].add(carry[key], part)
-                else:
-                    carry[key] = put_slice(carry[key], value, at)
-            arrays = fixed | carry
-        return carry
+            arrays |= tied
+            for key, target, value in zip(self._keys, self.targets, new, strict=True):
+                arrays[key] = self._with_slice(arrays[key], target.sums, value, at)
+        return {n: arrays[n] for n in carry}
 
-    def _values(self, arrays, arrived, at, shape):
-        values = dict(self.flat.constants) | arrived
+    def _with_slice(
+        self, array: jax.Array, sums: JaxprEqn | None, value: jax.Array, at: tuple[Index, ...]
+    ) -> jax.Array:
+        if sums is None:
+            return put_slice(array, value, at)
+        (part,) = carry_out(sums, [value], sums.params | {"axes": (*range(value.ndim),)})
+        return _SUMS[sums.primitive.name].add(array, part)
+
+    def _values(self, arrays: _Arrays, arrived: _Arrays, at: tuple[Index, ...], shape: Shape) -> dict[int, Leaf]:
+        """The values of one slice."""
+        values: dict[int, Leaf] = {**self.flat.constants, **arrived}
         for n, array in arrays.items():
-            if n >= 0 and n not in arrived:
+            if n not in arrived and n >= 0:
                 values[n] = take_slice(array, at, shape) if array.ndim else array
         for flat in self.equations:
             operands = [values[n] for n in flat.reads]
@@ -389,27 +401,26 @@ class _Loop:
 
 
 class _Sum(NamedTuple):
-    """How sums of slices are put together."""
+    """How parts of a sum are put together.
 
-    add: Callable
-    over: Callable
-    start: Callable
+    Attributes:
+      add: two of them.
+      over: those of the devices along mesh axes.
+      start: a dtype -> the sum of nothing.
+    """
 
-
-def _along(reduce):
-    return lambda value, names: reduce(value, tuple(names)) if names else value
-
-
-def _of_bools(reduce):
-    return lambda value, names: reduce(value.astype(jnp.int32), tuple(names)) > 0 if names else value
+    add: Callable[[jax.Array, jax.Array], jax.Array]
+    over: Callable[[jax.Array, tuple[str, ...]], jax.Array]
+    start: Callable[[np.dtype], jax.Array]
 
 
+_all = lambda reduce: lambda part, names: reduce(part.astype(jnp.int32), names) > 0
 _SUMS = {
-    "reduce_sum": _Sum(jnp.add, _along(jax.lax.psum), lambda dtype: jnp.zeros((), dtype)),
-    "reduce_max": _Sum(jnp.maximum, _along(jax.lax.pmax), lambda dtype: jnp.full((), -jnp.inf, dtype)),
-    "reduce_min": _Sum(jnp.minimum, _along(jax.lax.pmin), lambda dtype: jnp.full((), jnp.inf, dtype)),
-    "reduce_and": _Sum(jnp.logical_and, _of_bools(jax.lax.pmin), lambda dtype: jnp.ones((), dtype)),
-    "reduce_or": _Sum(jnp.logical_or, _of_bools(jax.lax.pmax), lambda dtype: jnp.zeros((), dtype)),
+    "reduce_sum": _Sum(jnp.add, jax.lax.psum, lambda dtype: jnp.zeros((), dtype)),
+    "reduce_max": _Sum(jnp.maximum, jax.lax.pmax, lambda dtype: jnp.full((), -jnp.inf, dtype)),
+    "reduce_min": _Sum(jnp.minimum, jax.lax.pmin, lambda dtype: jnp.full((), jnp.inf, dtype)),
+    "reduce_and": _Sum(jnp.logical_and, _all(jax.lax.pmin), lambda dtype: jnp.ones((), dtype)),
+    "reduce_or": _Sum(jnp.logical_or, _all(jax.lax.pmax), lambda dtype: jnp.zeros((), dtype)),
 }
 _REFUSED = (
     'offload="optimizer" takes transformations that work element by element, besides sums over whole arrays, but {!r} '
