@@ -11,8 +11,9 @@ from etils import epath
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord, trees_of
 from jpipe.checkpoints.refreezing import Origin
+from jpipe.memory.host_slices import zeros_like
 from jpipe.memory.layout import StageTree
-from jpipe.memory.offload import HOST, zeros_like
+from jpipe.memory.offload import HOST
 from jpipe.memory.records import Arrays
 from jpipe.memory.storage import Buffers
 from jpipe.terminal.progress import task

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index
-from jpipe.memory.offload import is_apart, zeros_on_host
+from jpipe.memory.host_slices import zeros_on_host
+from jpipe.memory.offload import is_apart
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS

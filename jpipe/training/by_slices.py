@@ -28,8 +28,9 @@ from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index, put_slice, take_slice
 from jpipe.arrays.loops import each, when
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.memory.host_slices import Cuts
 from jpipe.memory.layout import Layout, StageTree
-from jpipe.memory.offload import Cuts, is_apart, to_host
+from jpipe.memory.offload import is_apart, to_host
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out
@@ -68,7 +69,7 @@ def updated(
 
     if not params.layout.state_on_hosts:
         return update(params, opt_state, grads, loss)
-    places = [*places_of(params), *places_of(opt_state, params.layout), *places_of(grads), Place()]
+    places = [*homes_of(params), *homes_of(opt_state, params.layout), *homes_of(grads), Place()]
     return _by_slices(update, params.layout, (params, opt_state, grads, loss), places, places)
 
 
@@ -76,11 +77,11 @@ def initial(tx: optax.GradientTransformation, params: StageTree) -> PyTree:
     """Makes the state of an optimiser for these parameters."""
     if not params.layout.state_on_hosts:
         return tx.init(params)
-    places = places_of(jax.eval_shape(tx.init, params), params.layout)
-    return _by_slices(tx.init, params.layout, (params,), places_of(params), places, replaces=False)
+    places = homes_of(jax.eval_shape(tx.init, params), params.layout)
+    return _by_slices(tx.init, params.layout, (params,), homes_of(params), places, replaces=False)
 
 
-def places_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
+def homes_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
     """Where each leaf of a tree lies, which is an optimiser's state for parameters of a layout, if one is given."""
 
     def of_node(node: Leaf | StageTree) -> PyTree:
@@ -124,10 +125,10 @@ def _by_slices(
         _on_device(leaf) if place.where == SLICES else leaf for leaf, place in zip(leaves, places, strict=True)
     ]
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, on_device))
-    values = _Values(closed, leaves, places, layout)
-    into = values.flat.arguments if replaces else (None,) * len(results)
-    wanted = list(zip(values.flat.results, into, results, strict=False))
-    return jax.tree.unflatten(jax.tree.structure(shapes), values.results(wanted))
+    whole = _Update(closed, leaves, places, layout)
+    into = whole.flat.arguments if replaces else (None,) * len(results)
+    wanted = list(zip(whole.flat.results, into, results, strict=False))
+    return jax.tree.unflatten(jax.tree.structure(shapes), whole.results(wanted))
 
 
 def _on_device(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -152,7 +153,7 @@ class _Target(NamedTuple):
     sums: JaxprEqn | None = None
 
 
-class _Values:
+class _Update:
     """The values of a flat jaxpr, as far as they are known whole.
 
     Attributes:
@@ -322,7 +323,7 @@ class _Loop:
 
     @property
     def _keys(self) -> list[int]:
-        """By target the number of the array that it replaces; a negative one if there is none."""
+        """The number of the array that each target replaces; a negative one if there is none."""
         return [-1 - j if target.into is None else target.into for j, target in enumerate(self.targets)]
 
     def run(self, arrays: _Arrays) -> tuple[list[jax.Array], _Arrays]:
@@ -347,7 +348,7 @@ class _Loop:
         return list(map(self._over_devices, self.targets, map(whole.__getitem__, keys))), {n: whole[n] for n in read}
 
     def _begin(self, target: _Target, arrays: _Arrays) -> jax.Array:
-        """What a target is before the first slice."""
+        """Returns the array in which a target is made, or the sum of nothing."""
         dtype = self.flat.avals[target.number].dtype
         if target.into is not None:
             return arrays[target.into]

@@ -19,8 +19,8 @@ from cases import assert_close, assert_equal
 from gpu_program import needs_gpu_compiler
 from jpipe.costs.chips import parse_topology
 from jpipe.costs.gpus import ABSENT
-from jpipe.memory import offload
-from jpipe.memory.offload import Cuts
+from jpipe.memory import host_slices
+from jpipe.memory.offload import HOST
 from tpu_program import needs_tpu_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing")
@@ -33,7 +33,7 @@ BATCH = {
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """Buffers of several slices, and of one that is smaller than the others; optax itself mixes dtypes."""
-    monkeypatch.setattr(offload, "SLICE_BYTES", 600)
+    monkeypatch.setattr(host_slices, "SLICE_BYTES", 600)
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -163,18 +163,6 @@ def test_a_selection_around_per_layer_is_refused():
         pipe_of(True).create_state(jax.random.key(0), BATCH, tx)
 
 
-def test_cuts():
-    cuts = Cuts.of((1, 4, 96, 50), 4)  # rows of 200 bytes, runs of whole tiles
-    assert (cuts.view, cuts.dim, cuts.run) == ((384, 50), 0, 32)
-    assert [(count, shape) for count, shape, _ in cuts.parts] == [(12, (32, 50))]
-    cuts = Cuts.of((1, 5000), 4)
-    assert [(count, shape, at(count - 1)) for count, shape, at in cuts.parts] == [
-        (4, (1, 1024), (0, 3072)),
-        (1, (1, 904), (0, 4096)),
-    ]
-    assert Cuts.of((1, 4, 31, 50), 4).run == 1  # rows that fill no tiles aren't merged: an entry at a time
-
-
 # --- compiled programs ------------------------------------------------------------------------------------------------
 
 
@@ -226,11 +214,11 @@ def check_moves(text, beside):
     ],
 )
 def test_programs_move_slices_beside_work(topology, tx, monkeypatch):
-    monkeypatch.setattr(offload, "SLICE_BYTES", 2**17)
+    monkeypatch.setattr(host_slices, "SLICE_BYTES", 2**17)
     devices = parse_topology(topology).devices()
     (plain, _), (step, state) = (compiled_step(devices, tx, on_hosts) for on_hosts in (False, True))
     before, after = plain.memory_analysis(), step.memory_analysis()
-    on_hosts = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == offload.HOST]
+    on_hosts = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == HOST]
     size = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in on_hosts)
     floats = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim and leaf.dtype == np.float32]
     assert len(on_hosts) == len(floats) >= 4
