@@ -67,15 +67,20 @@ def updated(
         changes, new = update_with_loss(tx, grads, opt_state, params, loss)
         return cast(StageTree, optax.apply_updates(params, changes)), new
 
-    if not params.layout.state_on_hosts:
+    if not is_on_hosts(params):
         return update(params, opt_state, grads, loss)
     places = [*homes_of(params), *homes_of(opt_state, params.layout), *homes_of(grads), Place()]
     return _by_slices(update, params.layout, (params, opt_state, grads, loss), places, places)
 
 
+def is_on_hosts(params: PyTree) -> bool:
+    """Whether an optimiser's state for these parameters lies on the hosts."""
+    return isinstance(params, StageTree) and params.layout.state_on_hosts
+
+
 def initial(tx: optax.GradientTransformation, params: StageTree) -> PyTree:
     """Makes the state of an optimiser for these parameters."""
-    if not params.layout.state_on_hosts:
+    if not is_on_hosts(params):
         return tx.init(params)
     places = homes_of(jax.eval_shape(tx.init, params), params.layout)
     return _by_slices(tx.init, params.layout, (params,), homes_of(params), places, replaces=False)
@@ -184,13 +189,14 @@ class _Update:
         """The arrays of some values: `(number, the argument that it replaces, where it is to lie)`."""
         loops: dict[tuple[tuple[int, ...], PartitionSpec], dict[int, _Target]] = {}
         for i, (number, into, place) in enumerate(wanted):
-            if place.where == SLICES or number in self.sliced:
+            is_kept = number == into and number in self._hosted  # its array stays as it is
+            if (place.where == SLICES or number in self.sliced) and not is_kept:
                 key = self.flat.avals[number].shape, place.spec
                 loops.setdefault(key, {})[i] = _Target(number, into, place.where == SLICES)
         made: dict[int, Leaf] = {}
         for (_, spec), targets in loops.items():
             made |= zip(targets, self._loop(spec, list(targets.values())), strict=True)
-        read = lambda number: jnp.asarray(self.whole[number])
+        read = lambda number: self._hosted[number] if number in self._hosted else jnp.asarray(self.whole[number])
         return [made[i] if i in made else read(number) for i, (number, _, _) in enumerate(wanted)]
 
     def _visit(self, flat: FlatEquation) -> None:
@@ -230,8 +236,10 @@ class _Update:
         )
         if not state or (is_taken := self._is_taken(new[0])) is None:
             return list(run(operands).values())
-        changes = {n: jnp.zeros(self.flat.avals[n].shape, self.flat.avals[n].dtype) for n in flat.makes if n not in new}
-        before = changes | {n: operands.pop(old) for n, old in zip(new, state, strict=True)}
+        kind = lambda n: (self.flat.avals[n].shape, self.flat.avals[n].dtype)
+        alike = {kind(n): operand for n, operand in operands.items() if n not in state}  # they lie as updates do
+        before = {n: jnp.zeros_like(alike[kind(n)]) for n in flat.makes if n not in new}
+        before |= {n: operands.pop(old) for n, old in zip(new, state, strict=True)}
 
         def body(operands: dict[int, Leaf], before: dict[int, Leaf]) -> dict[int, Leaf]:
             return run(operands | {old: before[n] for n, old in zip(new, state, strict=True)})

@@ -221,13 +221,15 @@ def test_programs_move_slices_beside_work(topology, tx, monkeypatch):
     on_hosts = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == HOST]
     size = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in on_hosts)
     floats = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim and leaf.dtype == np.float32]
-    assert len(on_hosts) == len(floats) >= 4
+    assert len(on_hosts) == len(floats) >= 2
     assert size >= 2 * 4 * 4 * 256 * 256
     # Small arrays are padded to tiles.
     np.testing.assert_allclose(before.argument_size_in_bytes - after.argument_size_in_bytes, size, rtol=0.02)
     np.testing.assert_allclose(after.host_argument_size_in_bytes, size, rtol=0.02)
     assert after.host_alias_size_in_bytes == after.host_argument_size_in_bytes, "donated, and written in place"
     assert after.host_temp_size_in_bytes < 2**16
-    at_once = 4 * 256 * 256 * 4 if "per_layer" in str(tx) else 8 * 2**17
-    assert after.temp_size_in_bytes - before.temp_size_in_bytes <= 2 * at_once
-    check_moves(step.as_text(), r".*fusion")
+    # Two slices of two moments, old and new; or the moments of one layer.
+    assert after.temp_size_in_bytes - before.temp_size_in_bytes <= 2 * 4 * 256 * 256 * 4
+    # On GPUs all of a layer's state arrives before `per_layer` begins with it.
+    is_bare = topology.startswith("h100") and len(on_hosts) == 2
+    check_moves(step.as_text(), r".*" if is_bare else r".*fusion")
