@@ -127,9 +127,7 @@ def main() -> None:
     parser.add_argument("--dump", help="a folder for the compiled programs' texts")
     options = parser.parse_args()
     on_cpu()
-    size = Size(
-        options.blocks * options.stages, options.width, options.width // 128, options.seq, 8192, 1, "bfloat16"
-    )
+    size = Size(options.blocks * options.stages, options.width, options.width // 128, options.seq, 8192, 1, "bfloat16")
     for topology in options.topology:
         rows, without = [], 0
         for offload in options.offload:
@@ -138,7 +136,15 @@ def main() -> None:
             shown[3] = f"{temporaries / without:.2f}"
             rows.append(shown)
         kind = parse_topology(topology).devices()[0]
-        modes = f"K={options.stages}", f"M={options.microbatches}", options.schedule, f"remat {options.remat}", f"ends {options.ends}", size
+        where = f"K={options.stages}", f"M={options.microbatches}", options.schedule
+        modes = *where, f"remat {options.remat}", f"ends {options.ends}", size
+            f"K={options.stages}",
+            f"M={options.microbatches}",
+            options.schedule,
+            f"remat {options.remat}",
+            f"ends {options.ends}",
+            size,
+        )
         show(f"Residuals on the hosts, {topology}, MiB a device", COLUMNS, rows, settings(kind, *modes))
 
 

@@ -46,7 +46,7 @@ from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.first_calls import first_call
 from jpipe.terminal.progress import task
 from jpipe.terminal.tables import Table, Tabular
-from jpipe.training.train_state import TrainState, abstract_state, checked_opt_state, state_shardings
+from jpipe.training.train_state import TrainState, abstract_state, checked_opt_state, make_opt_state, state_shardings
 from jpipe.training.train_step import TrainSteps, Variables
 from jpipe.types import Batch, Leaf, PyTree
 from jpipe.view.facts import facts_of
@@ -407,7 +407,7 @@ class Pipeline(Tabular):
             copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)
             new: Variables = copy(self._placed(variables))
         with task("initialising the optimiser's state"), notes_on_room(self.planner, new, batch, tx):
-            opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(new["params"])
+            opt_state = make_opt_state(tx, new["params"], shardings.opt_state)
         step, key = rows.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, new, opt_state, key, tx)
 

@@ -15,6 +15,11 @@ Index = int | jax.Array
 """One index, a Python integer or traced."""
 
 
+def is_on_host(array: jax.Array) -> bool:
+    """Whether an array, traced, lies in the memory of the host."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
 def look_up(table: Sequence[int], index: Index) -> Index:
     """`table[index]`; a Python integer if `index` is one, or if all entries are equal."""
     if isinstance(index, int):
@@ -41,12 +46,20 @@ def look_up_once(table: Sequence[int], index: Index) -> Index:
 
 
 def take_slice(array: jax.Array, index: Sequence[Index], shape: Sequence[int]) -> jax.Array:
-    """The slice of `shape` that begins at `index`, which may leave out dimensions at the end: they begin at 0."""
-    return jax.lax.dynamic_slice(array, _start(array, index), shape, allow_negative_indices=False)
+    """The slice of `shape` that begins at `index`, which may leave out dimensions at the end: they begin at 0.
+
+    The slice of an array on the host is brought to the device.
+    """
+    part = jax.lax.dynamic_slice(array, _start(array, index), shape, allow_negative_indices=False)
+    return jax.device_put(part, jax.memory.Space.Device) if is_on_host(array) else part
 
 
 def put_slice(array: jax.Array, update: jax.Array, index: Sequence[Index]) -> jax.Array:
-    """The array with the slice that begins at `index` replaced by `update`; in a loop this copies nothing else."""
+    """The array with the slice that begins at `index` replaced by `update`; in a loop this copies nothing else.
+
+    It stays where it is: what replaces a slice of an array on the host is brought there.
+    """
+    update = jax.device_put(update, jax.memory.Space.Host) if is_on_host(array) else update
     return jax.lax.dynamic_update_slice(array, update, _start(array, index), allow_negative_indices=False)
 
 

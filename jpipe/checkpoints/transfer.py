@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
+from jpipe.arrays.host import HOST
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord, trees_of
 from jpipe.checkpoints.refreezing import Origin
+from jpipe.memory.host_slices import zeros_like
 from jpipe.memory.layout import StageTree
 from jpipe.memory.records import Arrays
 from jpipe.memory.storage import Buffers
 from jpipe.terminal.progress import task
+from jpipe.training.train_state import make_opt_state
 
 AT_ONCE = 1 / 8
 """How much of the state is copied at a time, as a share, when it is saved or restored."""
-HOST_MEMORY = "pinned_host"
-"""JAX's name for a host's memory that its devices reach."""
 
 
 def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
@@ -46,8 +47,8 @@ def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
 
 def _to_host(leaf: jax.Array) -> jax.Array:
     """Puts an array into the memory of its devices' hosts: while it is written it takes no room on the devices."""
-    has_room = any(memory.kind == HOST_MEMORY for memory in jax.local_devices()[0].addressable_memories())
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if has_room else leaf
+    has_room = any(memory.kind == HOST for memory in jax.local_devices()[0].addressable_memories())
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)) if has_room else leaf
 
 
 def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple[Arrays, Named]:
@@ -72,10 +73,9 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
 
             The buffers are donated. If there are none yet, they are made once the first portion could be read.
             """
-            zeros = lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding)
             for portion in _portions(records):
                 named = read({path: shape for record in portion for path, shape in record.named.items()})
-                arrays = arrays or jax.tree.map(zeros, contents.arrays)
+                arrays = arrays or jax.tree.map(zeros_like, contents.arrays)
                 for record in portion:
                     place = record.record_type, record.record
                     if not all(path in named for shapes in record.shapes.values() for path in shapes):
@@ -102,7 +102,8 @@ def _new_state(contents: Contents, params: Buffers) -> Arrays:
     state = contents.state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     tree = StageTree(params, state.variables["params"].layout)
-    new = Contents(contents.model, state.replace(opt_state=jax.jit(state.tx.init, out_shardings=shardings)(tree)))
+    opt_state = make_opt_state(state.tx, tree, shardings)
+    new = Contents(contents.model, state.replace(opt_state=opt_state))
     return trees_of(OPTIMIZER, new.arrays)
 
 

@@ -8,8 +8,8 @@ Here is a stage's part in two ticks of 1F1B; micro-batch 3 goes forward as 1 goe
 
 A row starts to come back before a slot and has to be there after it, and so with one that leaves. Compilers take the
 liberty to wait for it before the slot's work. So at the end of a slot all that moved beside it, activations and
-cotangents too, is tied to what the slot left: nobody can ask for it before. Only then the slot's own row is sent: else a
-GPU's compiler, which sees an array on the host read and written at once, copies it whole.
+cotangents too, is tied to what the slot left: nobody can ask for it before. Only then the slot's own row is sent: else
+a GPU's compiler, which sees an array on the host read and written at once, copies it whole.
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ def flatten(
     calls: Collection[str] = CALLS,
     is_body: bool = False,
     unrolls: Callable[[JaxprEqn], bool] = lambda equation: False,
+    keeps: Callable[[JaxprEqn], bool] = lambda equation: False,
+    selects: bool = False,
 ) -> FlatJaxpr:
     """Puts the equations of the jaxprs that a jaxpr calls in their callers' places.
 
@@ -123,8 +125,10 @@ def flatten(
       calls: the names of the primitives that call them.
       is_body: as of `FlatJaxpr`.
       unrolls: whether the equations of all trips of a `scan` stand in its place, one trip after the other.
+      keeps: whether a call stays one equation.
+      selects: whether the equations of all branches of a `cond` stand in its place, and its results are selected.
     """
-    flattening = _Flattening(calls, unrolls)
+    flattening = _Flattening(calls, unrolls, keeps, selects)
     arguments = tuple(map(flattening.new, closed.jaxpr.invars))
     results = flattening.visit(closed, arguments, ())
     equations, constants = flattening.equations, flattening.constants
@@ -136,8 +140,14 @@ def flatten(
 class _Flattening:
     """The equations, values and constants that `flatten` has so far."""
 
-    def __init__(self, calls: Collection[str], unrolls: Callable[[JaxprEqn], bool]):
-        self._calls, self._unrolls = calls, unrolls
+    def __init__(
+        self,
+        calls: Collection[str],
+        unrolls: Callable[[JaxprEqn], bool],
+        keeps: Callable[[JaxprEqn], bool],
+        selects: bool,
+    ):
+        self._calls, self._unrolls, self._keeps, self._selects = calls, unrolls, keeps, selects
         self.avals: list[ShapedArray] = []
         self.constants: dict[int, Leaf] = {}
         self.equations: list[FlatEquation] = []
@@ -165,10 +175,12 @@ class _Flattening:
 
         for equation in jaxpr.eqns:
             reads = tuple(map(read, equation.invars))
-            if equation.primitive.name in self._calls:
+            if equation.primitive.name in self._calls and not self._keeps(equation):
                 makes = self.visit(called_by(equation), reads, (*callers, equation))
             elif equation.primitive.name == "scan" and self._unrolls(equation):
                 makes = self._visit_trips(equation, reads, (*callers, equation))
+            elif equation.primitive.name == "cond" and self._selects:
+                makes = self._visit_branches(equation, reads, (*callers, equation))
             else:
                 makes = tuple(map(self.new, equation.outvars))
                 self.equations.append(FlatEquation(equation, callers, reads, makes))
@@ -191,6 +203,18 @@ class _Flattening:
             carry, stacked[i] = results[:num_carry], results[num_carry:]
         columns = zip(*(stacked[i] for i in trips), strict=True)
         return *carry, *(self._stack(list(column), callers) for column in columns)
+
+    def _visit_branches(self, cond: JaxprEqn, reads: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+        """Appends the equations of all branches of a cond; the numbers of what is selected of their results."""
+        which, *operands = reads
+        branches = [self.visit(branch, tuple(operands), callers) for branch in cond.params["branches"]]
+        pick = lambda choices: choices[0] if len({*choices}) == 1 else self._select(which, choices, callers)
+        return tuple(map(pick, zip(*branches, strict=True)))
+
+    def _select(self, which: int, choices: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> int:
+        shapes = [jax.ShapeDtypeStruct(self.avals[i].shape, self.avals[i].dtype) for i in (which, *choices)]
+        jaxpr = jax.make_jaxpr(lambda which, *x: lax.select_n(which, *x))(*shapes)
+        return self.visit(jaxpr, (which, *choices), callers)[0]
 
     def _slice(self, array: int, i: int, callers: tuple[JaxprEqn, ...]) -> int:
         if array in self.trips:

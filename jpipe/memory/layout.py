@@ -21,7 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.host import is_apart
 from jpipe.arrays.indexing import Index
+from jpipe.memory.host_slices import zeros_on_host
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS
@@ -78,6 +81,7 @@ class Layout:
       users: for each set and instance, the indices of the layers that use it.
       mesh: the devices.
       model_tree: of a model that is one module, its own tree; None for a list of layers.
+      state_on_hosts: whether an optimiser's state for these variables lies in the memory of the hosts.
     """
 
     storage: Storage
@@ -85,6 +89,7 @@ class Layout:
     users: tuple[tuple[tuple[int, ...], ...], ...]
     mesh: Mesh
     model_tree: ModelTree | None = None
+    state_on_hosts: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -114,6 +119,14 @@ class Layout:
     def zeros(self) -> Buffers:
         """A device's own part of zero buffers, inside of a program on all devices."""
         return {n: part_zeros(a.shape, a.spec, self.mesh, a.dtype) for n, a in self.storage.named_buffers}
+
+    def zeros_of_state(self) -> Buffers:
+        """The same, if these are an optimiser's state: where that lies."""
+        if not (self.state_on_hosts and is_apart(self.mesh)):
+            return self.zeros()
+        part = lambda a: NamedSharding(self.mesh, a.spec).shard_shape(a.shape)
+        make = lambda a: (zeros_on_host if is_float(a) else jnp.zeros)(part(a), a.dtype)
+        return {name: make(buffer) for name, buffer in self.storage.named_buffers}
 
 
 NOT_SAVED = (

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from jax.sharding import Mesh
 
+from jpipe.arrays.host import is_apart
 from jpipe.terminal.notices import warn_once
 from jpipe.users_numbers import as_number
 
@@ -62,7 +63,6 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
 
 def moves(mesh: Mesh) -> bool:
     """Whether the devices have a memory besides their host's. CPUs haven't: there all stays where it is."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu:
+    if not is_apart(mesh):
         warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
-    return not on_cpu
+    return is_apart(mesh)

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index, look_up, take_row
+from jpipe.arrays.host import HOST
+from jpipe.arrays.host import on_host as to_hosts
+from jpipe.arrays.indexing import Index, is_on_host, look_up, take_row
 from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers
@@ -92,11 +94,21 @@ class Records:
         scattered = self.leaves(record_type)
         pairs = {name: zip(scattered[name], tree, strict=True) for name, tree in leaves.items()}
         parts = {name: [s.put(leaf) for s, leaf in pairs[name]] for name in pairs}
-        return self._put(arrays, record_type, parts, np.int32(record))
+        on_host = {name: {b: a.sharding.memory_kind == HOST for b, a in tree.items()} for name, tree in arrays.items()}
+        key = str(on_host)
+        self._puts[key] = self._puts.get(key) or self._put(on_host)
+        return self._puts[key](arrays, record_type, parts, np.int32(record))
 
     @cached_property
-    def _put(self) -> Callable[..., Arrays]:
-        """`(arrays, record type, scattered leaves by tree, record) -> arrays` on all devices, compiled."""
+    def _puts(self) -> dict[str, Callable[..., Arrays]]:
+        return {}
+
+    def _put(self, on_host: dict[str, dict[str, bool]]) -> Callable[..., Arrays]:
+        """`(arrays, record type, scattered leaves by tree, record) -> arrays` on all devices, compiled.
+
+        Args:
+          on_host: whether each array lies on the hosts, and stays there.
+        """
 
         def put(arrays: Arrays, record_type: int, parts: Leaves, record: Leaf) -> Arrays:
             def body(arrays: Arrays, parts: Leaves, record: Index) -> Arrays:
@@ -106,7 +118,9 @@ class Records:
             in_specs = (self.specs, {name: specs[name] for name in parts}, PartitionSpec())
             return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
 
-        shardings = {n: {b: a.sharding for b, a in layout.shapes.items()} for n, layout in self.layouts.items()}
+        lies = lambda n, b, sharding: to_hosts(sharding) if on_host[n][b] else sharding
+        layouts = self.layouts.items()
+        shardings = {n: {b: lies(n, b, a.sharding) for b, a in layout.shapes.items()} for n, layout in layouts}
         return jax.jit(put, static_argnums=1, donate_argnums=0, out_shardings=shardings)
 
     def updated(
@@ -131,6 +145,9 @@ class Records:
 
         def visit(v: int, record: Index, layer_and_leaves: tuple[Index, Leaves], carry: Arrays) -> Arrays:
             new = function(v, *layer_and_leaves)
+            if any(map(is_on_host, jax.tree.leaves(carry))):
+                # All is read before anything is written: else a GPU's compiler copies whole arrays on the host.
+                carry, _, new = jax.lax.optimization_barrier((carry, layer_and_leaves, new))
             return carry | {n: self.layouts[n].storage.write(carry[n], v, record, new[n]) for n in new}
 
         device = device_index(self.layout.mesh)

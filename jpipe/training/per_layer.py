@@ -39,6 +39,8 @@ OnDevice = Callable[[int, Index, Leaves, Records, PyTree], Leaves]
 """`(set of variables, layer, a device's parts of its leaves by tree, all records, arguments that are the same for all
 layers) -> parts of its new leaves`."""
 Layouts = dict[str, Layout]
+PROGRAM = "per_layer"
+"""The name of what runs for all layers, in jaxprs."""
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -164,15 +166,25 @@ def _for_each_layer(
     def body(arrays: Arrays, extra: PyTree) -> tuple[Buffers, ...]:
         """One device's part: its buffers `[1, size, ...]` by tree -> new ones."""
         taken = drop_stage_axis(arrays)
-        carry = {name: layouts[name].zeros() for name in results if name not in taken} | taken
+        carry = {name: layouts[name].zeros_of_state() for name in results if name not in taken} | taken
         updated = records.updated(lambda v, i, leaves: function(v, i, leaves, records, extra), carry, taken)
         return add_stage_axis(tuple(updated[name] for name in results))
 
     specs = records.specs
     in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
     run = on_stages(body, records.layout.mesh, in_specs, tuple(specs[name] for name in results))
-    new = jax.jit(run)({name: dict(tree) for name, tree in trees.items()}, extra)
+    new = _program(run)({name: dict(tree) for name, tree in trees.items()}, extra)
     return tuple(StageTree(tree, layouts[name]) for name, tree in zip(results, new, strict=True))
+
+
+def _program(run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A function under `jax.jit`, called `PROGRAM`: one equation of whatever calls it."""
+
+    def call(*arguments: PyTree) -> PyTree:
+        return run(*arguments)
+
+    call.__name__ = PROGRAM
+    return jax.jit(call)
 
 
 def _on_trees(function: OnTrees, v: int, layer: Index, leaves: Leaves, records: Records, extra: PyTree) -> Leaves:

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.host import on_host
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import AXIS
+from jpipe.training.by_slices import initial, updated
 from jpipe.training.optimizers import check_is_optimizer, check_optimizer, check_update
 from jpipe.training.probing import check_elementwise
 from jpipe.types import Leaf, PyTree, Shapes
@@ -61,13 +64,17 @@ def abstract_state(
       TypeError: `tx` is no optax transformation, or needs more than a step gives it.
       ValueError: it treats a parameter by its name, shape or norm, while a buffer holds many parameters.
     """
-    opt_state = checked_opt_state(tx, variables["params"], loss)
+    params = variables["params"]
+    opt_state = checked_opt_state(tx, params, loss)
+    if params.layout.state_on_hosts:  # what can't be done slice by slice is refused
+        jax.eval_shape(partial(updated, tx), params, opt_state, params, loss)
+    shardings = state_shardings(opt_state, params, on_hosts=params.layout.state_on_hosts)
     everywhere = NamedSharding(variables["params"].layout.mesh, PartitionSpec())
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         variables=variables,
-        opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
+        opt_state=jax.tree.map(place, opt_state, shardings),
         key=place(key, everywhere),
         tx=tx,
     )
@@ -83,12 +90,18 @@ def checked_opt_state(tx: optax.GradientTransformation, params: StageTree, loss:
     return opt_state
 
 
-def state_shardings(opt_state: Shapes, params: StageTree) -> PyTree:
+def make_opt_state(tx: optax.GradientTransformation, params: StageTree, shardings: PyTree) -> PyTree:
+    """Makes an optimiser's state for these parameters, which lies as `shardings` say."""
+    return jax.jit(partial(initial, tx), out_shardings=shardings)(params)
+
+
+def state_shardings(opt_state: Shapes, params: StageTree, *, on_hosts: bool = False) -> PyTree:
     """Shardings for an optimiser's state, a tree like it: a leaf that has the shape of its buffer lies as the buffer.
 
     Args:
       opt_state: `jax.eval_shape(tx.init, params)`.
       params: the parameters, or their shapes: buffers `[K, ...]` of K stages.
+      on_hosts: whether floats that lie as buffers do lie in the memory of the hosts.
     """
     layout = params.layout
 
@@ -102,7 +115,12 @@ def state_shardings(opt_state: Shapes, params: StageTree) -> PyTree:
         if not is_tree(node):
             return guess(node)
         shapes = node.layout.shapes
-        of_leaf = lambda buffer, leaf: buffer.sharding if leaf.shape == buffer.shape else guess(leaf)
+
+        def of_leaf(buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> NamedSharding:
+            if leaf.shape != buffer.shape:
+                return guess(leaf)
+            return on_host(buffer.sharding) if on_hosts and is_float(leaf) else buffer.sharding
+
         return StageTree({n: jax.tree.map(partial(of_leaf, shapes[n]), node[n]) for n in node}, node.layout)
 
     is_tree = lambda node: isinstance(node, StageTree)

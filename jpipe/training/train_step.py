@@ -12,7 +12,8 @@ import optax
 
 from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.layout import StageTree
-from jpipe.training.optimizers import global_norm, skips, update_with_loss
+from jpipe.training.by_slices import updated
+from jpipe.training.optimizers import global_norm, skips
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch
 
@@ -44,11 +45,11 @@ def apply_update(
 ) -> tuple[TrainState, Metrics]:
     """Does the rest of a step, from the results of `ValueAndGrad`: (the new state, all metrics)."""
     params = state.variables["params"]
-    changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
+    new_params, opt_state = updated(state.tx, grads, state.opt_state, params, loss)
     if skipped := skips(state.opt_state, opt_state):  # a skipped batch changes no other collection either
         unless = partial(jnp.where, jnp.stack(skipped).any())
         updates = {name: jax.tree.map(unless, state.variables[name], tree) for name, tree in updates.items()}
-    variables = state.variables | {"params": optax.apply_updates(params, changes), **updates}
+    variables = state.variables | {"params": new_params, **updates}
     norm = global_norm(grads)
     # If a gradient isn't finite, the norm isn't. The norm overflows first (at 1e19), where an update is as bad.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)

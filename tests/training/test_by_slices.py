@@ -1,0 +1,235 @@
+"""An optimiser's state on the hosts: steps are the same to the bit, and compiled programs move slices alone.
+
+CPUs have no second memory: there the loops are the same, and nothing moves. Programs for TPUs and GPUs are compiled.
+"""
+
+import math
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jpipe
+from cases import assert_close, assert_equal
+from gpu_program import needs_gpu_compiler
+from jpipe.arrays.host import HOST
+from jpipe.costs.chips import parse_topology
+from jpipe.costs.gpus import ABSENT
+from jpipe.memory import host_slices
+from tpu_program import needs_tpu_compiler
+
+pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing")
+BATCH = {
+    "inputs": np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32),
+    "targets": np.random.default_rng(1).standard_normal((8, 5)).astype(np.float32),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch):
+    """Buffers of several slices, and of one that is smaller than the others; optax itself mixes dtypes."""
+    monkeypatch.setattr(host_slices, "SLICE_BYTES", 600)
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def pipe_of(on_hosts, k=2, layers=(), **options):
+    layers = layers or [*(nn.Dense(8) for _ in range(6)), nn.Dense(5)]
+    loss = lambda y, batch: jnp.mean((y.astype(jnp.float32) - batch["targets"]) ** 2)
+    where = "optimizer" if on_hosts else ()
+    return jpipe.Pipeline(layers, loss, num_stages=k, num_microbatches=2, offload=where, **options)
+
+
+def trained(tx, on_hosts, steps=3, **options):
+    pipe = pipe_of(on_hosts, **options)
+    state = pipe.create_state(jax.random.key(0), BATCH, tx)
+    for _ in range(steps):
+        state, metrics = pipe.train_step(state, BATCH)
+    arrays = [a for a in jax.tree.leaves(state.opt_state) if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key)]
+    return pipe.layer_variables(state.variables), arrays, metrics
+
+
+def masters(inner):
+    """Keeps float32 copies of narrow parameters, and works on these."""
+
+    def init(params):
+        wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        return wide, inner.init(wide)
+
+    def update(grads, state, params):
+        wide, rest = state
+        changes, rest = inner.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), rest, wide)
+        new = optax.apply_updates(wide, changes)
+        return jax.tree.map(lambda n, p: n - p.astype(jnp.float32), new, params), (new, rest)
+
+    return optax.GradientTransformation(init, update)
+
+
+OPTIMIZERS = {
+    "adam": lambda: optax.adam(1e-2),
+    "clipped adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "momentum": lambda: optax.sgd(optax.cosine_decay_schedule(0.1, 10), 0.9, nesterov=True),
+    "no state": lambda: optax.sgd(0.1),
+    "lion": lambda: optax.lion(1e-3),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.0, 1e-2, 3), momentum=0.9),
+    "finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "several steps": lambda: optax.MultiSteps(optax.lion(1e-2), 2).gradient_transformation(),
+    "adafactor": lambda: jpipe.per_layer(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+    "lamb": lambda: optax.chain(optax.clip_by_global_norm(0.1), jpipe.per_layer(optax.lamb(1e-2))),
+    "ratios of moments": lambda: optax.chain(
+        optax.scale_by_adam(), jpipe.per_layer(optax.scale_by_trust_ratio()), optax.scale(-0.1)
+    ),
+    "finite layers": lambda: optax.apply_if_finite(jpipe.per_layer(optax.lamb(1e-2)), 3),
+    "steps of layers": lambda: jpipe.per_layer(optax.MultiSteps(optax.lamb(1e-2), 2).gradient_transformation()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_the_same_to_the_bit(name):
+    tx = OPTIMIZERS[name]()
+    assert_equal(trained(tx, True), trained(tx, False))
+
+
+def test_norms_of_what_follows_from_the_state_are_exact():
+    """They are summed slice by slice, in another order."""
+    tx = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1), optax.scale(-1e-2))
+    (layers, _, metrics), (expected, _, wanted) = trained(tx, True), trained(tx, False)
+    assert_close((layers, metrics), (expected, wanted))
+    norm = optax.tree.norm(jax.tree.map(jnp.subtract, layers, trained(tx, True, steps=2)[0]))
+    np.testing.assert_allclose(norm, 1e-3, rtol=1e-4)  # each of its updates is clipped
+
+
+def test_masters_beside_narrow_parameters():
+    layers = [*(nn.Dense(8, param_dtype=jnp.bfloat16) for _ in range(6)), nn.Dense(5, param_dtype=jnp.bfloat16)]
+    tx = masters(optax.sgd(0.1, 0.9))
+    assert_equal(trained(tx, True, layers=layers), trained(tx, False, layers=layers))
+
+
+MESHES = {
+    "data": ((2, 2), ("stage", "data"), {}),
+    "sharded": ((2, 2), ("stage", "data"), {"shard_over": "data"}),
+    "spread": ((2, 2), ("stage", "data"), {"ends": "spread", "shard_over": "data"}),
+}
+
+
+def wide():
+    return [nn.Dense(40), *(nn.Dense(40) for _ in range(4)), nn.Dense(5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "explicit"), [("data", False), ("sharded", False), ("spread", False), ("spread", True)]
+)
+def test_on_meshes(make_mesh, name, explicit):
+    shape, names, options = MESHES[name]
+    options |= {"k": shape[0], "mesh": make_mesh(shape, names, explicit=explicit), "layers": wide(), "steps": 2}
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.lion(1e-2))
+    assert_equal(trained(tx, True, **options), trained(tx, False, **options))
+    if name in ("sharded", "spread"):
+        tx = jpipe.per_layer(optax.lamb(1e-2))
+        assert_equal(trained(tx, True, **options), trained(tx, False, **options))
+
+
+def test_tensor_axes(make_mesh):
+    split = lambda axes: nn.with_partitioning(nn.initializers.lecun_normal(), axes)
+    dense = lambda size, axes: nn.Dense(size, kernel_init=split(axes))
+    layers = [nn.Dense(8), dense(16, (None, "model")), dense(8, ("model", None)), nn.Dense(5)]
+    options = {"mesh": make_mesh((2, 2), ("stage", "model")), "layers": layers}
+    for tx in (optax.adam(1e-2), jpipe.per_layer(optax.lamb(1e-2))):
+        assert_equal(trained(tx, True, **options), trained(tx, False, **options))
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["from the devices", "from the hosts"])
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), jpipe.per_layer(optax.lamb(1e-2))], ids=["adam", "lamb"])
+def test_checkpoints_go_to_pipelines_without(tmp_path, saves, tx):
+    old, new = pipe_of(saves, k=2), pipe_of(not saves, k=3, balance="even")
+    state, _ = old.train_step(old.create_state(jax.random.key(0), BATCH, tx), BATCH)
+    with jpipe.Checkpointer(tmp_path) as saved:
+        saved.save(old, state)
+    expected, _ = old.train_step(state, BATCH)
+    with jpipe.Checkpointer(tmp_path) as saved:
+        restored, _ = saved.restore(new, BATCH, tx)
+    found, _ = new.train_step(restored, BATCH)
+    assert_close(new.layer_variables(found.variables), old.layer_variables(expected.variables))
+
+
+def test_a_selection_around_per_layer_is_refused():
+    tx = optax.MultiSteps(jpipe.per_layer(optax.lamb(1e-2)), 2).gradient_transformation()
+    with pytest.raises(ValueError, match=r"'a selection' reads the state of tx; wrap .* \(MultiSteps inside it\)"):
+        pipe_of(True).create_state(jax.random.key(0), BATCH, tx)
+
+
+# --- compiled programs ------------------------------------------------------------------------------------------------
+
+
+def compiled_step(devices, tx, on_hosts):
+    """A compiled step of four equal stages, and its state."""
+    mesh = Mesh(np.asarray(devices[:4]), ("stage",))
+    options = {"k": 4, "mesh": mesh, "balance": "even", "layers": [nn.Dense(256) for _ in range(16)]}
+    batch = {name: jax.ShapeDtypeStruct((64, 256), jnp.float32) for name in ("inputs", "targets")}
+    pipe = pipe_of(on_hosts, **options)
+    state = pipe.abstract_state(batch, tx)
+    lowered = jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch)
+    return lowered.compile(ABSENT if devices[0].platform == "gpu" else None), state
+
+
+def order(computation):
+    """The names of a computation's operations in the order in which they run."""
+    return re.findall(r"^\s+(?:ROOT )?%([\w.-]+) = ", computation, re.MULTILINE)
+
+
+def check_moves(text, beside):
+    """All that moves does so asynchronously, a slice at a time, beside what `beside` matches."""
+    assert not re.search(r"= \w+\[\d+,[\d,]*\]\{[^}]*S\(5\)[^}]*\} copy\(", text), "a copy of a whole array on the host"
+    loops = [order(part) for part in re.split(r"\n(?=%|ENTRY)", text) if "dynamic-update-slice-start" in part]
+    assert loops
+    for names in loops:
+        for way in ("dynamic-slice", "dynamic-update-slice"):
+            starts = [i for i, name in enumerate(names) if name.startswith(f"{way}-start")]
+            ends = [i for i, name in enumerate(names) if name.startswith(f"{way}-done")]
+            assert len(starts) == len(ends) >= 4
+            between = names[starts[0] : ends[-1]]
+            assert any(re.match(beside, name) for name in between), f"nothing beside {way}: {between}"
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        pytest.param(jpipe.per_layer(optax.lamb(1e-3)), marks=pytest.mark.slow),
+        pytest.param(optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation(), marks=pytest.mark.slow),
+    ],
+    ids=["adamw", "lamb", "several steps"],
+)
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("v5e:2x2", marks=needs_tpu_compiler),
+        pytest.param("v5p:2x2x1", marks=[needs_tpu_compiler, pytest.mark.slow]),
+        pytest.param("h100:8", marks=needs_gpu_compiler),
+    ],
+)
+def test_programs_move_slices_beside_work(topology, tx, monkeypatch):
+    monkeypatch.setattr(host_slices, "SLICE_BYTES", 2**17)
+    devices = parse_topology(topology).devices()
+    (plain, _), (step, state) = (compiled_step(devices, tx, on_hosts) for on_hosts in (False, True))
+    before, after = plain.memory_analysis(), step.memory_analysis()
+    on_hosts = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind == HOST]
+    size = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in on_hosts)
+    floats = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim and leaf.dtype == np.float32]
+    assert len(on_hosts) == len(floats) >= 2
+    assert size >= 2 * 4 * 4 * 256 * 256
+    # Small arrays are padded to tiles.
+    np.testing.assert_allclose(before.argument_size_in_bytes - after.argument_size_in_bytes, size, rtol=0.02)
+    np.testing.assert_allclose(after.host_argument_size_in_bytes, size, rtol=0.02)
+    assert after.host_alias_size_in_bytes == after.host_argument_size_in_bytes, "donated, and written in place"
+    assert after.host_temp_size_in_bytes < 2**16
+    # Two slices of two moments, old and new; or the moments of one layer.
+    assert after.temp_size_in_bytes - before.temp_size_in_bytes <= 2 * 4 * 256 * 256 * 4
+    # On GPUs all of a layer's state arrives before `per_layer` begins with it.
+    is_bare = topology.startswith("h100") and len(on_hosts) == 2
+    check_moves(step.as_text(), r".*" if is_bare else r".*fusion")
