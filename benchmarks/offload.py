@@ -138,13 +138,6 @@ def main() -> None:
         kind = parse_topology(topology).devices()[0]
         where = f"K={options.stages}", f"M={options.microbatches}", options.schedule
         modes = *where, f"remat {options.remat}", f"ends {options.ends}", size
-            f"K={options.stages}",
-            f"M={options.microbatches}",
-            options.schedule,
-            f"remat {options.remat}",
-            f"ends {options.ends}",
-            size,
-        )
         show(f"Residuals on the hosts, {topology}, MiB a device", COLUMNS, rows, settings(kind, *modes))
 
 
