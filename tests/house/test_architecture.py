@@ -42,7 +42,7 @@ _ALLOWED = {
     "costs": "terminal schedules seam arrays jaxprs partitioner mesh model memory training planning execution",
     "pictures": "terminal schedules planning costs",
     "view": "terminal schedules model memory planning costs pictures",
-    "checkpoints": "terminal seam processes model memory batches training cutting pipeline checks",
+    "checkpoints": "terminal seam arrays processes model memory batches training cutting pipeline checks",
     "profiling": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches training "
     "planning execution costs pictures view pipeline checks",
     "forecasting": "terminal schedules seam arrays mesh model batches planning costs pipeline",
