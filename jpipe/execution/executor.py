@@ -46,7 +46,7 @@ import numpy as np
 from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.arrays.indexing import Index, put_row, take_row
 from jpipe.arrays.loops import when
-from jpipe.execution import end_turns, going
+from jpipe.execution import end_turns, host_moves
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job
@@ -144,7 +144,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
         _rows(step.activations, activation, step.table.rows_written("activation")),
         _rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
         *end_turns.empty(step),
-        *going.empty(stage),
+        *host_moves.empty_rows(stage),
     )
     carry = _run_ticks(stage, carry)
     if stage.only is not None:
@@ -226,7 +226,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         #    is the last one of the tick before, whose results are in the carry.)
         beside = [flow for flow in _flows(slots, run, i - 1) if crosses_beside(names, flow, i - 1)]
         crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
-        coming = going.start(stage, slot, now.away, carry)
+        coming = host_moves.start(stage, slot, now.away, carry)
         carry = end_turns.before_slot(stage, run, turns, i, carry)
         # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
         #    the carry.
@@ -239,7 +239,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
                 elif of_run.any() or stage.only is not None:
                     carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
         carry = end_turns.after_slot(stage, run, turns, i, carry)
-        crossing, carry = going.send(stage, slot, now.away, (coming, crossing), carry)
+        crossing, carry = host_moves.send(stage, slot, now.away, (coming, crossing), carry)
         # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
         #    in `beside` too: the kinds that send along a flow also receive along it, so nothing of that flow crosses
         #    beside a slot that sends along it.

@@ -26,7 +26,7 @@ from jpipe.memory.memory_order import Order, result_orders
 from jpipe.memory.offload import moves
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.traced_layer import DeviceLayer
-from jpipe.planning.going import Going
+from jpipe.planning.host_residuals import Going
 from jpipe.schedules.ticks import AWAY, ROWS, TickTable
 from jpipe.types import Leaf
 

@@ -24,8 +24,8 @@ from jpipe.model.merging import Merging, make_merging
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
 from jpipe.planning.ends import Ends, as_they_lie, check_layers, make_shared_ends
-from jpipe.planning.going import residuals_that_go
 from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
+from jpipe.planning.host_residuals import residuals_that_go
 from jpipe.planning.idle_work import IdleWork, plan_idle_work
 from jpipe.planning.kept import KeptStorage, make_kept_storage
 from jpipe.planning.layer_ranges import LayerRanges, make_ranges

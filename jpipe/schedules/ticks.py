@@ -260,13 +260,10 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         unused = name == "kept" and not occurs["W"]
         again = keep_inputs and writer == "F"
         values = _kept(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
-        columns[name] = values.column(shape)
         along = _works_along(runs, "RBI" if again else writer, (columns["kind"] == 0) & idle_work)
-        if values.stage.size:
-            columns[name] = np.where(along, values.free(shape, values.first, values.last + 1), columns[name])
-        if away and writer == "F" and values.stage.size:
-            moved = _away(values, shape, width, along)
-            if 2 + moved.row.max() < 1 + columns[name].max():  # with the place for what comes back it takes less
+        columns[name] = _kept_rows(values, shape, along)
+        if away and writer == "F" and (moved := _away(values, shape, width, along)).sent_to.max() >= 0:
+            if 2 + moved.row.max() <= columns[name].max():  # with the place for what comes back it takes less
                 moves[f"{name}_away"] = moved
     for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
         column.flags.writeable = False
@@ -384,6 +381,12 @@ def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
     read = (written >= 0) & (uses[..., 1:] >= 0).any(axis=-1)
     stages = np.nonzero(read)[0]
     return _Values(stages, written[read], uses[read], np.full_like(stages, -1))
+
+
+def _kept_rows(values: _Values, shape: tuple[int, int], along: np.ndarray) -> np.ndarray:
+    """A column `[T * width, K]` of the rows of values that stay; where stages that idle write `along`, free ones."""
+    column = values.column(shape)
+    return np.where(along, values.free(shape, values.first, values.last + 1), column) if values.stage.size else column
 
 
 def _away(values: _Values, shape: tuple[int, int], width: int, along: np.ndarray) -> Away:

@@ -28,7 +28,7 @@ Rows = dict[str, Buffers]
 """Rows of residuals by name of `AWAY`: one that has come back, or all those on the host."""
 
 
-def empty(stage: Stage) -> tuple[Rows, Rows]:
+def empty_rows(stage: Stage) -> tuple[Rows, Rows]:
     """(the rows that come back for the first slot of a tick, the host's rows), of any values."""
     away, last = stage.step.kept.away, stage.step.table.slots[-1]
     back = {name: away[name].empty_row() for name in _returning(away, last)}

@@ -1,0 +1,96 @@
+"""Which residuals go to the host: by share, by a policy; and what is said where none does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jpipe
+from cases import assert_equal
+from jpipe.terminal.notices import warn_once
+from small_pipeline import make
+
+OFFLOADS_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names
+NAMED = {"names_which_can_be_saved": [], "offload_src": "device", "offload_dst": "pinned_host"}
+
+
+@pytest.mark.filterwarnings("ignore:offload= moves nothing on CPUs")
+def test_a_policy_that_offloads_by_name_or_products():
+    def block(params, x):
+        hidden = checkpoint_name(jnp.tanh(x @ params["a"]), "hidden")
+        return x + hidden @ params["b"]
+
+    def init(key, x):
+        keys = jax.random.split(key)
+        return {"a": jax.random.normal(keys[0], (4, 8)) / 2, "b": jax.random.normal(keys[1], (8, 4)) / 2}
+
+    def run(policy):
+        pipe = jpipe.Pipeline(
+            [jpipe.Layer(init, block)] * 4, lambda y, _: jnp.mean(y**2), num_stages=3, num_microbatches=4, remat=policy
+        )
+        batch = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+        variables = pipe.init(jax.random.key(0), batch)
+        grads = pipe.value_and_grad(variables, batch)[1]
+        return jax.tree.map(np.asarray, grads), pipe.planner.training_step(pipe.planner.for_training(batch)).kept
+
+    saved, _ = run(jax.checkpoint_policies.save_only_these_names("hidden"))
+    moved, kept = run(OFFLOADS_NAMES(names_which_can_be_offloaded=["hidden"], **NAMED))
+    assert_equal(moved, saved)
+    shapes = lambda kept: [[leaf.shape for leaf in one.leaves] for one in kept.away["residual_away"].record_types]
+    assert shapes(kept)[1] == [(2, 8)], "what has the name, and nothing else"
+
+    saved, _ = run(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    moved, kept = run(jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"))
+    assert_equal(moved, saved)
+    assert (2, 8) in shapes(kept)[1]
+
+    with pytest.raises(ValueError, match=r"\['other'\].*the names in the layers are \['hidden'\]"):
+        run(OFFLOADS_NAMES(names_which_can_be_offloaded=["other"], **NAMED))
+    with pytest.raises(ValueError, match="from 'device' to 'unpinned_host', but a pipeline moves"):
+        run(OFFLOADS_NAMES(names_which_can_be_offloaded=["hidden"], **NAMED | {"offload_dst": "unpinned_host"}))
+
+
+def plan_step(**options):
+    pipe = make(**options)
+    batch = {name: np.ones((8, 4), np.float32) for name in ("inputs", "targets")}
+    jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    return pipe.planner.training_step(pipe.planner.for_training(batch))
+
+
+def test_cpus_move_nothing_and_say_so_once():
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="offload= moves nothing on CPUs") as caught:
+        for _ in range(2):
+            plan_step(remat="none", offload="residuals", num_stages=2, num_microbatches=4)
+    assert len(caught) == 1
+
+
+def test_where_nothing_waits_it_says_so():
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="moves no residuals: under '1f1b' with num_stages=1"):
+        plan_step(num_stages=1, remat="none", offload="residuals")
+
+
+@pytest.mark.filterwarnings("ignore:offload= moves nothing on CPUs")
+@pytest.mark.parametrize(("share", "goes"), [(1.0, 2), (0.6, 1), (0.1, 0)])
+def test_a_share_takes_the_largest_first(share, goes):
+    """Of a block's two residuals, 4 and 8 wide, the wider is two thirds of the bytes of four blocks."""
+
+    def block(params, x):
+        return x + jnp.tanh(x @ params["a"]) @ params["b"]
+
+    init = lambda key, x: {"a": jnp.ones((4, 16)), "b": jnp.ones((16, 4))}
+    layers = [jpipe.Layer(init, block)] * 6
+    options = {
+        "num_stages": 2,
+        "num_microbatches": 4,
+        "remat": "none",
+        "balance": "even",
+        "offload": {"residuals": share},
+    }
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), offload={"residuals": share}, **options)
+    batch = np.ones((8, 4), np.float32)
+    jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    kept = pipe.planner.training_step(pipe.planner.for_training(batch)).kept
+    assert kept.rows_of[1].count("residual_away") == goes
