@@ -227,6 +227,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         beside = [flow for flow in _flows(slots, run, i - 1) if crosses_beside(names, flow, i - 1)]
         crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
         coming = host_moves.start(stage, slot, now.away, carry)
+        carry = host_moves.at_hand(stage, slot, now.away, carry)
         carry = end_turns.before_slot(stage, run, turns, i, carry)
         # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
         #    the carry.
@@ -370,7 +371,8 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     at = {name: Row(getattr(now, name), stage.device) for name in ROWS}
-    at |= {name: Row(away.row, 0, away.stays) for name, away in now.away.items()}
+    chooses = stage.step.plan.request.splits.on_gpu  # else `host_moves.at_hand` has
+    at |= {name: Row(away.row, 0, away.stays if chooses else None) for name, away in now.away.items()}
     if counts is not True:
         at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
     rows = {name: at[name] for name in stage.step.kept.storages} if keeps else {}

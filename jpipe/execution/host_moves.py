@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
+from jpipe.arrays.loops import when
 from jpipe.execution.stage import Stage, TickCarry
 from jpipe.memory.away import AwayRow
 from jpipe.memory.storage import Buffers
@@ -33,6 +34,22 @@ def empty_rows(stage: Stage) -> tuple[Rows, Rows]:
     away, last = stage.step.kept.away, stage.step.table.slots[-1]
     back = {name: away[name].empty_row() for name in _returning(away, last)}
     return back, {name: storage.empty_host() for name, storage in away.items()}
+
+
+def at_hand(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: TickCarry) -> TickCarry:
+    """The carry with the row of this slot's action in `back`, also if it has stayed: then it is copied.
+
+    Only stages that have it copy, by a loop of one trip. On GPUs such a loop would stop the host, and slices of residuals
+    are copied anyway: there layers choose between the two as they read (`AwayStorage.read_back`).
+    """
+    if stage.step.plan.request.splits.on_gpu:
+        return carry
+    back = dict(carry.back)
+    for name in back:
+        if slot.away[name].stays.any():
+            storage, at = stage.step.kept.away[name], (carry.forward.kept[name], now[name].row)
+            back[name] = when(now[name].stays > 0, at, lambda at, _, of=storage: of.leaving(*at), back[name])
+    return carry._replace(back=back)
 
 
 def start(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: TickCarry) -> Rows:

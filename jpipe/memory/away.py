@@ -57,10 +57,11 @@ class AwayStorage(Storage):
     moves: bool
 
     def read_back(self, here: Buffers, back: Buffers, t: int, record: Index, at: Row) -> list[Leaf]:
-        """Reads the leaves of a record from the row that has come back, or from its own if it has stayed."""
-        assert at.stays is not None
-        own, came = self.read(here, t, record, at), self.read(back, t, record, Row(0, 0))
-        return [jnp.where(at.stays > 0, *pair) for pair in zip(own, came, strict=True)]
+        """Reads the leaves of a record from the row that has come back; from its own, if `at.stays` is 1."""
+        came = self.read(back, t, record, Row(0, 0))
+        if at.stays is None:
+            return came
+        return [jnp.where(at.stays > 0, *pair) for pair in zip(self.read(here, t, record, at), came, strict=True)]
 
     def empty_host(self) -> Buffers:
         """The host's rows `[host_rows, n, ...]`, of any values: nothing is written to memory."""

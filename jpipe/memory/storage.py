@@ -70,7 +70,8 @@ class Row(NamedTuple):
     Attributes:
       row: its index.
       device: the index along `stage`.
-      stays: of rows that go to the host (`jpipe.memory.away`): 1 if this one has stayed, else 0; None of others.
+      stays: of rows that go to the host (`jpipe.memory.away`): 1 if this one has stayed, else 0; None if all have left,
+        or none ever does.
     """
 
     row: Index

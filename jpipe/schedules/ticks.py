@@ -262,9 +262,10 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         values = _kept(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
         along = _works_along(runs, "RBI" if again else writer, (columns["kind"] == 0) & idle_work)
         columns[name] = _kept_rows(values, shape, along)
-        if away and writer == "F" and (moved := _away(values, shape, width, along)).sent_to.max() >= 0:
-            if 2 + moved.row.max() <= columns[name].max():  # with the place for what comes back it takes less
-                moves[f"{name}_away"] = moved
+        if away and writer == "F" and values.stage.size:
+            moved = _away(values, shape, width, along)
+            # With the place for what comes back it has to take less.
+            moves |= {f"{name}_away": moved} if 2 + moved.row.max() <= columns[name].max() else {}
     for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
         column.flags.writeable = False
     slots = (
