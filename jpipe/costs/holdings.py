@@ -11,8 +11,9 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
+from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.trees import bytes_of
-from jpipe.memory.layout import Layout
+from jpipe.memory.layout import Layout, StageTree
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import split_by
 from jpipe.model.random_keys import key_shape
@@ -50,13 +51,23 @@ class Holdings:
     shared: tuple[tuple[int, ...], ...]
 
 
-def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None) -> int:
-    """The bytes of an optimiser's state on each device, for batches like this one; 0 without an optimiser."""
+def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None) -> tuple[int, int]:
+    """The bytes of an optimiser's state for batches like this one: (each device's, its part of what goes to the hosts).
+
+    With `offload=` that are those leaves which lie as the parameters do, of floats: not a count of steps.
+    """
     if tx is None:
-        return 0
+        return 0, 0
     plan = planner.plan_for(batch)
     variables = {name: layout.shapes for name, layout in plan.layouts.items()}
-    return on_device(abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state)
+    state = abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state
+    if not planner.request.options.offload.optimizer:
+        return on_device(state), 0
+    is_tree = lambda node: isinstance(node, StageTree)
+    trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
+    of_buffers = [(tree.layout.shapes[name], leaf) for tree in trees for name in tree for leaf in jax.tree.leaves(tree[name])]
+    gone = [leaf for buffer, leaf in of_buffers if is_float(leaf) and leaf.shape == buffer.shape]
+    return on_device(state) - on_device(gone), on_device(gone)
 
 
 def on_device(tree: PyTree) -> int:

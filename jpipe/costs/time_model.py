@@ -68,7 +68,7 @@ def predict_time(
     timeline = in_time(schedule, work, bytes_of(crossing) / network.hop)
     busy = float(np.mean(timeline.busy))
     passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
-    moved = passes * holdings(plan).device["params"].bytes + 2 * optimizer_bytes(planner, batch, tx)
+    moved = passes * holdings(plan).device["params"].bytes + 2 * sum(optimizer_bytes(planner, batch, tx))
     seconds = Parts(
         computation=busy + float(shared),
         bubble=timeline.makespan - busy,
