@@ -65,7 +65,8 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
         return on_device(state), 0
     is_tree = lambda node: isinstance(node, StageTree)
     trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
-    of_buffers = [(tree.layout.shapes[name], leaf) for tree in trees for name in tree for leaf in jax.tree.leaves(tree[name])]
+    pairs = ((tree.layout.shapes[name], tree[name]) for tree in trees for name in tree)
+    of_buffers = [(buffer, leaf) for buffer, leaves in pairs for leaf in jax.tree.leaves(leaves)]
     gone = [leaf for buffer, leaf in of_buffers if is_float(leaf) and leaf.shape == buffer.shape]
     return on_device(state) - on_device(gone), on_device(gone)
 
