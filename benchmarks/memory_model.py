@@ -97,7 +97,7 @@ class Point:
         return transformer_pipeline(self.size, self.K, self.M, layers, mesh=mesh, ends=self.ends, **options, **over)
 
     def predicted(self) -> dict[str, int]:
-        """Bytes of a device by part, and on the hosts, as the model says them: of a pipeline on CPU, or on what stands for GPUs."""
+        """Bytes of a device and on its host, by part, as the model says: of a pipeline on CPU, or on what stands for GPUs."""
         topology = None if self.where == "cpu" else parse_topology(self.where)
         devices = (topology and topology.stand_ins()) or jax.devices("cpu")
         pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
@@ -106,7 +106,7 @@ class Point:
         return {**predict_memory(*asked), **{column: on_hosts.get(name, 0) for name, column in ON_HOSTS.items()}}
 
     def compiled(self) -> dict[str, int]:
-        """Bytes of a device and on the hosts, as the compiler says them."""
+        """Bytes of a device and on its host, as the compiler says them."""
         devices = jax.devices("cpu") if self.where == "cpu" else parse_topology(self.where).devices()
         pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
         lowered = lowered_step(pipe, OPTIMIZERS[self.tx], batch)

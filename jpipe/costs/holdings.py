@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.host import HOST
 from jpipe.arrays.trees import bytes_of
 from jpipe.memory.layout import Layout, StageTree
 from jpipe.mesh.axes import AXIS
@@ -61,23 +62,30 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
     plan = planner.plan_for(batch)
     variables = {name: layout.shapes for name, layout in plan.layouts.items()}
     state = abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state
+    whole = _bytes_of_parts(jax.tree.leaves(state))
     if not planner.request.options.offload.optimizer:
-        return on_device(state), 0
+        return whole, 0
     is_tree = lambda node: isinstance(node, StageTree)
     trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
     pairs = ((tree.layout.shapes[name], tree[name]) for tree in trees for name in tree)
     of_buffers = [(buffer, leaf) for buffer, leaves in pairs for leaf in jax.tree.leaves(leaves)]
-    gone = [leaf for buffer, leaf in of_buffers if is_float(leaf) and leaf.shape == buffer.shape]
-    return on_device(state) - on_device(gone), on_device(gone)
+    gone = _bytes_of_parts(leaf for buffer, leaf in of_buffers if is_float(leaf) and leaf.shape == buffer.shape)
+    return whole - gone, gone
 
 
 def on_device(tree: PyTree) -> int:
-    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings."""
+    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings; not of those on hosts."""
+    on_host = lambda a: a.sharding is not None and a.sharding.memory_kind == HOST
+    return _bytes_of_parts([a for a in jax.tree.leaves(tree) if not on_host(a)])
+
+
+def _bytes_of_parts(arrays: Iterable[Leaf]) -> int:
+    """The bytes of each device's parts, wherever they lie."""
 
     def part(a: Leaf) -> Leaf:
         return a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
 
-    return bytes_of(list(map(part, jax.tree.leaves(tree))))
+    return bytes_of(list(map(part, arrays)))
 
 
 def holdings(plan: Plan) -> Holdings:

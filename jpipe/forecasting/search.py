@@ -60,9 +60,9 @@ def plan(
     """The settings that should train a model fastest, of those that fit; predicted, and nothing is compiled.
 
     For each way to share the devices out to mesh axes, `stage` the first, M, V, schedule, remat, ends and FSDP are
-    varied, one after the other, as long as that gains. What is faster and doesn't fit is tried with `offload=`, with as
-    many residuals on the hosts as their links bear without a longer tick. All devices are used. The model is cut by the layers' predicted
-    times, unless `balance` is given.
+    varied, one after the other, as long as that gains. What is faster but doesn't fit is tried with `offload=`, with as
+    many residuals on the hosts as their links bear without a longer tick. All devices are used. The model is cut by the
+    layers' predicted times, unless `balance` is given.
     The same arguments give the same choices, at most five; each further one is slower and takes less memory.
 
         best = jpipe.plan(layers, loss_fn, batch, tx, topology="v5e:4x4")[0]
@@ -263,14 +263,13 @@ class Search:
         if "offload" in space.pinned or not self.chip.host.memory:
             return
         choices = sorted(filter(None, self._rated.values()), key=lambda choice: choice.seconds)
-        least = lambda held: held.total - held.residuals - held.optimizer
-        faster = itertools.takewhile(lambda choice: not choice.fits, choices)
-        for choice in [choice for choice in faster if least(choice.cost.bytes) <= self.room][:OFFLOADED]:
-            go = [Offload(optimizer=1)]
-            if (share := self._bearable(choice.setting)) > 0:
-                go += [Offload(residuals=share), Offload(residuals=share, optimizer=1)]
-            for offload in go:
-                self._rate(replace(choice.setting, offload=offload))
+        faster = [*itertools.takewhile(lambda choice: not choice.fits, choices)]
+        for parts in (["optimizer"], ["optimizer", "residuals"]):
+            least = lambda held, parts=parts: held.total - sum(held[part] for part in parts)
+            for choice in [choice for choice in faster if least(choice.cost.bytes) <= self.room][:OFFLOADED]:
+                share = self._bearable(choice.setting) if "residuals" in parts else 0.0
+                for state in (0, 1) if share else (1,):
+                    self._rate(replace(choice.setting, offload=Offload(residuals=share, optimizer=state)))
 
     def _bearable(self, setting: Setting) -> float:
         """The share of a setting's residuals that can go to the hosts without a longer tick, in hundredths."""
