@@ -330,6 +330,17 @@ def shown(point: Point, row: dict[str, int]) -> tuple[str, str, str, str]:
     return str(point), mib(predicted), mib(compiled), f"{predicted / compiled - 1:+.1%}"
 
 
+def hosted(point: Point, row: dict[str, int]) -> tuple[str, str, str, str]:
+    """A row of the table of hosts, as `shown`."""
+    predicted, compiled = on_host(row)
+    return str(point), mib(predicted), mib(compiled), f"{predicted / compiled - 1:+.1%}"
+
+
+def on_host(row: dict[str, int]) -> tuple[int, int]:
+    """(predicted, compiled), of what lies on the host."""
+    return sum(row[name] for name in ON_HOSTS.values()), row["host_arguments"] + row["host_temporaries"]
+
+
 def totals(row: dict[str, int]) -> tuple[int, int]:
     """(predicted, compiled)."""
     return sum(row[name] for name in PARTS), row["arguments"] + row["temporaries"]
@@ -367,6 +378,12 @@ def main() -> None:
         "Bytes of a step, MiB a device",
         ("step", "predicted", "compiled", "error"),
         [shown(*row) for row in rows.items()],
+        caption,
+    )
+    show(
+        "On the host, MiB for each device",
+        ("step", "predicted", "compiled", "error"),
+        [hosted(*row) for row in rows.items() if on_host(row[1])[1]],
         caption,
     )
     show("Errors", ("where", "points", "median", "worst", "within 10 %"), summary(rows), caption)

@@ -51,9 +51,9 @@ class Forecast(Tabular):
       title: the pipeline and the hardware, in a line.
       fits: whether there is room for the step: a TPU's compiler says so; on GPUs the bytes are compared with the memory
         that JAX may be given.
-      cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"; "host" with
-        `offload=`, as `jpipe.plan` predicts it), bytes on a device and on its host, and the schedule with what stages
-        take. `seconds_by` says whose seconds they are.
+      cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"; with
+        `offload=` "host" too, as `jpipe.plan` predicts it), bytes on a device and on its host, and the schedule with
+        what stages take. `seconds_by` says whose seconds they are.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
       cycles: by kind, the cycles of one action on the slowest stage; the cycles of all "ticks" beyond actions, of the
         "ends" where all stages share them, and of the "update". None where the compiler estimates none (CPU, GPU), or
@@ -203,10 +203,8 @@ def forecast(
             "batch": max(0, memory.argument_size_in_bytes - held.total),
             "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         }
-        temporaries = (
-            memory.host_temp_size_in_bytes + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
-        )
-        hosted = {"optimizer": memory.host_argument_size_in_bytes, "temporaries": temporaries}
+        new = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+        hosted = {"optimizer": memory.host_argument_size_in_bytes, "temporaries": memory.host_temp_size_in_bytes + new}
         on_host = Parts({name: size for name, size in hosted.items() if size})
         predicted = replace(predicted, cost=replace(cost, bytes=Parts(held, **beyond), host=on_host))
     chip = chip_of(device)
