@@ -97,7 +97,7 @@ class Point:
         return transformer_pipeline(self.size, self.K, self.M, layers, mesh=mesh, ends=self.ends, **options, **over)
 
     def predicted(self) -> dict[str, int]:
-        """Bytes of a device and on its host, by part, as the model says: of a pipeline on CPU, or on what stands for GPUs."""
+        """Bytes of a device and on its host, by part, as the model says, on CPUs or on what stands for GPUs."""
         topology = None if self.where == "cpu" else parse_topology(self.where)
         devices = (topology and topology.stand_ins()) or jax.devices("cpu")
         pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)

@@ -273,11 +273,15 @@ class Search:
 
     def _bearable(self, setting: Setting) -> float:
         """The share of a setting's residuals that can go to the hosts without a longer tick, in hundredths."""
-        whole = self._rate(replace(setting, offload=Offload(residuals=1)))
-        if whole is None or not whole.cost.host:
-            return 0.0
-        planner = self._like_others(whole.setting, whole.options["balance"]).planner
-        return math.floor(100 * bearable_share(planner, self.batch, self.chip)) / 100
+        share, part = 1.0, 0.0
+        while share and part < 1.0:  # which residuals a share means follows from their sizes
+            choice = self._rate(replace(setting, offload=Offload(residuals=share)))
+            if choice is None or "residuals" not in choice.cost.host:
+                return 0.0
+            planner = self._like_others(choice.setting, choice.options["balance"]).planner
+            part = bearable_share(planner, self.batch, self.chip)
+            share = share if part == 1.0 else math.floor(100 * share * part) / 100
+        return share
 
     def _rank(self, setting: Setting) -> tuple[bool, float]:
         """Less is better: settings that fit by their time, before all others by their memory."""
