@@ -67,7 +67,7 @@ class StepCost(Tabular):
     bytes: Parts[int]
     timeline: Timeline | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
-    host: Parts[int] = field(default_factory=Parts)
+    host: Parts[int] = field(default_factory=Parts[int])
 
     @property
     def step(self) -> float:

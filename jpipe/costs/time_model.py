@@ -71,12 +71,10 @@ def predict_time(
     goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
     waits = timeline.makespan - alone.makespan + max(0.0, of_state - update)
     seconds = Parts(
-        computation=busy + float(shared),
-        bubble=alone.makespan - busy,
-        collectives=float(apart),
-        update=update,
-        **({"host": waits} if goes or of_state else {}),
+        computation=busy + float(shared), bubble=alone.makespan - busy, collectives=float(apart), update=update
     )
+    if goes or of_state:
+        seconds = Parts(seconds, host=waits)
     said = f"of {1e3 * (goes + of_state):,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for"
     return StepCost("predicted", seconds, Parts(), timeline, notes=(said,) * bool(goes or of_state))
 

@@ -59,7 +59,7 @@ class Setting:
     @property
     def options(self) -> dict[str, object]:
         """The arguments of `jpipe.Pipeline`, but for its mesh."""
-        return {name: getattr(self, name) for name in PINNED} | {"offload": self.offload.shares}
+        return {**{name: getattr(self, name) for name in PINNED}, "offload": self.offload.shares}
 
 
 @dataclass(frozen=True)
