@@ -149,7 +149,7 @@ def _of_stages(counts: object) -> str:
 
 
 def _of_shares(offload: Offload) -> str:
-    """What lies on the hosts, in words.
+    """The shares of what lies on the hosts, in words.
 
     >>> _of_shares(Offload(residuals=0.5, optimizer=1))
     'residuals 50%, optimizer'

@@ -109,7 +109,7 @@ def _memory(planner: Planner, plan: Plan) -> list[str]:
         memory, hosted = predict_memory(planner, plan.batch), predict_host_memory(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
         return [f"no step of training can be planned: {error}"]
-    said = "a training step holds {} {} (predicted, without the optimiser's state): {{}}"
+    said = "a training step holds {} {} (predicted, without the optimiser's state): {}"
     places = [("a device", memory)] + [("of the host for each device", hosted)] * bool(hosted)
     return [said.format(bytes_in_words(parts.total), where, _by_size(parts)) for where, parts in places]
 
