@@ -125,7 +125,7 @@ def test_the_page_shows_what_is_kept():
 
 
 def test_what_lies_on_the_hosts_is_within_a_tenth():
-    """Of residuals under all schedules, on meshes with data, tensor and FSDP axes."""
+    """Of residuals under four schedules, on meshes with data, tensor and FSDP axes."""
     assert len(ON_HOSTS) >= 12
     for point, row in ON_HOSTS.items():
         predicted, compiled = against_compilers.on_host(row)
