@@ -22,9 +22,11 @@ from jax.sharding import Mesh
 import jpipe
 from jpipe.costs.chips import parse_topology
 from jpipe.costs.gpus import ABSENT
-from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.memory_model import predict_host_memory, predict_memory
 
+COMPILED = ("arguments", "temporaries", "host_arguments", "host_temporaries")
 PARTS = ("parameters", "optimizer", "gradients", "other_variables", "batch", "boundaries", "residuals", "work", "casts")
+ON_HOSTS = {"residuals": "host_residuals", "optimizer": "host_optimizer"}
 KEPT = Path(__file__).parent / "data" / "memory_model.csv"
 OPTIMIZERS = {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e-3)}
 SPLIT = Row("dense", dense, lambda sizes: dense_specs(sizes, many="tensor"), {"tensor": 2})
@@ -44,6 +46,7 @@ class Point:
       tensor: devices that a layer is split over.
       width, layers, vocab, seq: of the Transformer, blocks in all.
       micro: examples of a micro-batch, of all devices.
+      offload: what lies on the hosts, as "residuals+optimizer" or "residuals=0.5".
     """
 
     where: str = "v5e:2x4"
@@ -63,11 +66,13 @@ class Point:
     vocab: int = 8192
     seq: int = 512
     micro: int = 4
+    offload: str = ""
 
     def __str__(self) -> str:
         plain = Point()
         others = {n: value for n, value in asdict(self).items() if value != getattr(plain, n) and n != "where"}
-        return ", ".join([self.where, *(v if isinstance(v, str) else f"{n}={v}" for n, v in others.items())])
+        is_word = lambda name, value: isinstance(value, str) and name != "offload"
+        return ", ".join([self.where, *(v if is_word(n, v) else f"{n}={v}" for n, v in others.items())])
 
     @property
     def size(self) -> Size:
@@ -87,34 +92,82 @@ class Point:
             layers[1:-1] = [LinenBlock(SPLIT, sizes) for _ in layers[1:-1]]
         options = {"schedule": self.schedule, "remat": self.remat, "num_chunks": self.V, "cast": self.cast}
         over = {"shard_over": "data"} if self.fsdp else {}
+        shares = (part.partition("=") for part in filter(None, self.offload.split("+")))
+        options["offload"] = {word: float(share or 1) for word, _, share in shares}
         return transformer_pipeline(self.size, self.K, self.M, layers, mesh=mesh, ends=self.ends, **options, **over)
 
     def predicted(self) -> dict[str, int]:
-        """Bytes of a device by part, as the model says them: of a pipeline on CPU, or on what stands for GPUs."""
+        """Bytes of a device and on its host, by part, as the model says, on CPUs or on what stands for GPUs."""
         topology = None if self.where == "cpu" else parse_topology(self.where)
         devices = (topology and topology.stand_ins()) or jax.devices("cpu")
         pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
-        return dict(predict_memory(pipe.planner, batch, OPTIMIZERS[self.tx], topology and topology.chip))
+        asked = pipe.planner, batch, OPTIMIZERS[self.tx], topology and topology.chip
+        on_hosts = predict_host_memory(*asked)
+        return {**predict_memory(*asked), **{column: on_hosts.get(name, 0) for name, column in ON_HOSTS.items()}}
 
     def compiled(self) -> dict[str, int]:
-        """Bytes of a device, as the compiler says them."""
+        """Bytes of a device and on its host, as the compiler says them."""
         devices = jax.devices("cpu") if self.where == "cpu" else parse_topology(self.where).devices()
         pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
         lowered = lowered_step(pipe, OPTIMIZERS[self.tx], batch)
         memory = lowered.compile(ABSENT if devices[0].platform == "gpu" else None).memory_analysis()
         left = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes + left}
+        host_left = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+        return {
+            "arguments": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes + left,
+            "host_arguments": memory.host_argument_size_in_bytes,
+            "host_temporaries": memory.host_temp_size_in_bytes + host_left,
+        }
 
 
 def _points(text: str, **common: Any) -> Iterator[Point]:
     """A point a line; what it says besides `common`, as "K=2 schedule=v"."""
     kinds = {field.name: type(field.default) for field in fields(Point)}
     for line in text.strip().splitlines():
-        said = dict(word.split("=") for word in line.split())
+        said = dict(word.split("=", 1) for word in line.split())
         yield Point(**common | {name: kinds[name](value) for name, value in said.items()})
 
 
 POINTS = [
+    *_points(
+        """
+        offload=residuals width=512
+        offload=residuals remat=none width=512
+        offload=residuals=0.5 remat=none width=512
+        offload=boundaries schedule=interleaved V=2 width=512
+        offload=residuals schedule=v V=2 remat=none width=512
+        offload=residuals schedule=zero_bubble remat=none width=512
+        offload=residuals data=2 K=2 layers=4 width=512 remat=none M=16
+        offload=residuals data=2 fsdp=1 width=512
+        offload=residuals tensor=2 width=512 remat=none
+        offload=residuals K=8 M=16 layers=16 width=512
+        offload=residuals K=2 M=16 layers=4 width=512 remat=none
+        offload=residuals schedule=gpipe width=512 M=16
+        """,
+        vocab=2048,
+    ),
+    *_points(
+        """
+        offload=residuals
+        offload=residuals remat=none
+        offload=residuals schedule=interleaved V=2
+        """,
+        where="v5p:2x2x2",
+        vocab=2048,
+    ),
+    *_points(
+        """
+        offload=residuals width=512
+        offload=residuals remat=none width=512
+        offload=residuals=0.5 remat=none width=512
+        offload=residuals schedule=interleaved V=2 width=512
+        offload=residuals schedule=zero_bubble remat=none width=512
+        offload=residuals data=2 fsdp=1 width=512
+        """,
+        where="h100:8",
+        vocab=2048,
+    ),
     *_points(
         """
         remat=none
@@ -263,7 +316,7 @@ def kept() -> dict[Point, dict[str, int]]:
 
 def keep(rows: dict[Point, dict[str, int]]) -> None:
     """Writes them, in the order of the grid."""
-    columns = ("arguments", "temporaries", *PARTS)
+    columns = (*COMPILED, *PARTS, *ON_HOSTS.values())
     lines = [asdict(point) | {name: rows[point][name] for name in columns} for point in POINTS if point in rows]
     with KEPT.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
@@ -275,6 +328,17 @@ def shown(point: Point, row: dict[str, int]) -> tuple[str, str, str, str]:
     """A row of the table: (the step, predicted, compiled, error)."""
     predicted, compiled = totals(row)
     return str(point), mib(predicted), mib(compiled), f"{predicted / compiled - 1:+.1%}"
+
+
+def hosted(point: Point, row: dict[str, int]) -> tuple[str, str, str, str]:
+    """A row of the table of hosts, as `shown`."""
+    predicted, compiled = on_host(row)
+    return str(point), mib(predicted), mib(compiled), f"{predicted / compiled - 1:+.1%}"
+
+
+def on_host(row: dict[str, int]) -> tuple[int, int]:
+    """(predicted, compiled), of what lies on the host."""
+    return sum(row[name] for name in ON_HOSTS.values()), row["host_arguments"] + row["host_temporaries"]
 
 
 def totals(row: dict[str, int]) -> tuple[int, int]:
@@ -314,6 +378,12 @@ def main() -> None:
         "Bytes of a step, MiB a device",
         ("step", "predicted", "compiled", "error"),
         [shown(*row) for row in rows.items()],
+        caption,
+    )
+    show(
+        "On the host, MiB for each device",
+        ("step", "predicted", "compiled", "error"),
+        [hosted(*row) for row in rows.items() if on_host(row[1])[1]],
         caption,
     )
     show("Errors", ("where", "points", "median", "worst", "within 10 %"), summary(rows), caption)

@@ -11,8 +11,10 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
+from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.host import HOST
 from jpipe.arrays.trees import bytes_of
-from jpipe.memory.layout import Layout
+from jpipe.memory.layout import Layout, StageTree
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import split_by
 from jpipe.model.random_keys import key_shape
@@ -50,22 +52,40 @@ class Holdings:
     shared: tuple[tuple[int, ...], ...]
 
 
-def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None) -> int:
-    """The bytes of an optimiser's state on each device, for batches like this one; 0 without an optimiser."""
+def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None) -> tuple[int, int]:
+    """The bytes of an optimiser's state for batches like this one: (each device's, its part of what goes to the hosts).
+
+    With `offload=` that are those leaves which lie as the parameters do, of floats: not a count of steps.
+    """
     if tx is None:
-        return 0
+        return 0, 0
     plan = planner.plan_for(batch)
     variables = {name: layout.shapes for name, layout in plan.layouts.items()}
-    return on_device(abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state)
+    state = abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state
+    whole = _bytes_of_parts(jax.tree.leaves(state))
+    if not planner.request.options.offload.optimizer:
+        return whole, 0
+    is_tree = lambda node: isinstance(node, StageTree)
+    trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
+    pairs = ((tree.layout.shapes[name], tree[name]) for tree in trees for name in tree)
+    of_buffers = [(buffer, leaf) for buffer, leaves in pairs for leaf in jax.tree.leaves(leaves)]
+    gone = _bytes_of_parts(leaf for buffer, leaf in of_buffers if is_float(leaf) and leaf.shape == buffer.shape)
+    return whole - gone, gone
 
 
 def on_device(tree: PyTree) -> int:
-    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings."""
+    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings; not of those on hosts."""
+    on_host = lambda a: a.sharding is not None and a.sharding.memory_kind == HOST
+    return _bytes_of_parts([a for a in jax.tree.leaves(tree) if not on_host(a)])
+
+
+def _bytes_of_parts(arrays: Iterable[Leaf]) -> int:
+    """The bytes of each device's parts, wherever they lie."""
 
     def part(a: Leaf) -> Leaf:
         return a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
 
-    return bytes_of(list(map(part, jax.tree.leaves(tree))))
+    return bytes_of(list(map(part, arrays)))
 
 
 def holdings(plan: Plan) -> Holdings:

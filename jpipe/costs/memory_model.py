@@ -37,7 +37,7 @@ def predict_memory(
     device's `batch` (all micro-batches), `boundaries` (activations and cotangents: the stage's own, those that wait,
     those on their way), `residuals` (what actions keep for later ones), `work` (the most that a layer's forward or
     backward holds besides, what it computes anew included), and `casts` (narrow copies of parameters, made once a
-    step).
+    step). What lies on the hosts (`offload=`) counts in `predict_host_memory`.
 
     Args:
       planner: the pipeline's; its mesh may be of devices that aren't there.
@@ -48,28 +48,59 @@ def predict_memory(
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
     """
-    optimizer = optimizer_bytes(planner, batch, tx)
+    optimizer, hosted = optimizer_bytes(planner, batch, tx)
     step = planner.training_step(planner.for_training(batch))
     at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
     casts, whole = _narrow_copies(step)
-    compiler = compiler_for(chip or chip_of(planner.request.mesh.devices.flat[0]))
+    chip = chip or chip_of(planner.request.mesh.devices.flat[0])
+    compiler = compiler_for(chip)
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
     return Parts(
         parameters=at_rest.pop("params"),
-        optimizer=optimizer,
+        optimizer=optimizer + hosted * (not is_apart(planner, chip)),
         gradients=bytes_of(at_work["params"]),
         other_variables=sum(at_rest.values())
         + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
         + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * _batch_part(step),
         boundaries=boundary_bytes(step, compiler),
-        residuals=bytes_of(jax.eval_shape(step.kept.empty)),
+        residuals=_residuals(step, apart=is_apart(planner, chip)),
         work=work,
         casts=casts,
     )
+
+
+def predict_host_memory(
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+) -> Parts[int]:
+    """Predicts the bytes that a training step will hold on the hosts for each device; arguments as `predict_memory`'s.
+
+    The parts are `residuals` that wait there, and the state of the `optimizer`; each only if there are some.
+    """
+    if not is_apart(planner, chip or chip_of(planner.request.mesh.devices.flat[0])):
+        return Parts()
+    step = planner.training_step(planner.for_training(batch))
+    held = {"residuals": _on_hosts(step), "optimizer": optimizer_bytes(planner, batch, tx)[1]}
+    return Parts({name: size for name, size in held.items() if size})
+
+
+def is_apart(planner: Planner, chip: Chip | None) -> bool:
+    """Whether the hosts' memory is another than that of the devices: as of all but CPUs."""
+    return bool(chip and chip.host.memory) or not planner.request.splits.on_cpu
+
+
+def _on_hosts(step: Step) -> int:
+    """Bytes of the rows on the host of a device."""
+    return sum(storage.host_rows * bytes_of(jax.eval_shape(storage.empty_row)) for storage in step.kept.away.values())
+
+
+def _residuals(step: Step, *, apart: bool) -> int:
+    """Bytes of what actions keep on a device; of rows that go to the host, what is there, and one that comes back."""
+    back = sum(bytes_of(jax.eval_shape(storage.empty_row)) for storage in step.kept.away.values())
+    return bytes_of(jax.eval_shape(step.kept.empty)) + back + _on_hosts(step) * (not apart)
 
 
 def boundary_bytes(step: Step, compiler: Compiler) -> int:

@@ -79,6 +79,9 @@ def remedies(request: Request) -> dict[str, list[str]]:
     schedule, splits, ends = request.schedule, request.splits, request.options.ends
     mode = next((name for name, mode in MODES.items() if mode == request.remat), "none")
     in_flight = ['schedule="1f1b"'] * (schedule.name == "gpipe")
+    offload, keeps = request.options.offload, not request.remat.keep_inputs
+    hosted = {"residuals": keeps and not (offload.residuals or offload.boundaries), "optimizer": not offload.optimizer}
+    hosts = {word: [f'offload="{word}"'] * (goes and not splits.on_cpu) for word, goes in hosted.items()}
     remat = [LESS[mode]] * bool(LESS[mode]) * (mode == "none" or not schedule.splits)
     micro = [f"more than {schedule.num_microbatches} micro-batches"]
     stages = [f"more than {schedule.num_stages} stages"]
@@ -89,12 +92,12 @@ def remedies(request: Request) -> dict[str, list[str]]:
     at_rest = [*sharded, *spread, *stages]
     return {
         "parameters": at_rest,
-        "optimizer": at_rest,
+        "optimizer": [*hosts["optimizer"], *at_rest],
         "gradients": [*at_use, *shared, *stages],
         "others": [*at_use, *stages],
         "batch": ["a mesh axis of data"],
         "boundaries": [*in_flight, *micro],
-        "residuals": [*in_flight, *micro, *remat],
+        "residuals": [*in_flight, *micro, *hosts["residuals"], *remat],
         "work": [*micro, *shared, "a tensor axis"],
         "casts": ['cast="use"'],
     }

@@ -59,6 +59,7 @@ class StepCost(Tabular):
       bytes: the bytes on a device, by what holds them; empty if they aren't known.
       timeline: the schedule with the times that the seconds follow from, if there is one.
       notes: lines below the table.
+      host: a device's part of the bytes on its host, by what holds them; empty if nothing lies there.
     """
 
     source: str
@@ -66,6 +67,7 @@ class StepCost(Tabular):
     bytes: Parts[int]
     timeline: Timeline | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
+    host: Parts[int] = field(default_factory=Parts[int])
 
     @property
     def step(self) -> float:
@@ -82,10 +84,14 @@ class StepCost(Tabular):
         parts = {**self.bytes, "all": self.bytes.total} if self.bytes else {}
         return [(name.replace("_", " "), bytes_in_words(size)) for name, size in parts.items()]
 
+    def rows_on_host(self) -> list[tuple[str, str]]:
+        """A row for each part of the bytes on its host; none if nothing lies there."""
+        return [(f"on the host: {name.replace('_', ' ')}", bytes_in_words(size)) for name, size in self.host.items()]
+
     def table(self) -> Table:
         """Seconds by slice and bytes by part, with their shares."""
-        rows = []
-        for texts, parts in ((self.rows_of_seconds(), self.seconds), (self.rows_of_bytes(), self.bytes)):
+        rows, by_part = [], (self.rows_of_seconds(), self.rows_of_bytes(), self.rows_on_host())
+        for texts, parts in zip(by_part, (self.seconds, self.bytes, self.host), strict=True):
             for (name, text), amount in zip(texts, [*parts.values(), parts.total], strict=False):
                 rows.append((name, text, f"{amount / parts.total:.1%}" if parts.total else "-"))
         header = ("of a device", self.source, "share")

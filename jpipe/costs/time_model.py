@@ -44,7 +44,9 @@ def predict_time(
     The slices are `computation` (the stages' actions, of a stage on average, and ends that all compute together),
     `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (once a step, over axes
     other than `stage`, and of ends that all stages compute together; those of other layers are in their computation),
-    and `update` (the optimiser's, by the bytes that it reads and writes). The timeline is in seconds.
+    and `update` (the optimiser's, by the bytes that it reads and writes). With `offload=` there is `host`, too: what
+    devices wait for rows and the optimiser's state on their way to the hosts and back; a note says how long they travel
+    in all. The timeline is in seconds.
 
     Args:
       planner: the pipeline's.
@@ -54,28 +56,37 @@ def predict_time(
     """
     step = planner.training_step(planner.for_training(batch))
     plan, schedule, network = step.plan, step.schedule, Network.of(chip, planner.request.mesh)
-    by_layer = _by_layer(step, network)
+    work, by_layer = _work(step, network)
     shared, apart = 0.0, _sent_once(step, network)
     if step.ends.shared:
         shared, links = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
         apart += links + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
-        by_layer[[0, -1]] = 0.0
-    by_stage = np.array([by_layer[start:stop].sum(axis=(0, 1)) for start, stop in plan.partition.bounds])
-    forward, backward, again, weight, stashing = by_stage.T
-    times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
-    work = Work({kind: seconds.tolist() for kind, seconds in times.items()}, again.tolist())
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
-    timeline = in_time(schedule, work, bytes_of(crossing) / network.hop)
+    hop, moves = bytes_of(crossing) / network.hop, _moves(step, chip)
+    alone, timeline = (in_time(schedule, work, hop, beside) for beside in ((), moves))
     busy = float(np.mean(timeline.busy))
     passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
-    moved = passes * holdings(plan).device["params"].bytes + 2 * optimizer_bytes(planner, batch, tx)
+    held, hosted = optimizer_bytes(planner, batch, tx)
+    update = (passes * holdings(plan).device["params"].bytes + 2 * (held + hosted)) / chip.pass_bandwidth
+    goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
+    waits = timeline.makespan - alone.makespan + max(0.0, of_state - update)
     seconds = Parts(
-        computation=busy + float(shared),
-        bubble=timeline.makespan - busy,
-        collectives=float(apart),
-        update=moved / chip.pass_bandwidth,
+        computation=busy + float(shared), bubble=alone.makespan - busy, collectives=float(apart), update=update
     )
-    return StepCost("predicted", seconds, Parts(), timeline)
+    if goes or of_state:
+        seconds = Parts(seconds, host=waits)
+    said = f"of {1e3 * (goes + of_state):,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for"
+    return StepCost("predicted", seconds, Parts(), timeline, notes=(said,) * bool(goes or of_state))
+
+
+def bearable_share(planner: Planner, batch: Batch, chip: Chip) -> float:
+    """The part of the residuals that go now that could go while no tick in which all stages work takes longer."""
+    step = planner.training_step(planner.for_training(batch))
+    work, _ = _work(step, Network.of(chip, planner.request.mesh))
+    *beside, after = _moves(step, chip)
+    longest = {kind: max(np.add(times, work.anew) if kind in "BI" else times) for kind, times in work.times.items()}
+    slots = [min(longest[kind] for kind in slot.kinds) for slot in step.table.slots]
+    return min([0.0 if after else 1.0, *(slot / move for slot, move in zip(slots, beside, strict=True) if move)])
 
 
 def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
@@ -88,6 +99,38 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     if step.ends.shared:
         seconds[[0, -1]] = 0.0
     return seconds.tolist()
+
+
+def _work(step: Step, network: Network) -> tuple[Work, np.ndarray]:
+    """The times of the stages' actions; and `_by_layer`, with ends that all stages compute together."""
+    by_layer = _by_layer(step, network)
+    of_actions = by_layer.copy()
+    if step.ends.shared:
+        of_actions[[0, -1]] = 0.0
+    by_stage = np.array([of_actions[start:stop].sum(axis=(0, 1)) for start, stop in step.plan.partition.bounds])
+    forward, backward, again, weight, stashing = by_stage.T
+    times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
+    return Work({kind: seconds.tolist() for kind, seconds in times.items()}, again.tolist()), by_layer
+
+
+def _moves(step: Step, chip: Chip) -> list[float]:
+    """`[slots + 1]`: how long rows of residuals travel beside each slot of a tick, and after the last; 0 for none.
+
+    A row leaves beside the slot after its own, while another comes back: a link has as much each way.
+    """
+    slots = step.table.slots
+    moves = np.zeros((2, len(slots) + 1))
+    for name, storage in step.kept.away.items():
+        seconds = _on_link(bytes_of(jax.eval_shape(storage.empty_row)), chip)
+        for i, slot in enumerate(slots):
+            moves[0, i] += seconds * bool((slot.away[name].returns >= 0).any())
+            moves[1, i + 1] += seconds * bool((slot.away[name].sent_to >= 0).any())
+    return moves.max(axis=0).tolist()
+
+
+def _on_link(size: int, chip: Chip) -> float:
+    """Seconds in which so many bytes go to the host, or come back; 0 if its link isn't known."""
+    return size / chip.host.bandwidth if chip.host.bandwidth else 0.0
 
 
 def _by_layer(step: Step, network: Network) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import overload
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.forecasting.forecaster import Forecast
 from jpipe.forecasting.settings import Setting, word_of
+from jpipe.memory.offload import Offload
 from jpipe.mesh.axes import AXIS
 from jpipe.terminal.tables import Table, Tabular, bytes_in_words
 
@@ -27,7 +28,7 @@ class Choice:
       options: arguments of `jpipe.Pipeline`, those that `plan` was given too. A mesh is among them where this process
         has as many devices; else `setting.axes` says its sizes.
       cost: seconds of the step and bytes of a device, predicted.
-      fits: whether these are no more than there are.
+      fits: whether these, and those on its host, are no more than there are.
       compiled: the forecast of the compiled step, if it was asked for.
     """
 
@@ -75,8 +76,8 @@ class Choice:
         axes = ", ".join(f"{name}={size}" for name, size in chosen.axes if size > 1 or name == AXIS)
         schedule = word_of(chosen.schedule) + f" V={chosen.num_chunks}" * (chosen.num_chunks > 1)
         over = f", shard_over={'+'.join(chosen.shard_over)}" * bool(chosen.shard_over)
-        remat = word_of(chosen.remat)
-        return f"{axes}, M={chosen.num_microbatches}, {schedule}, remat={remat}, ends={chosen.ends}{over}"
+        remat, hosted = word_of(chosen.remat), f", offload={_of_shares(chosen.offload)}" * bool(chosen.offload)
+        return f"{axes}, M={chosen.num_microbatches}, {schedule}, remat={remat}, ends={chosen.ends}{over}{hosted}"
 
     def column(self) -> dict[str, str]:
         """The entries of this choice in a table."""
@@ -84,9 +85,10 @@ class Choice:
         rows |= {"M": str(self.setting.num_microbatches), "schedule": word_of(self.setting.schedule)}
         rows |= {"V": str(self.setting.num_chunks), "remat": word_of(self.setting.remat), "ends": self.setting.ends}
         rows |= {"shard_over": ", ".join(self.setting.shard_over) or "-", "layers": _of_stages(self.options["balance"])}
+        rows |= {"offload": _of_shares(self.setting.offload)} if self.setting.offload else {}
         rows |= {"ms a step": f"{1e3 * self.seconds:,.1f}", "bubble": f"{self.bubble_fraction:.1%}"}
         rows |= dict([*self.cost.rows_of_seconds(digits=1)[:-1], ("a device", bytes_in_words(self.total_bytes))])
-        rows |= dict([("limit", self.limit), *self.cost.rows_of_bytes()[:-1]])
+        rows |= dict([("limit", self.limit), *self.cost.rows_of_bytes()[:-1], *self.cost.rows_on_host()])
         if self.compiled is not None:
             size, seconds = self.compiled.total_bytes, self.compiled.seconds
             rows |= {"compiled": "fits" if self.compiled.fits else "doesn't fit"}
@@ -144,6 +146,15 @@ def _of_stages(counts: object) -> str:
     """
     assert isinstance(counts, list)
     return ",".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
+
+
+def _of_shares(offload: Offload) -> str:
+    """The shares of what lies on the hosts, in words.
+
+    >>> _of_shares(Offload(residuals=0.5, optimizer=1))
+    'residuals 50%, optimizer'
+    """
+    return ", ".join(word + f" {share:.0%}" * (share < 1) for word, share in offload.shares.items())
 
 
 def sorted_out(choices: Iterable[Choice]) -> list[Choice]:

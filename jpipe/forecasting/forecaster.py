@@ -51,8 +51,9 @@ class Forecast(Tabular):
       title: the pipeline and the hardware, in a line.
       fits: whether there is room for the step: a TPU's compiler says so; on GPUs the bytes are compared with the memory
         that JAX may be given.
-      cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"), bytes on
-        a device, and the schedule with what stages take. `seconds_by` says whose seconds they are.
+      cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"; with
+        `offload=` "host" too, as `jpipe.plan` predicts it), bytes on a device and on its host, and the schedule with
+        what stages take. `seconds_by` says whose seconds they are.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
       cycles: by kind, the cycles of one action on the slowest stage; the cycles of all "ticks" beyond actions, of the
         "ends" where all stages share them, and of the "update". None where the compiler estimates none (CPU, GPU), or
@@ -79,6 +80,11 @@ class Forecast(Tabular):
         activations). If the step doesn't fit, temporaries are what the compiler's message leaves.
         """
         return {name.replace("_", " "): size for name, size in self.cost.bytes.items()}
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """A device's bytes on its host: "optimizer" and "temporaries", the residuals that wait; empty for none."""
+        return dict(self.cost.host)
 
     @property
     def slices(self) -> dict[str, float] | None:
@@ -118,10 +124,10 @@ class Forecast(Tabular):
 
     @property
     def limit(self) -> str | None:
-        """The word "memory" if it doesn't fit, else what takes longest, "compute", "bubble" or "links"."""
+        """The word "memory" if it doesn't fit, else what takes longest, "compute", "bubble", "links" or "host"."""
         if not self.fits or not self.cost.seconds:
             return None if self.fits else "memory"
-        rest = {name: self.cost.seconds[name] for name in ("bubble", "links")}
+        rest = {name: self.cost.seconds[name] for name in ("bubble", "links", "host") if name in self.cost.seconds}
         rest["compute"] = self.cost.step - sum(rest.values())
         return max(rest, key=lambda name: rest[name])
 
@@ -136,7 +142,7 @@ class Forecast(Tabular):
         return self.timeline.plot(path_or_ax, unit="s" if self.cycles is None else "cycles")
 
     def _table(self) -> Table:
-        rows = [*self.cost.rows_of_bytes(), ("FLOPs of a device", f"{self.flops:.3g}")]
+        rows = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host(), ("FLOPs of a device", f"{self.flops:.3g}")]
         rows += [(f"sent along {', '.join(axes)}", bytes_in_words(n)) for axes, n in self.collectives.items()]
         rows += [(f"cycles: {name}", f"{count:,.0f}") for name, count in (self.cycles or {}).items()]
         rows += self.cost.rows_of_seconds()
@@ -144,7 +150,7 @@ class Forecast(Tabular):
             rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
         limit = f"; {self.limit} limits" if self.limit else ""
         notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
-        notes += [ROOFLINE] * (self.seconds_by == "roofline")
+        notes += [*self.cost.notes, *[ROOFLINE] * (self.seconds_by == "roofline")]
         return Table(self.title, ("of a device", "forecast"), rows, {}, notes)
 
 
@@ -197,14 +203,22 @@ def forecast(
             "batch": max(0, memory.argument_size_in_bytes - held.total),
             "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         }
-        predicted = replace(predicted, cost=replace(cost, bytes=Parts(held, **beyond)))
+        new = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+        hosted = {"optimizer": memory.host_argument_size_in_bytes, "temporaries": memory.host_temp_size_in_bytes + new}
+        on_host = Parts({name: size for name, size in hosted.items() if size})
+        predicted = replace(predicted, cost=replace(cost, bytes=Parts(held, **beyond), host=on_host))
     chip = chip_of(device)
     if chip is not None and chip.gpu is not None:
         return _on_gpus(predicted, there, shapes, tx, chip)
     if not text:
         return predicted
     step = planner.training_step(planner.for_training(shapes))
-    return _with_cycles(predicted, step, read(text), chip, crossing)
+    predicted = _with_cycles(predicted, step, read(text), chip, crossing)
+    if chip is None or not predicted.cost.host:
+        return predicted
+    time = predict_time(planner, shapes, chip, tx=tx)  # the compiler's cycles have nothing of the host's link
+    seconds = Parts(predicted.cost.seconds, host=time.seconds.host) if predicted.cost.seconds else Parts()
+    return replace(predicted, cost=replace(predicted.cost, seconds=seconds, notes=time.notes))
 
 
 def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
@@ -235,7 +249,9 @@ def _on_gpus(
     time = predict_time(pipe.planner, batch, chip, tx=tx)
     parts = time.seconds
     seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
-    cost = replace(predicted.cost, seconds=seconds, timeline=time.timeline)
+    if "host" in parts:
+        seconds = Parts(seconds, host=parts.host)
+    cost = replace(predicted.cost, seconds=seconds, timeline=time.timeline, notes=time.notes)
     return replace(predicted, cost=cost, message=message)
 
 

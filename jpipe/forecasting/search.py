@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +17,13 @@ from jpipe.arrays.trees import bytes_of
 from jpipe.batches.microbatches import batch_size, cut_for_evaluation
 from jpipe.costs.chips import Chip, Topology, chip_of, parse_topology
 from jpipe.costs.communication import words_of
-from jpipe.costs.memory_model import predict_memory
-from jpipe.costs.time_model import layer_seconds, predict_time
+from jpipe.costs.memory_model import predict_host_memory, predict_memory
+from jpipe.costs.time_model import bearable_share, layer_seconds, predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import check_one, forecast
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
+from jpipe.memory.offload import Offload, as_offload
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.groups import LayerGroup
@@ -35,6 +38,8 @@ from jpipe.users_numbers import as_integer, as_number
 SURE = 0.9
 """The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
 SHOWN = 5
+OFFLOADED = 4
+"""The number of settings that are tried with `offload=`: the fastest of those that may fit so."""
 IMPROVED = 8
 """The number of ways to share out the devices of which the settings are varied: the best by their first settings."""
 
@@ -55,8 +60,9 @@ def plan(
     """The settings that should train a model fastest, of those that fit; predicted, and nothing is compiled.
 
     For each way to share the devices out to mesh axes, `stage` the first, M, V, schedule, remat, ends and FSDP are
-    varied, one after the other, as long as that gains. All devices are used. The model is cut by the layers' predicted
-    times, unless `balance` is given.
+    varied, one after the other, as long as that gains. What is faster but doesn't fit is tried with `offload=`, with as
+    many residuals on the hosts as their links bear without a longer tick. All devices are used. The model is cut by the
+    layers' predicted times, unless `balance` is given.
     The same arguments give the same choices, at most five; each further one is slower and takes less memory.
 
         best = jpipe.plan(layers, loss_fn, batch, tx, topology="v5e:4x4")[0]
@@ -142,6 +148,8 @@ def _pinned(options: Mapping[str, object]) -> dict[str, object]:
         names = cast("str | Sequence[str] | None", pinned["shard_over"])
         pinned["shard_over"] = (names,) if isinstance(names, str) else tuple(names or ())
     pinned |= {name: as_integer(name, pinned[name], "use 1 or more") for name in COUNTS if name in pinned}
+    if "offload" in pinned:
+        pinned["offload"] = as_offload(cast("str | Sequence[str]", pinned["offload"]))
     return (schedule.sizes if isinstance(schedule, Schedule) else {}) | pinned
 
 
@@ -192,6 +200,7 @@ class Search:
             for start in ranked:
                 self._improve(start, space)
                 advance()
+        self._offload(space)
         if not possible:
             why = self._refusal or space.why_empty()
             raise ValueError(f"no setting is possible: {why}") from self._refusal
@@ -249,6 +258,31 @@ class Search:
             for others in space.moves(best):
                 best = min([best, *filter(self._rate, others)], key=self._rank)
 
+    def _offload(self, space: Space) -> None:
+        """Tries with `offload=` what is faster than all that fits, and would fit without what can go to the hosts."""
+        if "offload" in space.pinned or not self.chip.host.memory:
+            return
+        choices = sorted(filter(None, self._rated.values()), key=lambda choice: choice.seconds)
+        faster = [*itertools.takewhile(lambda choice: not choice.fits, choices)]
+        for parts in (["optimizer"], ["optimizer", "residuals"]):
+            least = lambda held, parts=parts: held.total - sum(held[part] for part in parts)
+            for choice in [choice for choice in faster if least(choice.cost.bytes) <= self.room][:OFFLOADED]:
+                share = self._bearable(choice.setting) if "residuals" in parts else 0.0
+                for state in (0, 1) if share else (1,):
+                    self._rate(replace(choice.setting, offload=Offload(residuals=share, optimizer=state)))
+
+    def _bearable(self, setting: Setting) -> float:
+        """The share of a setting's residuals that can go to the hosts without a longer tick, in hundredths."""
+        share, part = 1.0, 0.0
+        while share and part < 1.0:  # which residuals a share means follows from their sizes
+            choice = self._rate(replace(setting, offload=Offload(residuals=share)))
+            if choice is None or "residuals" not in choice.cost.host:
+                return 0.0
+            planner = self._like_others(choice.setting, choice.options["balance"]).planner
+            part = bearable_share(planner, self.batch, self.chip)
+            share = share if part == 1.0 else math.floor(100 * share * part) / 100
+        return share
+
     def _rank(self, setting: Setting) -> tuple[bool, float]:
         """Less is better: settings that fit by their time, before all others by their memory."""
         choice = self._rated[setting]
@@ -270,9 +304,11 @@ class Search:
         balance = self.options.get("balance")
         pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
         held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
-        cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held)
-        counts = list(pipe.partition.counts)
-        return Choice(setting, {**setting.options, "balance": counts}, cost, held.total <= self.room)
+        hosted = predict_host_memory(pipe.planner, self.batch, self.tx, self.chip)
+        cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held, host=hosted)
+        counts, fits = list(pipe.partition.counts), held.total <= self.room
+        fits = fits and hosted.total <= SURE * self.chip.host.memory
+        return Choice(setting, {**setting.options, "balance": counts}, cost, fits)
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""

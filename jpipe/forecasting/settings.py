@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jpipe.memory.offload import NOTHING, Offload
 from jpipe.mesh.axes import AXIS
 from jpipe.model.remat import MODES, Policy
 from jpipe.planning.request import ENDS
@@ -20,7 +21,7 @@ WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4),
 """Schedules with V. "gpipe" takes the time of "1f1b" and more memory; those of papers gain nothing in lockstep."""
 MICROBATCHES_A_STAGE = 4
 """M is K times this at first: the bubble is negligible then (GPipe, section 2.3)."""
-PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over")
+PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over", "offload")
 """The pipeline's arguments that a search varies; where one is given, it stays as it is."""
 COUNTS = ("num_stages", "num_microbatches", "num_chunks")
 """Those of them that are numbers."""
@@ -38,6 +39,7 @@ class Setting:
       remat: its name, or a policy.
       ends: where the weights of the first and the last layer lie.
       shard_over: data axes that parameters are split over.
+      offload: what lies on the hosts.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -47,6 +49,7 @@ class Setting:
     remat: str | Policy = "layer"
     ends: str = "own"
     shard_over: tuple[str, ...] = ()
+    offload: Offload = NOTHING
 
     @property
     def num_stages(self) -> int:
@@ -56,7 +59,7 @@ class Setting:
     @property
     def options(self) -> dict[str, object]:
         """The arguments of `jpipe.Pipeline`, but for its mesh."""
-        return {name: getattr(self, name) for name in PINNED}
+        return {**{name: getattr(self, name) for name in PINNED}, "offload": self.offload.shares}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,12 @@ class Offload:
     optimizer: float = 0
 
     def __bool__(self) -> bool:
-        return any((self.residuals, self.boundaries, self.optimizer))
+        return bool(self.shares)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares that aren't 0, by word."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name)}
 
 
 NOTHING = Offload()

@@ -8,7 +8,8 @@ from itertools import groupby
 import numpy as np
 
 from jpipe.costs.holdings import Holdings, holdings
-from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.memory_model import predict_host_memory, predict_memory
+from jpipe.costs.step_cost import Parts
 from jpipe.planning.balance import measure_of
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
@@ -105,12 +106,18 @@ def _memory(planner: Planner, plan: Plan) -> list[str]:
     if plan.loss is None:
         return []
     try:
-        memory = predict_memory(planner, plan.batch)
+        memory, hosted = predict_memory(planner, plan.batch), predict_host_memory(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
         return [f"no step of training can be planned: {error}"]
-    total, parts = bytes_in_words(memory.total), sorted(memory.items(), key=lambda part: -part[1])
-    largest = ", ".join(f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in parts if size)
-    return [f"a training step holds {total} a device (predicted, without the optimiser's state): {largest}"]
+    said = "a training step holds {} {} (predicted, without the optimiser's state): {}"
+    places = [("a device", memory)] + [("of the host for each device", hosted)] * bool(hosted)
+    return [said.format(bytes_in_words(parts.total), where, _by_size(parts)) for where, parts in places]
+
+
+def _by_size(parts: Parts[int]) -> str:
+    """The parts in words, the largest first."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in largest if size)
 
 
 def _shared(plan: Plan, held: Holdings) -> list[str]:

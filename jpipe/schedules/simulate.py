@@ -263,8 +263,17 @@ class Work:
         return Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist())
 
 
-def in_time(schedule: Schedule, work: Work, hop: float = 0.0, *, lockstep: bool = True) -> Timeline:
-    """A schedule whose actions take these times; see `simulate`."""
+def in_time(
+    schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[float] = (), *, lockstep: bool = True
+) -> Timeline:
+    """A schedule whose actions take these times; see `simulate`.
+
+    Args:
+      schedule, work, hop: what is timed.
+      moves: what all devices move to and from the hosts in every tick, in lockstep: how long it takes beside each slot,
+        whose end waits for it, and then after the last slot. Empty for nothing.
+      lockstep: as of `simulate`.
+    """
     ahead = {placed for placed in schedule.placed if placed[1].kind == "R"}
 
     def takes(stage: int, action: Action) -> tuple[float, float]:
@@ -273,7 +282,7 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, *, lockstep: bool 
         recomputes = action.kind in "BI" and (stage, action._replace(kind="R")) not in ahead
         return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
 
-    spans = (_in_lockstep if lockstep else _asynchronously)(schedule, takes, hop)
+    spans = _in_lockstep(schedule, takes, hop, moves) if lockstep else _asynchronously(schedule, takes, hop)
     return Timeline(
         schedule=schedule,
         spans=spans,
@@ -283,9 +292,10 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, *, lockstep: bool 
     )
 
 
-def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
+def _in_lockstep(schedule: Schedule, takes: Takes, hop: float, moves: Sequence[float]) -> tuple[Span, ...]:
     """Runs the slots one after the other, on all stages at once."""
     spans: list[Span] = []
+    *beside, after = moves or [0.0] * (1 + len(schedule.slots))
     crossings = [_crossings(schedule, index) for index in range(len(schedule.slots))]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
@@ -295,8 +305,9 @@ def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ..
             start, (anew, rest) = ends[stage], takes(stage, action)
             ends[stage] += anew + rest
             spans.append(Span(stage, action, start, ends[stage], anew))
-        crossed = arriving
-        clocks, arriving = _after_hops(crossings[index], np.array(ends), hop)
+        waits = after if index == len(beside) - 1 else 0.0
+        crossed, ended = arriving, np.maximum(ends, clocks + beside[index]) + waits
+        clocks, arriving = _after_hops(crossings[index], ended, hop)
         clocks = np.maximum(clocks, crossed)
     return tuple(spans)
 

@@ -22,6 +22,7 @@ from jpipe.pictures.summary import summarize
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.orders import has_its_name
+from jpipe.schedules.ticks import AWAY
 from jpipe.terminal.tables import Table
 from jpipe.types import Batch
 
@@ -83,7 +84,7 @@ class PipelineFacts:
       parameters, gradients: at rest; the sums of gradients while a step runs.
       other: other collections, parameters that are gathered for a step, narrow copies of them, and the batch.
       optimizer: the optimiser's state, if there is one.
-      residuals: the buffers of residuals.
+      residuals: the buffers of residuals; rows that go to the host count as if they stayed.
       activation, cotangent: a row of what waits at a boundary.
       passing: the other bytes at boundaries: a stage's own, and those on their way.
       work: the most that a layer holds while it runs.
@@ -163,7 +164,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         other=other,
         optimizer=None,
         residuals=tuple(
-            Rows(name, _entry(buffer), buffer.strides)
+            Rows(AWAY.get(name, name), _entry(buffer), (buffer.strides * schedule.num_stages)[: schedule.num_stages])
             for name, storage in step.kept.storages.items()
             for _, buffer in storage.named_buffers
         ),

@@ -159,6 +159,18 @@ def test_remedies_are_those_that_are_not_chosen_yet():
     assert found["gradients"] == ['gather="use"', "more than 2 stages"]
 
 
+def test_the_hosts_are_named_where_there_are_some_and_what_goes_there_is_not_there_yet():
+    said = lambda options: [
+        [text for text in remedies(make(**options).planner.request)[part] if "offload" in text]
+        for part in ("residuals", "optimizer")
+    ]
+    assert said({}) == [[], []], "CPUs have no other memory"
+    there = {"mesh": jpipe.make_mesh(stage=2, devices=parse_topology("h100:2").stand_ins())}
+    assert said(there) == [['offload="residuals"'], ['offload="optimizer"']]
+    assert said(there | {"remat": "full"}) == [[], ['offload="optimizer"']]
+    assert said(there | {"offload": ("boundaries", "optimizer")}) == [[], []]
+
+
 @pytest.mark.parametrize(
     ("remat", "schedule", "said"),
     [

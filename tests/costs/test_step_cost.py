@@ -34,6 +34,15 @@ def test_a_row_for_each_part_and_its_share():
     assert "<table>" in cost._repr_html_() and "computation" in str(cost)
 
 
+def test_what_lies_on_the_host_has_rows_of_its_own():
+    cost = StepCost("predicted", Parts(), Parts(work=2**20), host=Parts(residuals=3 * 2**20, optimizer=2**20))
+    assert cost._table().rows[-2:] == [
+        ("on the host: residuals", "3.0 MiB", "75.0%"),
+        ("on the host: optimizer", "1.0 MiB", "25.0%"),
+    ]
+    assert cost.bytes.total == 2**20
+
+
 def test_what_is_not_known_has_no_row():
     assert StepCost("predicted", Parts(), Parts(work=5))._table().rows == [
         ("work", "5 bytes", "100.0%"),

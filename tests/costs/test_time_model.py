@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 import jpipe
 from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.communication import ENDS, STEP
-from jpipe.costs.time_model import layer_seconds, predict_time
+from jpipe.costs.memory_model import predict_host_memory
+from jpipe.costs.time_model import bearable_share, layer_seconds, predict_time
 
 V5E, BATCH = CHIPS["v5e"], jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -175,3 +176,75 @@ def test_what_shared_ends_send_counts_for_each_micro_batch():
     found = predict_time(shared.planner, BATCH, V5E).seconds.collectives
     assert found > 8 * 2 * 8 * 128 * 4 / V5E.link_bandwidth * 0.9  # activations in, cotangents out, of 8 micro-batches
     assert predict_time(shared.planner, BATCH, fast).seconds.collectives == pytest.approx(0, abs=1e-15)
+
+
+def with_link(bandwidth):
+    return replace(V5E, host=replace(V5E.host, bandwidth=bandwidth))
+
+
+def test_moves_beside_work_take_no_time():
+    """Rows leave beside B and come back beside F: what exceeds these is waited for, in ticks with both."""
+    pipe, own = make(num_stages=4, offload="residuals"), make(num_stages=4)
+    base = predict_time(own.planner, BATCH, V5E)
+    assert "host" not in base.seconds and not base.notes
+    fast = predict_time(pipe.planner, BATCH, with_link(1e30))
+    assert fast.seconds.host == pytest.approx(0) and fast.step == pytest.approx(base.step)
+    row = next(iter(pipe.planner.training_step(pipe.planner.for_training(BATCH)).kept.away.values()))
+    size = sum(a.size * a.dtype.itemsize for a in jax.eval_shape(row.empty_row).values())
+    shortest = min(span.end - span.start for span in base.timeline.spans)
+    found = predict_time(pipe.planner, BATCH, with_link(size / (0.5 * shortest)))
+    # Where no stage has an action in a slot, half of the shortest action is waited for: K-1 ticks at each end.
+    assert found.seconds.host <= 2 * 3 * 0.5 * shortest * 1.001
+    slow = predict_time(pipe.planner, BATCH, with_link(size / (100 * shortest)))
+    ticks = pipe.schedule.ticks.num_ticks
+    moves = 2 * ticks * 100 * shortest
+    assert slow.seconds.host + base.timeline.makespan == pytest.approx(moves, rel=0.1), "nothing but moves counts"
+    assert f"of {1e3 * moves:,.1f} ms of moves to and from the host {1e3 * slow.seconds.host:,.1f} are" in slow.notes[0]
+    assert {**slow.seconds, "host": 0} == pytest.approx({**base.seconds, "host": 0})
+
+
+def test_a_one_slot_schedule_waits_for_what_leaves():
+    orders = jpipe.make_schedule("1f1b", num_stages=4, num_microbatches=8)
+    one_slot = jpipe.Schedule([[str(a) for a in order] for order in orders.actions], slots=("FB",))
+    pipe, own = (make(num_stages=4, schedule=one_slot, offload=offload) for offload in ("residuals", ()))
+    step = pipe.planner.training_step(pipe.planner.for_training(BATCH))
+    row = sum(a.size * 4 for a in jax.eval_shape(step.kept.away["residual_away"].empty_row).values())
+    base, found = predict_time(own.planner, BATCH, V5E), predict_time(pipe.planner, BATCH, with_link(row / 1e-9))
+    assert found.step - base.step == pytest.approx(step.table.num_ticks * 1e-9, rel=0.2)
+    assert bearable_share(pipe.planner, BATCH, with_link(row / 1e-9)) == 0.0
+
+
+def test_the_share_that_a_link_bears_makes_no_full_tick_longer():
+    """In the steady ticks, nearly all of them; some of four residuals of a layer go, by their sizes."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.tanh(nn.Dense(256)(x)))))
+
+    def of(share, link):
+        sizes = {"num_stages": 4, "num_microbatches": 64, "balance": "even", "remat": "none"}
+        pipe = jpipe.Pipeline(
+            [Block() for _ in range(8)], lambda y, _: jnp.mean(y**2), **sizes, offload={"residuals": share}
+        )
+        found = predict_time(pipe.planner, large, with_link(link))
+        return bearable_share(pipe.planner, large, with_link(link)), found.seconds.get("host")
+
+    large = jax.ShapeDtypeStruct((64 * 64, 128), jnp.float32)
+    (at_once, _), bandwidth = of(1.0, 1e9), 1e9
+    assert 0 < at_once < 0.5
+    bandwidth *= 0.7 / at_once
+    share, waits = of(1.0, bandwidth)
+    assert share == pytest.approx(0.7)
+    again, less = of(share, bandwidth)
+    assert 0.9 < again <= 1.0 and 0 < less < waits / 3  # which of the residuals go follows from their sizes
+
+
+def test_an_optimisers_state_is_waited_for_as_far_as_it_takes_longer_than_the_update():
+    tx, plain = optax.adam(1e-3), predict_time(make().planner, BATCH, V5E, tx=optax.adam(1e-3)).seconds
+    pipe = make(offload="optimizer")
+    found = predict_time(pipe.planner, BATCH, V5E, tx=tx).seconds
+    gone = predict_host_memory(pipe.planner, BATCH, tx, V5E).optimizer
+    assert found.update == plain.update
+    assert found.host == pytest.approx(gone / V5E.host.bandwidth - plain.update)
+    assert predict_time(pipe.planner, BATCH, with_link(1e30), tx=tx).seconds.host == 0

@@ -10,6 +10,7 @@ import pytest
 import jpipe
 from gpu_program import needs_gpu_compiler
 from jpipe.costs.chips import CHIPS
+from jpipe.costs.memory_model import predict_host_memory
 from jpipe.costs.time_model import predict_time
 from tpu_program import needs_tpu_compiler
 
@@ -105,3 +106,18 @@ def test_what_does_not_fit_is_told_by_part():
     assert (found.fits, found.limit, found.seconds) == (False, "memory", None)
     assert found.bytes["optimizer"] >= 10 * 2**30
     assert "more stages than 2" in str(found)
+
+
+@needs_gpu_compiler
+def test_bytes_on_the_host_are_apart():
+    tx, batch = optax.sgd(0.1, momentum=0.9), batch_of(128)
+    own, gone = (
+        jpipe.forecast(make_pipe(128, 4, 8, remat="none", offload=offload), batch, tx, topology="h100:4")
+        for offload in ((), "residuals")
+    )
+    assert own.host_bytes == {} and "host" not in own.slices
+    pipe = make_pipe(128, 4, 8, remat="none", offload="residuals")
+    predicted = predict_host_memory(pipe.planner, batch, tx, CHIPS["h100"])
+    assert gone.host_bytes == {"temporaries": predicted.residuals} and predicted.residuals > 0
+    assert gone.slices["host"] > 0 and "on the host: temporaries" in str(gone)
+    assert "ms of moves to and from the host" in str(gone)

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import math
 import warnings
+from dataclasses import replace
 
 import flax.linen as nn
 import jax
@@ -15,10 +16,11 @@ import pytest
 import jpipe
 from gpu_program import needs_gpu_compiler
 from jpipe.costs.chips import CHIPS, parse_topology
-from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.memory_model import predict_host_memory, predict_memory
 from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting import search
 from jpipe.forecasting.settings import mesh_of_nowhere
+from jpipe.memory.offload import Offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")  # small models, badly balanced
 
@@ -270,3 +272,53 @@ def test_a_setting_that_is_refused_is_left_out():
     assert {"zero_bubble", "1f1b"} <= {choice.setting.schedule for choice in rated}
     assert not [c for c in rated if c.setting.schedule == "zero_bubble" and c.setting.remat in ("stage", "full")]
     assert len({choice.setting for choice in rated}) == len(rated)
+
+
+ONE_WAY = {
+    "num_stages": 4,
+    "num_microbatches": 8,
+    "schedule": "1f1b",
+    "num_chunks": 1,
+    "remat": "none",
+    "ends": "own",
+    "shard_over": (),
+}
+
+
+def planned(memory, bandwidth=1e11, host=10**9, **options):
+    """The choices on four chips whose links to the host have so many bytes/s, where one setting is possible."""
+    chip = replace(CHIPS["v5e"], host=replace(CHIPS["v5e"].host, bandwidth=bandwidth, memory=host))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CHIPS, "v5e", chip)
+        return jpipe.plan(
+            layers_of(8), loss_fn, words(), TX, topology="v5e:2x2", memory=memory, **{**ONE_WAY, **options}
+        )
+
+
+def test_what_would_not_fit_goes_to_the_hosts():
+    (own,) = planned(1e9)
+    assert own.options["offload"] == {} and "offload" not in own.words and "offload" not in own.column()
+    held = own.cost.bytes
+    state = planned(held.total - held.optimizer / 2)[0]
+    assert state.setting.offload == Offload(optimizer=1) and state.options["offload"] == {"optimizer": 1}
+    pipe = jpipe.Pipeline(layers_of(8), loss_fn, **state.options)
+    assert state.cost.bytes == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
+    assert (
+        state.cost.host == predict_host_memory(pipe.planner, words(), TX, CHIPS["v5e"]) == {"optimizer": held.optimizer}
+    )
+    with pytest.raises(ValueError, match="no plan fits"):
+        planned(held.total - held.optimizer / 2, offload=())
+    with pytest.raises(ValueError, match="no plan fits"):
+        planned(held.total - held.optimizer / 2, host=held.optimizer)  # nine tenths of that are planned with
+    both = planned(held.total - held.optimizer - 1)[0]
+    assert both.setting.offload == Offload(residuals=1, optimizer=1) and ", offload=residuals, optimizer" in both.words
+    assert {*both.cost.host} == {"residuals", "optimizer"} and both.seconds >= own.seconds
+
+
+def test_no_more_residuals_go_than_the_link_bears():
+    (own,) = planned(1e9)
+    less = own.total_bytes - 1
+    whole = planned(less, offload="residuals")[0]
+    with pytest.raises(ValueError, match="no plan fits"):  # one residual a layer, which the link doesn't bear
+        planned(own.total_bytes - own.cost.bytes.optimizer - 1, bandwidth=1e6)
+    assert whole.setting.offload == Offload(residuals=1)

@@ -45,7 +45,7 @@ _ALLOWED = {
     "checkpoints": "terminal seam arrays processes model memory batches training cutting pipeline checks",
     "profiling": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches training "
     "planning execution costs pictures view pipeline checks",
-    "forecasting": "terminal schedules seam arrays mesh model batches planning costs pipeline",
+    "forecasting": "terminal schedules seam arrays mesh memory model batches planning costs pipeline",
 }
 MAY_IMPORT = {folder: set(names.split()) for folder, names in _ALLOWED.items()}
 """By folder, the folders that its files import."""

@@ -9,6 +9,7 @@ import pytest
 
 import jpipe
 from html_tables import cells
+from jpipe.costs.chips import parse_topology
 from jpipe.costs.memory_model import predict_memory
 from jpipe.terminal.tables import bytes_in_words
 
@@ -78,6 +79,23 @@ def test_what_a_device_holds_and_what_is_shared():
     assert parameters == [str(32 * 4 + 3 * 20), f"{2 * 20} + shared"]
     bubble = jpipe.simulate(pipe.schedule, [2.0, 5.5 / 3], [4.0, 11 / 3]).bubble_fraction
     assert f"bubble: {bubble:.1%} by the costs given; 20.0% if stages take equally long" in words
+
+
+def test_what_lies_on_the_hosts_is_told():
+    mesh = jpipe.make_mesh(stage=4, devices=parse_topology("h100:4").stand_ins())
+    batch = jax.ShapeDtypeStruct((8, 64), np.float32)
+
+    def words(offload):
+        sizes = {"num_stages": 4, "num_microbatches": 8, "remat": "none", "balance": [2] * 4}
+        pipe = jpipe.Pipeline(
+            [nn.Dense(64) for _ in range(8)], lambda y, _: jnp.mean(y**2), mesh=mesh, offload=offload, **sizes
+        )
+        pipe.planner.plan_for(batch)
+        return " ".join(str(pipe).split())
+
+    row = 2 * 64 * 4  # of two layers, for one example
+    assert f"a training step holds {6 * row / 1024:.1f} KiB of the host for each device" in words("residuals")
+    assert "of the host" not in words(())
 
 
 def test_the_part_that_a_device_holds():

@@ -72,6 +72,15 @@ def test_rows_of_residuals_are_those_of_the_step(options):
     assert found.activation == found.cotangent == 2 * 16 * 4, "two examples of 16 float32 values cross"
 
 
+def test_rows_that_go_to_the_host_count_as_if_they_stayed():
+    layers = [nn.Dense(16) for _ in range(8)]
+    sizes = {"num_stages": 4, "num_microbatches": 8, "remat": "none", "balance": [2] * 4, "layers": layers}
+    own, gone = (facts_of(make(**sizes, offload=offload).planner, "", BATCH).residuals for offload in ((), "residuals"))
+    assert {rows.kind for rows in gone} == {"residual"} and {len(rows.strides) for rows in gone} == {4}
+    of = lambda found, k: sum(rows.bytes * rows.strides[k] for rows in found)
+    assert [of(gone, k) for k in (1, 2)] == [of(own, k) for k in (1, 2)]
+
+
 @pytest.mark.parametrize("remat", ["none", "layer", "stage"])
 @pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "fsdp": 2, "tp": 2}])
 def test_all_together_is_what_the_model_of_memory_says(make_mesh, axes, remat):
