@@ -60,14 +60,14 @@ def predict_memory(
         work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
     return Parts(
         parameters=at_rest.pop("params"),
-        optimizer=optimizer + hosted * (not is_apart(planner, chip)),
+        optimizer=optimizer + hosted * (not host_is_apart(planner, chip)),
         gradients=bytes_of(at_work["params"]),
         other_variables=sum(at_rest.values())
         + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
         + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * _batch_part(step),
         boundaries=boundary_bytes(step, compiler),
-        residuals=_residuals(step, apart=is_apart(planner, chip)),
+        residuals=_residuals(step, apart=host_is_apart(planner, chip)),
         work=work,
         casts=casts,
     )
@@ -80,14 +80,14 @@ def predict_host_memory(
 
     The parts are `residuals` that wait there, and the state of the `optimizer`; each only if there are some.
     """
-    if not is_apart(planner, chip or chip_of(planner.request.mesh.devices.flat[0])):
+    if not host_is_apart(planner, chip or chip_of(planner.request.mesh.devices.flat[0])):
         return Parts()
     step = planner.training_step(planner.for_training(batch))
     held = {"residuals": _on_hosts(step), "optimizer": optimizer_bytes(planner, batch, tx)[1]}
     return Parts({name: size for name, size in held.items() if size})
 
 
-def is_apart(planner: Planner, chip: Chip | None) -> bool:
+def host_is_apart(planner: Planner, chip: Chip | None) -> bool:
     """Whether the hosts' memory is another than that of the devices: as of all but CPUs."""
     return bool(chip and chip.host.memory) or not planner.request.splits.on_cpu
 

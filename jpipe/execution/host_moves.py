@@ -39,8 +39,8 @@ def empty_rows(stage: Stage) -> tuple[Rows, Rows]:
 def at_hand(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: TickCarry) -> TickCarry:
     """The carry with the row of this slot's action in `back`, also if it has stayed: then it is copied.
 
-    Only stages that have it copy, by a loop of one trip. On GPUs such a loop would stop the host, and slices of residuals
-    are copied anyway: there layers choose between the two as they read (`AwayStorage.read_back`).
+    Only stages that have it copy, by a loop of one trip. On GPUs such a loop would stop the host, and slices are copied
+    anyway: there layers choose between the two as they read (`AwayStorage.read_back`).
     """
     if stage.step.plan.request.splits.on_gpu:
         return carry
