@@ -27,6 +27,8 @@ from jpipe.forecasting.step_cycles import count_cycles
 from jpipe.planning.step import Step
 from jpipe.seam.absent_cudnn import absent_cudnn
 
+FLAGS = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
+"""Of XLA for GPUs, which else has two moves under way at a time, and waits for the others."""
 COLUMNS = (
     "offload",
     "arguments",
@@ -107,7 +109,7 @@ def compiled_for(pipe: Any, tx: Any, batch: Any, topology: str) -> tuple[Any, st
     if parse_topology(topology).chip.gpu is None:
         return compile_with_text(lower())
     with absent_cudnn():
-        compiled = lower().compile(ABSENT)
+        compiled = lower().compile(ABSENT | FLAGS)
     return compiled, compiled.as_text()
 
 

@@ -16,12 +16,17 @@ from jax.sharding import Mesh
 from jpipe.arrays.host import HOST, to_host
 from jpipe.arrays.indexing import Index, put_slice
 from jpipe.arrays.loops import each
+from jpipe.memory.memory_order import Order
 from jpipe.mesh.on_stages import on_stages
 
 TILE = (32, 1024)
 """Multiples of the tiles in which accelerators keep an array's last two dimensions, whatever its dtype."""
-SLICE_BYTES = 2**23
-"""The most bytes of an array that go to the host or come from there at once; a few such slices are on the device."""
+LANES = 128
+"""The entries of the innermost dimension of a TPU's tiles."""
+SLICE_BYTES, LARGE_SLICE_BYTES = 2**23, 2**26
+"""The most bytes of an array that go to the host or come from there at once; a few such slices are on the device. The
+second where the last dimension isn't a multiple of `LANES`: the compiler then has a dimension innermost that a smaller
+slice would cut, and aborts on slices that aren't one piece of memory."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,21 @@ class Cuts:
         before = lambda dim: math.prod(shape[:dim])
         # Accelerators keep the last two dimensions in tiles: merging is no copy where these stay whole.
         fits = lambda dim: before(dim) == 1 or dim < last - 1 or (dim == last - 1 and shape[dim] % TILE[0] == 0)
-        wanted = next((dim for dim in range(last) if row(dim) <= SLICE_BYTES), last)
+        most = SLICE_BYTES if shape[last:] and shape[last] % LANES == 0 else LARGE_SLICE_BYTES
+        wanted = next((dim for dim in range(last) if row(dim) <= most), last)
         dim = max(dim for dim in range(wanted + 1) if fits(dim))
         unit = TILE[dim - last + 1] if dim >= last - 1 else 1
         view, at = (shape, dim) if before(dim) == 1 else ((before(dim + 1), *shape[dim + 1 :]), 0)
-        run = max(SLICE_BYTES // row(dim) // unit, 1) * unit
+        run = max(most // row(dim) // unit, 1) * unit
         return cls(view, at, min(view[at], run))
+
+    @property
+    def order(self) -> Order | None:
+        """The order of a slice's dimensions in memory, in which it is one piece; None leaves it to the compiler.
+
+        Where the last dimension would be padded to `LANES`, the compiler has another one innermost, and is left to.
+        """
+        return tuple(range(len(self.view))) if self.view[-1] % LANES == 0 else None
 
     @property
     def parts(self) -> list[tuple[int, tuple[int, ...], Callable[[Index], tuple[Index, ...]]]]:

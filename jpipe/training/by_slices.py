@@ -31,6 +31,7 @@ from jpipe.arrays.loops import each, when
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.memory.host_slices import Cuts
 from jpipe.memory.layout import Layout, StageTree
+from jpipe.memory.memory_order import in_order
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out
@@ -373,7 +374,8 @@ class _Loop:
     def _slices(self, places: list[tuple[Index, ...]], shape: Shape, fixed: _Arrays, carry: _Arrays) -> _Arrays:
         """Makes slices of all targets, one place after the other; what lies on the host comes first."""
         arrays = fixed | carry
-        arrived = [{n: take_slice(arrays[n], at, shape) for n in arrays if n in self.hosted} for at in places]
+        lying = lambda array: in_order(array, self._cuts.order)
+        arrived = [{n: lying(take_slice(arrays[n], at, shape)) for n in arrays if n in self.hosted} for at in places]
         for k, at in enumerate(places):
             values = self._values(arrays, arrived[k], at, shape)
             new = [values[target.number] for target in self.targets]
@@ -383,6 +385,7 @@ class _Loop:
             tied, arrived[k + 1 :], new = jax.lax.optimization_barrier((tied, arrived[k + 1 :], new))
             arrays |= tied
             for key, target, value in zip(self._keys, self.targets, new, strict=True):
+                value = lying(value) if target.on_host else value
                 arrays[key] = self._with_slice(arrays[key], target.sums, value, at)
         return {n: arrays[n] for n in carry}
 
