@@ -102,7 +102,8 @@ class TracedLayer:
     def are_inputs(self) -> tuple[bool, ...]:
         """For each residual whether it is a leaf of the layer's input."""
         inputs, num_results = {*self.forward.jaxpr.invars}, len(jax.tree.leaves(self.results))
-        return tuple(self.forward.jaxpr.outvars[num_results + i] in inputs for i in self.stored)
+        leaves = (self.forward.jaxpr.outvars[num_results + i] for i in self.stored)  # a literal is always remade
+        return tuple(leaf in inputs for leaf in leaves)
 
 
 def trace_layer(function: LayerFunction) -> TracedLayer:
@@ -134,7 +135,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
     marks = {v for equation in jaxpr.jaxpr.eqns if is_mark(equation) for v in equation.outvars}
-    marked = [v in marks for v in jaxpr.jaxpr.outvars]
+    marked = [isinstance(v, Var) and v in marks for v in jaxpr.jaxpr.outvars]
     # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide.
     forward, backward = without_roundings(without_equations(jaxpr, is_mark)), without_equations(backward, is_mark)
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))

@@ -15,6 +15,8 @@ from tpu_program import needs_tpu_compiler
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import memory_model as against_compilers
 
+pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing on CPUs")
+
 WIDTH = 16
 KEPT = against_compilers.kept()
 ON_HOSTS = {point: row for point, row in KEPT.items() if against_compilers.on_host(row)[1]}

@@ -97,8 +97,8 @@ def test_an_error_of_a_program_that_is_refused_keeps_its_type_and_words(monkeypa
 
 
 def test_initialisation_and_the_optimisers_state_have_it_too(monkeypatch):
-    pipe, jit = make(), jax.jit
-    monkeypatch.setattr(jax, "jit", lambda function, **how: refuse if function is TX.init else jit(function, **how))
+    pipe = make()
+    monkeypatch.setattr("jpipe.pipeline.make_opt_state", refuse)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         pipe.create_state(jax.random.key(0), BATCH, TX)
     assert "\n  optimizer 160 bytes; smaller by " in notes_of(caught.value)[0]

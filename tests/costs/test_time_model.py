@@ -17,6 +17,9 @@ from jpipe.costs.time_model import bearable_share, layer_seconds, predict_time
 V5E, BATCH = CHIPS["v5e"], jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing on CPUs")
+
+
 def make(**options):
     options = {"num_stages": 2, "num_microbatches": 8, "balance": "even", "remat": "none"} | options
     layers = [nn.Dense(128, use_bias=False) for _ in range(8)]

@@ -14,7 +14,6 @@ import optax
 import pytest
 from flax import nnx, serialization, struct
 from flax.core import FrozenDict
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
 import jpipe
@@ -812,37 +811,6 @@ def test_policies():
         make(remat=getattr(jax.checkpoint_policies, name))
     make(remat=jax.checkpoint_policies.save_only_these_names("a"))
     make(remat=lambda primitive, *_, **__: primitive.name == "dot_general")
-
-
-OFFLOADS = r"remat={}\S* moves the result of the operation {} to other memory .*use a policy that saves it where it is"
-
-
-@pytest.mark.usefixtures("nothing_compiles")
-def test_a_policy_that_offloads_products():
-    """A regression: JAX's own error about memory spaces, out of the loop over ticks."""
-    name = "offload_dot_with_no_batch_dims"
-    with pytest.raises(ValueError, match=OFFLOADS.format(name, "dot_general")):
-        make(remat=getattr(jax.checkpoint_policies, name)("device", "pinned_host"))
-
-
-@pytest.mark.usefixtures("nothing_compiles")
-def test_a_policy_that_offloads_names():
-    """It can tell only when it is asked about such a name, so the layer that has it is told too."""
-    policies = {
-        names: jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=["kept"],
-            names_which_can_be_offloaded=[names],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-        for names in ("hidden", "unused")
-    }
-    named = jpipe.Layer(scale_init, lambda a, x: checkpoint_name(x * a, "hidden"), name="named")
-    step = lambda pipe: jax.eval_shape(pipe.train_step, pipe.abstract_state(BATCH, optax.sgd(0.1)), BATCH)
-    with pytest.raises(ValueError, match=OFFLOADS.format("save_and_offload_only_these_names", "name 'hidden'")) as info:
-        step(make([named] * 4, remat=policies["hidden"]))
-    assert "The layer named raised this" in "".join(info.value.__notes__)
-    step(make([named] * 4, remat=policies["unused"]))
 
 
 class Caches(nn.Module):

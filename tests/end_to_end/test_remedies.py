@@ -843,15 +843,6 @@ def test_a_pipeline_without_a_loss_and_a_state_of_other_stages():
     assert np.isfinite(pipe.evaluate(brought, BATCH))
 
 
-@follows("such as jax.checkpoint_policies.save_only_these_names(...) or dots_with_no_batch_dims_saveable, or remat=")
-def test_policies_that_offload():
-    policies = jax.checkpoint_policies
-    with refused(ValueError, "use a policy that saves it where it is"):
-        make(None, remat=policies.offload_dot_with_no_batch_dims("device", "pinned_host"))
-    for remat in (policies.save_only_these_names("y"), policies.dots_with_no_batch_dims_saveable, "layer"):
-        traced(make(None, remat=remat))
-
-
 ELSEWHERE = {
     "give pipe.place(batch), with the rows that this process feeds (pipe.data_shard)": "helpers/process_worker.py",
     "bring it to the hosts first: jax.experimental.multihost_utils.process_allgather(array, tiled=True)": (
@@ -866,6 +857,7 @@ ELSEWHERE = {
     "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "generation/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "end_to_end/test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",
+    "wrap that part of tx in jpipe.per_layer(...), outermost": "training/test_by_slices.py",
     "x = jpipe.cut(x)": "end_to_end/test_whole_models.py",
     "pipe.communication(batch) lists them": "costs/test_communication.py",
     "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_user_shardings.py",
