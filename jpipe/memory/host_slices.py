@@ -23,10 +23,10 @@ TILE = (32, 1024)
 """Multiples of the tiles in which accelerators keep an array's last two dimensions, whatever its dtype."""
 LANES = 128
 """The entries of the innermost dimension of a TPU's tiles."""
-SLICE_BYTES, LARGE_SLICE_BYTES = 2**23, 2**26
-"""The most bytes of an array that go to the host or come from there at once; a few such slices are on the device. The
-second where the last dimension isn't a multiple of `LANES`: the compiler then has a dimension innermost that a smaller
-slice would cut, and aborts on slices that aren't one piece of memory."""
+SLICE_BYTES = 2**23
+"""The most bytes of an array that go to the host or come from there at once; a few such slices are on the device. Eight
+times as many where the last dimension isn't a multiple of `LANES`: the compiler then has a dimension innermost that a
+smaller slice would cut, and aborts on slices that aren't one piece of memory."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Cuts:
         before = lambda dim: math.prod(shape[:dim])
         # Accelerators keep the last two dimensions in tiles: merging is no copy where these stay whole.
         fits = lambda dim: before(dim) == 1 or dim < last - 1 or (dim == last - 1 and shape[dim] % TILE[0] == 0)
-        most = SLICE_BYTES if shape[last:] and shape[last] % LANES == 0 else LARGE_SLICE_BYTES
+        most = SLICE_BYTES * (8 if shape[last:] and shape[last] % LANES else 1)
         wanted = next((dim for dim in range(last) if row(dim) <= most), last)
         dim = max(dim for dim in range(wanted + 1) if fits(dim))
         unit = TILE[dim - last + 1] if dim >= last - 1 else 1
