@@ -45,7 +45,7 @@ Part = TypeVar("Part", Jaxpr, JaxprEqn)
 # --- jaxprs -----------------------------------------------------------------------------------------------------------
 
 
-def offloaded_names(policy: Callable[..., Any]) -> frozenset[str]:
+def offloaded_names(policy: Callable[..., object]) -> frozenset[str]:
     """The names of the values that a `jax.checkpoint` policy offloads; empty if it isn't a policy by names.
 
     JAX's policies are functions that don't tell. Without this nothing is said of names that no layer has.
