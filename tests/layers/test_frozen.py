@@ -305,8 +305,8 @@ class Normed(nn.Module):
 def test_running_averages_of_a_frozen_layer(fixed, rules, moves):
     """They move as in plain Flax; kept, evaluation has the old ones, and training still the micro-batch's own.
 
-    Flax keeps averages in float32 and takes their root there. Its last bit depends on what is compiled together, so that
-    the plain model is compiled, too.
+    Flax keeps averages in float32 and takes their root there. Its last bit depends on what is compiled together, so the
+    plain model is compiled, too.
     """
     batch = {"inputs": 3 + RNG.standard_normal((8, 4)), "targets": RNG.integers(0, 4, 8)}
     norm, head = Normed(fixed), nn.Dense(4, param_dtype=WIDE)
