@@ -1,14 +1,16 @@
-"""A model of 405 billion parameters on 1,024 chips that aren't there: the bytes of a chip, and what planning takes.
+"""A model of 405 billion parameters on chips that aren't there, 1,024 or fewer: the bytes of a chip, the time to plan.
 
 Llama 3.1 405B by its sizes (arXiv 2407.21783, table 3; the blocks are those of `axes_models.py`): 126 blocks of width
 16,384, 128 heads, 8 of keys and values, 53,248 between, a vocabulary of 128,256, float32 parameters, bfloat16
-activations, Adam; on a v5p:8x8x16 as stage 16, fsdp 8, model 8, weights gathered at each use. Needs `pip install
-libtpu`, and some minutes.
+activations, Adam; on a v5p:8x8x16 as stage 16, fsdp 8, model 8, weights gathered at each use. The batch stays as it is
+on fewer chips: a micro-batch has eight sequences. Needs `pip install libtpu`, and some minutes.
 
     python benchmarks/pod.py --split none sequence
+    python benchmarks/pod.py --topology v5p:8x8x4 --fsdp 2 --offload optimizer
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,14 +28,17 @@ import jpipe
 from jpipe.costs.holdings import holdings
 from tpu_program import compile_with_text
 
-AXES = {"stage": 16, "fsdp": 8, "model": 8}
+SEQUENCES = 8
+"""Of a micro-batch, on all chips of a stage."""
 SPLITS = {"none": ("fsdp", None), "sequence": ("fsdp", "model")}
 """How activations `[b, t, width]` lie between blocks."""
 COLUMNS = (
     "between blocks",
+    "offload",
     "room, of parameters",
     "arguments, GiB",
     "temporaries, GiB",
+    "on the host, GiB",
     "plan, s",
     "lower, s",
     "compile, s",
@@ -72,18 +77,18 @@ def parameter(module: nn.Module, name: str, names: tuple[str | None, ...], *shap
 
 
 def make_pipeline(
-    mesh: Any, sizes: Sizes, blocks: int, microbatches: int, between: tuple, **chosen: str
+    mesh: Any, sizes: Sizes, blocks: int, microbatches: int, between: tuple, **chosen: Any
 ) -> jpipe.Pipeline:
     row = Row("405B", dense, partial(dense_specs, fsdp="fsdp"), {}, between=(*between, None))
     layers = [Embedding(sizes, between), *[row.layer(sizes) for _ in range(blocks)], Head(sizes)]
-    options = {"num_stages": AXES["stage"], "num_microbatches": microbatches, "gather": "use"}
+    options = {"num_stages": mesh.shape["stage"], "num_microbatches": microbatches, "gather": "use"}
     return jpipe.Pipeline(layers, loss_fn, mesh=mesh, **options, **chosen)
 
 
 def room(pipe: jpipe.Pipeline) -> str:
     """What all stages have room for, as a multiple of the model's parameters."""
-    found = holdings(pipe.plan)
-    return f"{AXES['stage'] * found.room['params'].elements / sum(own.elements for own in found.own['params']):.3f}"
+    found, stages = holdings(pipe.plan), pipe.mesh.shape["stage"]
+    return f"{stages * found.room['params'].elements / sum(own.elements for own in found.own['params']):.3f}"
 
 
 def clocked(function: Callable, *arguments: Any) -> tuple[Any, str]:
@@ -100,27 +105,33 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=4096, help="(default %(default)s)")
     parser.add_argument("--split", nargs="+", choices=SPLITS, default=["sequence"], help="between blocks")
     parser.add_argument("--ends", default="own", help="(default %(default)s)")
+    parser.add_argument("--offload", nargs="+", default=["none"], help="such as optimizer+residuals")
+    for axis, size in {"stage": 16, "fsdp": 8, "model": 8}.items():
+        parser.add_argument(f"--{axis}", type=int, default=size, help="devices along the axis (default %(default)s)")
     parser.add_argument("--dump", help="a folder for the compiled programs' texts")
     options = parser.parse_args()
     on_cpu()
-    mesh = jpipe.make_mesh(devices=tpu_devices(options.topology), **AXES)
+    axes = {axis: getattr(options, axis) for axis in ("stage", "fsdp", "model")}
+    mesh = jpipe.make_mesh(devices=tpu_devices(options.topology), **axes)
     sizes, rows = Sizes(width=16384, heads=128, kv_heads=8, hidden=53248, seq=options.seq, vocab=128256), []
-    tokens = jax.ShapeDtypeStruct((AXES["fsdp"] * options.microbatches, options.seq), "int32")
+    tokens = jax.ShapeDtypeStruct((SEQUENCES * options.microbatches, options.seq), "int32")
     batch = {"inputs": tokens, "targets": tokens}
-    for split in options.split:
-        pipe = make_pipeline(mesh, sizes, options.blocks, options.microbatches, SPLITS[split], ends=options.ends)
+    for split, offload in itertools.product(options.split, options.offload):
+        chosen = {"ends": options.ends, "offload": [] if offload == "none" else offload.split("+")}
+        pipe = make_pipeline(mesh, sizes, options.blocks, options.microbatches, SPLITS[split], **chosen)
         tx = optax.adam(1e-4)
         _, planned = clocked(pipe.abstract_state, batch, tx)
         console.print(f"room for {room(pipe)} of the parameters")
         lowered, lowering = clocked(lowered_step, pipe, tx, batch)
         (compiled, text), compiling = clocked(compile_with_text, lowered)
         if options.dump:
-            with open(f"{options.dump}/{split}.txt", "w") as file:
+            with open(f"{options.dump}/{split}_{offload}.txt", "w") as file:
                 file.write(text)
         memory = compiled.memory_analysis()
-        held = [f"{b / 2**30:.1f}" for b in (memory.argument_size_in_bytes, memory.temp_size_in_bytes)]
-        rows.append((split, room(pipe), *held, planned, lowering, compiling))
-    modes = f"{AXES}, ends {options.ends}, M={options.microbatches}, micro-batch {AXES['fsdp']}x{options.seq}"
+        hosted = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+        held = [f"{b / 2**30:.1f}" for b in (memory.argument_size_in_bytes, memory.temp_size_in_bytes, hosted)]
+        rows.append((split, offload, room(pipe), *held, planned, lowering, compiling))
+    modes = f"{axes}, ends {options.ends}, M={options.microbatches}, micro-batch {SEQUENCES}x{options.seq}"
     show("405B parameters, a chip", COLUMNS, rows, settings(mesh.devices.flat[0], options.topology, modes))
     console.print(str(pipe.partition), highlight=False)
 

@@ -9,12 +9,15 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jpipe.arrays.host import is_apart
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
-from jpipe.memory.layout import StageTree
+from jpipe.memory.layout import StageTree, laid_out
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, loss_name
 from jpipe.planning.plan import Plan
+from jpipe.planning.step import Step
 from jpipe.schedules.schedule import Schedule
+from jpipe.terminal.notices import warn_once
 from jpipe.training.train_state import TrainState
 from jpipe.types import PyTree
 from jpipe.users_numbers import integer_or_none
@@ -32,6 +35,7 @@ def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
     for name, tree in variables.items():
         if name not in plan.layouts:
             raise ValueError(f"variables have the unknown collection {name!r}; expected {sorted(plan.layouts)}")
+        tree = laid_out(tree, state_on_hosts=plan.layouts[name].state_on_hosts)
         if tree.layout != plan.layouts[name]:
             stages, here = tree.layout.num_stages, plan.layouts[name].num_stages
             differs = f"num_stages={stages}, here {here}; layers, balance or mesh may differ too"
@@ -137,6 +141,33 @@ def check_state(state: object) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
     check_alive("state", state)
+
+
+def check_offload(plan: Plan, state: TrainState) -> None:
+    """Checks that an optimiser's state lies in the memory in which a step of this plan has it.
+
+    Raises:
+      ValueError: another pipeline's `offload=` put it into the other memory.
+    """
+    here, there = plan.layouts["params"].state_on_hosts, state.variables["params"].layout.state_on_hosts
+    if here != there:
+        memories = {True: "the memory of the hosts", False: "that of the devices"}
+        raise ValueError(
+            f"state was made with another offload=: the optimiser's state lies in {memories[there]}, and a step here "
+            f"has it in {memories[here]}; move it: state = pipe.place_state(state, tx)"
+        )
+
+
+def check_step(step: Step, key: jax.Array | None) -> None:
+    """Checks that a step has its key, and says once that nothing moves to the hosts on CPUs, if something is to.
+
+    Raises:
+      ValueError: as `check_key`.
+    """
+    check_key(step.model, step.loss, key)
+    request = step.plan.request
+    if (step.kept.away or request.options.offload.optimizer) and not is_apart(request.mesh):
+        warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
 
 
 def check_loop_state(plan: Plan, state: PyTree) -> None:

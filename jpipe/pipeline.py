@@ -46,7 +46,7 @@ from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.first_calls import first_call
 from jpipe.terminal.progress import task
 from jpipe.terminal.tables import Table, Tabular
-from jpipe.training.train_state import TrainState, abstract_state, checked_opt_state, make_opt_state, state_shardings
+from jpipe.training.train_state import TrainState, abstract_state, make_opt_state, state_to_place
 from jpipe.training.train_step import TrainSteps, Variables
 from jpipe.types import Batch, Leaf, PyTree
 from jpipe.view.facts import facts_of
@@ -430,18 +430,16 @@ class Pipeline(Tabular):
         """The state of a training loop of your own, on the mesh: counters and random keys on all devices.
 
         A jitted step returns them there; for a state that begins on one device it would be compiled a second time.
-        What lies on the mesh already stays as it is: parameters, and what `tx.init(params)` makes like them.
+        What lies on the mesh already stays: parameters, and what `tx.init(params)` makes like them. Only a state of
+        `create_state` goes to the hosts, or back, as this pipeline's `offload=` says.
 
         Args:
-          state: any pytree of arrays, random keys and numbers, such as Flax's `TrainState` or `(tx.init(params), key)`.
-            Each process passes the same.
+          state: any pytree, such as Flax's `TrainState` or `(tx.init(params), key)`; each process passes the same.
           tx: the optimiser of the loop, checked as by `create_state`; None if there is none.
         """
         checks.check_loop_state(self.plan, state)
-        params = self.plan.layouts["params"].shapes
-        if tx is not None:
-            checked_opt_state(tx, params, self.plan.known_loss().of_batch)
-        return rows.placed(state, state_shardings(jax.eval_shape(lambda tree: tree, state), params), self.mesh)
+        optimizer = None if tx is None else (tx, self.plan.known_loss().of_batch)
+        return rows.placed(*state_to_place(state, self.plan.shapes["params"], optimizer), self.mesh)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.
@@ -456,6 +454,7 @@ class Pipeline(Tabular):
         """
         checks.check_state(state)
         step = self._training_step(state.variables, batch, state.key)
+        checks.check_offload(self.plan, state)
         self.agreement.check(batch, "train")
         tx, run = self._train_steps.of(state.tx)
         with first_call("the training step", (state, batch)) as done, notes_on_room(self.planner, state, batch, tx):
@@ -476,7 +475,7 @@ class Pipeline(Tabular):
         micro = self.planner.for_training(batch)
         checks.check_complete(self.plan, variables)
         step = self.planner.training_step(micro, key)
-        checks.check_key(step.model, step.loss, key)
+        checks.check_step(step, key)
         return step
 
     def _state_shapes(self, tx: optax.GradientTransformation, key: jax.Array | None = None) -> TrainState:
@@ -492,7 +491,8 @@ class Pipeline(Tabular):
     def _placed(self, variables: Variables) -> Variables:
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
         shapes = {name: self.plan.layouts[name].shapes for name in variables}
-        return rows.placed(variables, jax.tree.map(lambda leaf: leaf.sharding, shapes), self.mesh)
+        own = {name: StageTree(tree, shapes[name].layout) for name, tree in variables.items()}
+        return rows.placed(own, jax.tree.map(lambda leaf: leaf.sharding, shapes), self.mesh)
 
     @cached_property
     def _jit_init(self) -> Callable:

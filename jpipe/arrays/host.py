@@ -19,13 +19,15 @@ def is_apart(mesh: Mesh | AbstractMesh) -> bool:
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """The same sharding in the memory of the hosts; as it is on CPUs, which have no other.
 
-    The shape of a device that isn't there, as its compiler is given it, may not say that it has such a memory.
+    A device that isn't there, as its compiler is given it or as planning takes it, may not say that it has such memory.
     """
-    if not is_apart(sharding.mesh):
+    mesh = sharding.mesh
+    if not is_apart(mesh):
         return sharding
-    there = sharding.with_memory_kind(HOST)
-    is_known = there.memory_kind == HOST
-    return there if is_known else NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
+    says = not isinstance(mesh, Mesh) or hasattr(mesh.devices.flat[0], "client")
+    if says and (there := sharding.with_memory_kind(HOST)).memory_kind == HOST:
+        return there
+    return NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
 def to_host(tree: PyTree) -> PyTree:

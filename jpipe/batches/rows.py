@@ -73,6 +73,8 @@ def place_rows(batch: Batch, mesh: Mesh, batch_axes: Sequence[str]) -> Batch:
 def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
     """Puts arrays and numbers where `shardings` say; those that lie on all devices already, or are traced, stay.
 
+    Only those that lie in another memory move: on the hosts, and not on the devices, or the other way round.
+
     Args:
       tree: on the host, on one device or on the mesh. Each process passes the same.
       shardings: a tree like it, or one sharding for all.
@@ -81,8 +83,10 @@ def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
     devices = set(mesh.devices.flat)
 
     def move(leaf: Leaf, sharding: NamedSharding) -> Leaf:
-        if isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices):
+        if isinstance(leaf, Tracer):
             return leaf
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices:
+            return leaf if leaf.sharding.memory_kind == sharding.memory_kind else jax.device_put(leaf, sharding)
         if isinstance(leaf, np.ndarray) or not mesh.is_multi_process:
             return jax.device_put(leaf, sharding)
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)  # an array of this process alone goes to others too

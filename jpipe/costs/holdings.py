@@ -11,10 +11,10 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.host import HOST
 from jpipe.arrays.trees import bytes_of
 from jpipe.memory.layout import Layout, StageTree
+from jpipe.memory.offload import may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import split_by
 from jpipe.model.random_keys import key_shape
@@ -69,7 +69,7 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
     trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
     pairs = ((tree.layout.shapes[name], tree[name]) for tree in trees for name in tree)
     of_buffers = [(buffer, leaf) for buffer, leaves in pairs for leaf in jax.tree.leaves(leaves)]
-    gone = _bytes_of_parts(leaf for buffer, leaf in of_buffers if is_float(leaf) and leaf.shape == buffer.shape)
+    gone = _bytes_of_parts(leaf for buffer, leaf in of_buffers if may_go(leaf, buffer))
     return whole - gone, gone
 
 

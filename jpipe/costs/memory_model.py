@@ -94,12 +94,12 @@ def host_is_apart(planner: Planner, chip: Chip | None) -> bool:
 
 def _on_hosts(step: Step) -> int:
     """Bytes of the rows on the host of a device."""
-    return sum(storage.host_rows * bytes_of(jax.eval_shape(storage.empty_row)) for storage in step.kept.away.values())
+    return sum(storage.host_rows * storage.row_bytes for storage in step.kept.away.values())
 
 
 def _residuals(step: Step, *, apart: bool) -> int:
     """Bytes of what actions keep on a device; of rows that go to the host, what is there, and one that comes back."""
-    back = sum(bytes_of(jax.eval_shape(storage.empty_row)) for storage in step.kept.away.values())
+    back = sum(storage.row_bytes for storage in step.kept.away.values())
     return bytes_of(jax.eval_shape(step.kept.empty)) + back + _on_hosts(step) * (not apart)
 
 

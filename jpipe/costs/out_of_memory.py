@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jpipe.costs.chips import chip_of
 from jpipe.costs.holdings import holdings
-from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.memory_model import predict_host_memory, predict_memory
 from jpipe.model.remat import MODES
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request
@@ -21,10 +21,11 @@ from jpipe.terminal.tables import bytes_in_words
 from jpipe.types import Batch, PyTree
 
 PAGE = 'the page "Out of memory?" (docs/howto/out-of-memory.md)'
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 MOST = 4
 """How many parts a note names."""
 LESS = {"none": 'remat="layer"', "layer": 'remat="full"', "stage": 'remat="full"', "full": ""}
-"""By mode of remat, those that keep less."""
+"""For each mode of remat, the next one that keeps less."""
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
         rest = [f"  and the batch, the outputs, activations, caches; smaller by {', '.join(smaller['boundaries'])}"]
     else:
         parts, what = dict(predict_memory(planner, batch, tx)), "By jpipe's model of memory a step of training takes"
-        rest = []
+        rest = _on_host(predict_host_memory(planner, batch, tx).total, planner.request)
     room = _room(planner.request.mesh)
     has = f", which has {bytes_in_words(room)}" if room else ""
     largest = sorted(((size, name) for name, size in parts.items() if size), reverse=True)[:MOST]
@@ -74,13 +75,19 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
     return "\n".join([*lines, *rest, f"What each of these costs: {PAGE}"])
 
 
+def _on_host(size: int, request: Request) -> list[str]:
+    """A line for bytes on the host, of which there may be too many as well."""
+    most = f"; there JAX takes at most 64 GiB for a process, unless {HOST_LIMIT} is set" * request.splits.on_gpu
+    return [f"  and {bytes_in_words(size)} of its host{most}"] if size else []
+
+
 def remedies(request: Request) -> dict[str, list[str]]:
     """The settings that make each part of a device's memory smaller and aren't chosen yet, the cheapest first."""
     schedule, splits, ends = request.schedule, request.splits, request.options.ends
     mode = next((name for name, mode in MODES.items() if mode == request.remat), "none")
     in_flight = ['schedule="1f1b"'] * (schedule.name == "gpipe")
-    offload, keeps = request.options.offload, not request.remat.keep_inputs
-    hosted = {"residuals": keeps and not (offload.residuals or offload.boundaries), "optimizer": not offload.optimizer}
+    offload, stores = request.options.offload, not request.remat.keep_inputs
+    hosted = {"residuals": stores and not (offload.residuals or offload.boundaries), "optimizer": not offload.optimizer}
     hosts = {word: [f'offload="{word}"'] * (goes and not splits.on_cpu) for word, goes in hosted.items()}
     remat = [LESS[mode]] * bool(LESS[mode]) * (mode == "none" or not schedule.splits)
     micro = [f"more than {schedule.num_microbatches} micro-batches"]

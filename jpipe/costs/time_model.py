@@ -121,7 +121,7 @@ def _moves(step: Step, chip: Chip) -> list[float]:
     slots = step.table.slots
     moves = np.zeros((2, len(slots) + 1))
     for name, storage in step.kept.away.items():
-        seconds = _on_link(bytes_of(jax.eval_shape(storage.empty_row)), chip)
+        seconds = _on_link(storage.row_bytes, chip)
         for i, slot in enumerate(slots):
             moves[0, i] += seconds * bool((slot.away[name].returns >= 0).any())
             moves[1, i + 1] += seconds * bool((slot.away[name].sent_to >= 0).any())

@@ -6,10 +6,10 @@ Here is a stage's part in two ticks of 1F1B; micro-batch 3 goes forward as 1 goe
     comes back      1 -----------|                  2 -----------|
     leaves                          3 -----------|                  4 -----------|
 
-A row starts to come back before a slot and has to be there after it, and so with one that leaves. Compilers take the
-liberty to wait for it before the slot's work. So at the end of a slot all that moved beside it, activations and
-cotangents too, is tied to what the slot left: nobody can ask for it before. Only then the slot's own row is sent: else
-a GPU's compiler, which sees an array on the host read and written at once, copies it whole.
+A row starts to come back before a slot and has to be there after it, and so with one that leaves. A compiler may wait
+for it before the slot's work. So at the end of a slot all that moved beside it, activations and cotangents too, is tied
+to what the slot left: nothing can ask for it before. Only then the slot's own row is sent: else a GPU's compiler, which
+sees an array on the host read and written at once, copies it whole.
 """
 
 from __future__ import annotations
@@ -84,5 +84,5 @@ def send(
 
 
 def _returning(names: Iterable[str], slot: SlotTable) -> list[str]:
-    """Those of the names whose rows ever come back beside a slot."""
+    """The names of the buffers from which a row comes back beside this slot."""
     return [name for name in names if (slot.away[name].returns >= 0).any()]

@@ -50,7 +50,7 @@ class Forecast(Tabular):
     Attributes:
       title: the pipeline and the hardware, in a line.
       fits: whether there is room for the step: a TPU's compiler says so; on GPUs the bytes are compared with the memory
-        that JAX may be given.
+        that JAX may be given, and with `offload=` those on the host with its own.
       cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"; with
         `offload=` "host" too, as `jpipe.plan` predicts it), bytes on a device and on its host, and the schedule with
         what stages take. `seconds_by` says whose seconds they are.
@@ -208,6 +208,8 @@ def forecast(
         on_host = Parts({name: size for name, size in hosted.items() if size})
         predicted = replace(predicted, cost=replace(cost, bytes=Parts(held, **beyond), host=on_host))
     chip = chip_of(device)
+    if chip is not None and 0 < chip.host.memory < predicted.cost.host.total:
+        return _without_room_on_hosts(predicted, chip.host.memory)
     if chip is not None and chip.gpu is not None:
         return _on_gpus(predicted, there, shapes, tx, chip)
     if not text:
@@ -217,8 +219,13 @@ def forecast(
     if chip is None or not predicted.cost.host:
         return predicted
     time = predict_time(planner, shapes, chip, tx=tx)  # the compiler's cycles have nothing of the host's link
-    seconds = Parts(predicted.cost.seconds, host=time.seconds.host) if predicted.cost.seconds else Parts()
+    seconds = _with_moves(predicted.cost.seconds, time) if predicted.cost.seconds else Parts()
     return replace(predicted, cost=replace(predicted.cost, seconds=seconds, notes=time.notes))
+
+
+def _with_moves(seconds: Parts, time: StepCost) -> Parts:
+    """Seconds with those in which a predicted step waits for moves to and from its host, if it has any."""
+    return Parts(seconds, host=time.seconds.host) if "host" in time.seconds else seconds
 
 
 def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
@@ -249,9 +256,7 @@ def _on_gpus(
     time = predict_time(pipe.planner, batch, chip, tx=tx)
     parts = time.seconds
     seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
-    if "host" in parts:
-        seconds = Parts(seconds, host=parts.host)
-    cost = replace(predicted.cost, seconds=seconds, timeline=time.timeline, notes=time.notes)
+    cost = replace(predicted.cost, seconds=_with_moves(seconds, time), timeline=time.timeline, notes=time.notes)
     return replace(predicted, cost=cost, message=message)
 
 
@@ -290,6 +295,16 @@ def _without_room(predicted: Forecast, pipe: Pipeline, error: str) -> Forecast:
     left = max(0, int(float(used[1]) * UNITS[used[2]]) - held.total) if used else 0
     cost = replace(predicted.cost, bytes=Parts(held, temporaries=left))
     return replace(predicted, fits=False, cost=cost, message=message, advice=_advice(pipe, held.total, left))
+
+
+def _without_room_on_hosts(predicted: Forecast, room: int) -> Forecast:
+    """The forecast of a step whose host has less memory for a device than would lie there."""
+    hosted = predicted.cost.host
+    used, most = bytes_in_words(hosted.total), bytes_in_words(room)
+    message = f"{used} would lie on the host, which has {most} for each of its devices"
+    of_rows = hosted.get("temporaries", 0) > hosted.total / 2
+    remedy = "a share of the residuals in offload=, or more" if of_rows else "more"
+    return replace(predicted, fits=False, message=message, advice=(f"would help: {remedy} devices",))
 
 
 def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:

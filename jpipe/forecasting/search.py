@@ -307,8 +307,8 @@ class Search:
         hosted = predict_host_memory(pipe.planner, self.batch, self.tx, self.chip)
         cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held, host=hosted)
         counts, fits = list(pipe.partition.counts), held.total <= self.room
-        fits = fits and hosted.total <= SURE * self.chip.host.memory
-        return Choice(setting, {**setting.options, "balance": counts}, cost, fits)
+        has_room = not self.chip.host.memory or hosted.total <= SURE * self.chip.host.memory
+        return Choice(setting, {**setting.options, "balance": counts}, cost, fits and has_room)
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""

@@ -1,7 +1,7 @@
 """Rows of buffers that go to the host while they wait, and come back in time (`offload=`).
 
-A device has a few rows of what was just written, and of what doesn't wait long enough to leave; one place for the row
-that has come back; and the host has the rows that wait. `jpipe.schedules.ticks` says which row moves when:
+A device has the rows that were just written, and those that wait too briefly to leave; and one place for the row that
+has come back. The host has the rows that wait. `jpipe.schedules.ticks` says which row moves when:
 
     buffer                    device, `here`          device, `back`       host
     bfloat16_4x512x2048       [rows * n, 4, 512, 2048]  [n, 4, 512, 2048]    [host_rows, n, 4, 512, 2048]
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jpipe.arrays.host import to_device, to_host
 from jpipe.arrays.indexing import Index, put_row, take_row, take_slice
+from jpipe.arrays.trees import bytes_of
 from jpipe.memory.buffers import Buffer, StackedBuffer
 from jpipe.memory.memory_order import Order, in_order
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage
@@ -69,17 +70,22 @@ class AwayStorage(Storage):
         host = {name: jax.lax.empty(shape(buffer), buffer.dtype) for name, buffer in self.named_buffers}
         return to_host(host) if self.moves else host
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row."""
+        return bytes_of(jax.eval_shape(self.empty_row))
+
     def empty_row(self) -> Buffers:
         """A row on the device, of any values."""
         return {name: jax.lax.empty((b.strides[0], *b.shape[1:]), b.dtype) for name, b in self.named_buffers}
 
     def fetched(self, host: Buffers, row: Index) -> Buffers:
-        """A row of the host's, on the device; of no row (-1), row 0."""
+        """Copies a row of the host's to the device; for -1 row 0, which nobody reads."""
         rows = {name: take_row(array, jnp.maximum(row, 0)) for name, array in host.items()}
         return self._in_order(to_device(rows) if self.moves else rows)
 
     def leaving(self, here: Buffers, row: Index) -> Buffers:
-        """A row of the device's, to be sent; of no row (-1), row 0."""
+        """A row of the device's, to be sent; for -1 row 0, which nobody reads there."""
 
         def of_buffer(array: jax.Array, buffer: Buffer) -> jax.Array:
             size = buffer.strides[0]

@@ -1,4 +1,4 @@
-"""`Cuts`: how an array that lies on the hosts is cut into slices, which are all of it that a device ever holds."""
+"""`Cuts`: how an array that lies on the hosts is cut into slices. A device holds a few of them, never all of it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
@@ -168,6 +168,17 @@ class StageTree(dict):
         """The inverse of `tree_flatten_with_keys`."""
         names, layout = static
         return cls(dict(zip(names, leaves, strict=True)), layout)
+
+
+def laid_out(tree: PyTree, *, state_on_hosts: bool) -> PyTree:
+    """The same tree, whose `StageTree`s say whether an optimiser's state lies on the hosts. No array moves."""
+
+    def of_node(node: Leaf | StageTree) -> Leaf | StageTree:
+        if not isinstance(node, StageTree) or node.layout.state_on_hosts == state_on_hosts:
+            return node
+        return StageTree(node, replace(node.layout, state_on_hosts=state_on_hosts))
+
+    return jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
 
 
 def make_layouts(

@@ -1,4 +1,4 @@
-"""`Offload`: what lies in the memory of the hosts (`offload=`), and how arrays go there and back.
+"""`Offload`: what lies in the memory of the hosts (`offload=`).
 
 A chip's host has several times the memory of its chips, behind a link that is a hundred times slower than the chip's
 own memory. So what waits long, or is needed once a step, may lie there, if it moves while the chip computes.
@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from jax.sharding import Mesh
-
-from jpipe.arrays.host import is_apart
-from jpipe.terminal.notices import warn_once
+from jpipe.arrays.dtypes import is_float
+from jpipe.types import Leaf
 from jpipe.users_numbers import as_number
 
 
@@ -21,7 +19,7 @@ class Offload:
     """The shares of what lies on the hosts: 0 for nothing, 1 for all.
 
     Attributes:
-      residuals: of the bytes of what forwards keep for backwards.
+      residuals: of the bytes that forwards keep for backwards.
       boundaries: of the layers' inputs among them, which are all that remat "layer" keeps.
       optimizer: of the optimiser's state; 0 or 1.
     """
@@ -66,8 +64,6 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
     return Offload(**{word: float(share) for word, share in offload.items()})
 
 
-def moves(mesh: Mesh) -> bool:
-    """Whether the devices have a memory besides their host's. CPUs haven't: there all stays where it is."""
-    if not is_apart(mesh):
-        warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
-    return is_apart(mesh)
+def may_go(leaf: Leaf, buffer: Leaf) -> bool:
+    """Whether a leaf of an optimiser's state can lie on the hosts: floats of the shape of their buffer."""
+    return leaf.shape == buffer.shape and is_float(leaf)

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from jpipe.arrays.dtypes import is_float
-from jpipe.jaxprs.rewriting import depends_on, uses, without_equations, without_prints, without_roundings
+from jpipe.jaxprs.rewriting import depends_on, equations_in, uses, without_equations, without_prints, without_roundings
 from jpipe.jaxprs.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
@@ -134,7 +134,13 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
     except Exception as error:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
-    marks = {v for equation in jaxpr.jaxpr.eqns if is_mark(equation) for v in equation.outvars}
+    at_top = [equation for equation in jaxpr.jaxpr.eqns if is_mark(equation)]
+    if len(at_top) < sum(map(is_mark, equations_in(jaxpr.jaxpr.eqns))):
+        raise ValueError(
+            f"{function.group.layer.name}: remat= offloads a value inside of a jit, a scan or another function of the "
+            "layer, which can't go to the host from there; have the layer compute it outside, or save it"
+        )
+    marks = {v for equation in at_top for v in equation.outvars}
     marked = [isinstance(v, Var) and v in marks for v in jaxpr.jaxpr.outvars]
     # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide.
     forward, backward = without_roundings(without_equations(jaxpr, is_mark)), without_equations(backward, is_mark)

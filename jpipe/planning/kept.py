@@ -13,17 +13,19 @@ With `offload=` some residuals are in "residual_away" and "kept_away" instead: t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
 from jax.sharding import Mesh
 
+from jpipe.arrays.host import is_apart
 from jpipe.arrays.indexing import Index
 from jpipe.memory.away import AwayStorage, build_away_storage
 from jpipe.memory.memory_order import Order, result_orders
-from jpipe.memory.offload import moves
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.planning.host_residuals import Going
@@ -32,6 +34,8 @@ from jpipe.types import Leaf
 
 Kept: TypeAlias = dict[str, Buffers]
 """A device's buffers by the name of their rows."""
+Owners = Sequence[Sequence[int]]
+"""For each of some groups the virtual stage of each of its layers."""
 Ordered = list[tuple[jax.ShapeDtypeStruct, Order | None]]
 """Leaves, and the order of dimensions in which each is made."""
 
@@ -113,7 +117,10 @@ def make_kept_storage(
       apart: each leaf has a stacked buffer of its own, if it has one at all (`each_apart`).
     """
     groups = traced_as if layers else ()
-    rows_of = [_rows_of(layer, of_layer, table) for layer, of_layer in zip(layers, goes, strict=True)]
+    frees = _frees(
+        table, [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))], device_of
+    )
+    rows_of = [_rows_of(*one) for one in zip(layers, goes, frees, strict=True)]
     kept = [_kept_of(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
     storages, away = {}, {}
@@ -123,7 +130,7 @@ def make_kept_storage(
         tags, own = each_apart(leaves) if apart else None, owners[: len(groups)]
         if name in table.away_rows:
             rows = table.away_rows[name]
-            away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=moves(mesh))
+            away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=is_apart(mesh))
             storages[name] = away[name]
         else:
             storages[name] = build_storage(
@@ -132,11 +139,26 @@ def make_kept_storage(
     return KeptStorage(storages, away, tuple(rows_of[g] for g in groups))
 
 
-def _rows_of(layer: DeviceLayer, goes: Sequence[bool], table: TickTable) -> tuple[str, ...]:
+def _frees(table: TickTable, owners: Sequence[Owners], device_of: Sequence[int]) -> list[frozenset[str]]:
+    """For each group as traced, the names of `AWAY` under which its residuals take fewer rows of the devices.
+
+    Rows that go are as many on all stages, and as large as on the stage with the most layers of the group: more than
+    those that stay, if only stages near the end of the pipeline have the group.
+    """
+
+    def of_group(owned: Owners, name: str) -> bool:
+        counts = Counter(itertools.chain(*owned))
+        stays = max((n * table.rows[AWAY[name]][device_of[s]] for s, n in counts.items()), default=0)
+        return (table.away_rows[name][0] + 1) * max(counts.values(), default=0) < stays
+
+    return [frozenset(name for name in table.away_rows if of_group(owned, name)) for owned in owners]
+
+
+def _rows_of(layer: DeviceLayer, goes: Sequence[bool], frees: Collection[str]) -> tuple[str, ...]:
     """The name of the rows of each residual."""
     names = ["kept" if waits else "residual" for waits in layer.waits]
     away = [f"{name}_away" if leaves else name for name, leaves in zip(names, goes, strict=True)]
-    return tuple(there if there in table.away_rows else name for name, there in zip(names, away, strict=True))
+    return tuple(there if there in frees else name for name, there in zip(names, away, strict=True))
 
 
 def _kept_of(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> dict[str, Ordered]:

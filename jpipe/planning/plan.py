@@ -19,7 +19,6 @@ from jpipe.layers.base import describe
 from jpipe.layers.shared import how_to_share
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
-from jpipe.memory.offload import moves
 from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type, unrolled
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
@@ -86,7 +85,6 @@ class Plan:
         cuts, placement = self.partition.bounds, request.schedule.placement
         layouts = make_layouts(self.model, cuts, placement, request.mesh, apart=options.unroll, ends=options.ends)
         if options.offload.optimizer:
-            moves(request.mesh)
             layouts["params"] = replace(layouts["params"], state_on_hosts=True)
         if self.cut is None:
             return layouts

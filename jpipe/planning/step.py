@@ -16,6 +16,7 @@ import numpy as np
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.memory.boundaries import Boundaries, make_boundaries
+from jpipe.memory.offload import Offload
 from jpipe.memory.storage import Storage
 from jpipe.model.groups import Model, role_of
 from jpipe.model.layer_function import LayerFunction
@@ -25,7 +26,7 @@ from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, pa
 from jpipe.partitioner.shardings import Sharding
 from jpipe.planning.ends import Ends, as_they_lie, check_layers, make_shared_ends
 from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
-from jpipe.planning.host_residuals import residuals_that_go
+from jpipe.planning.host_residuals import Going, residuals_that_go
 from jpipe.planning.idle_work import IdleWork, plan_idle_work
 from jpipe.planning.kept import KeptStorage, make_kept_storage
 from jpipe.planning.layer_ranges import LayerRanges, make_ranges
@@ -221,11 +222,7 @@ def _rows(
     """
     request, model, layers = plan.request, plan.arranged(traced), groups[1]
     keep_inputs, goes = request.remat.keep_inputs, residuals_that_go(request, traced, *groups)
-    wanted = any(map(any, goes)) and not keep_inputs
-    table = lower(schedule, keep_inputs=keep_inputs, idle_work=along, away=wanted)
-    if wanted and not table.away_rows:
-        sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
-        warn_once(f"offload= moves no residuals: under {schedule.name!r} with {sizes} none waits long enough to leave")
+    table = lower(schedule, keep_inputs=keep_inputs, idle_work=along, away=any(map(any, goes)) and not keep_inputs)
     virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
     kept = make_kept_storage(
         layers,
@@ -237,4 +234,20 @@ def _rows(
         mesh=request.mesh,
         apart=request.options.unroll,
     )
+    if layers and not keep_inputs and not kept.away:
+        _warn_if_none_go(request.options.offload, goes, schedule)
     return table, kept
+
+
+def _warn_if_none_go(offload: Offload, goes: Going, schedule: Schedule) -> None:
+    """Says that no residuals go to the hosts, though some are to."""
+    sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
+    if any(map(any, goes)):
+        why = f"under {schedule.name!r} with {sizes} none waits long enough to leave"
+        warn_once(f"offload= moves no residuals: {why}")
+    elif offload.residuals or offload.boundaries:
+        shares = {word: share for word, share in offload.shares.items() if word != "optimizer"}
+        warn_once(
+            f"offload={shares} moves no residuals: each of the layers' residuals is a larger share (those of equal "
+            "layers go together); use a larger one"
+        )

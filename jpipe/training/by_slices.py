@@ -24,7 +24,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.host import is_apart, to_host
 from jpipe.arrays.indexing import Index, put_slice, take_slice
 from jpipe.arrays.loops import each, when
@@ -32,6 +31,7 @@ from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.memory.host_slices import Cuts
 from jpipe.memory.layout import Layout, StageTree
 from jpipe.memory.memory_order import in_order
+from jpipe.memory.offload import may_go
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out
@@ -100,7 +100,7 @@ def homes_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
         buffer, by_record = node.layout.shapes[name], params not in (None, node.layout)
         if leaf.shape != buffer.shape:
             return Place()
-        hosted = params is not None and is_float(leaf)
+        hosted = params is not None and may_go(leaf, buffer)
         return Place(buffer.sharding.spec, RECORDS if by_record else SLICES if hosted else DEVICE)
 
     nodes = jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
@@ -160,7 +160,7 @@ class _Target(NamedTuple):
 
 
 class _Update:
-    """The values of a flat jaxpr, as far as they are known whole.
+    """Evaluates the equations of an update: some values whole, some only a slice at a time.
 
     Attributes:
       flat: the jaxpr.
@@ -426,16 +426,18 @@ class _Sum(NamedTuple):
     start: Callable[[np.dtype], jax.Array]
 
 
+_least = lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+_most = lambda dtype: jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
 _all = lambda reduce: lambda part, names: reduce(part.astype(jnp.int32), names) > 0
 _SUMS = {
     "reduce_sum": _Sum(jnp.add, jax.lax.psum, lambda dtype: jnp.zeros((), dtype)),
-    "reduce_max": _Sum(jnp.maximum, jax.lax.pmax, lambda dtype: jnp.full((), -jnp.inf, dtype)),
-    "reduce_min": _Sum(jnp.minimum, jax.lax.pmin, lambda dtype: jnp.full((), jnp.inf, dtype)),
+    "reduce_max": _Sum(jnp.maximum, jax.lax.pmax, lambda dtype: jnp.asarray(_least(dtype), dtype)),
+    "reduce_min": _Sum(jnp.minimum, jax.lax.pmin, lambda dtype: jnp.asarray(_most(dtype), dtype)),
     "reduce_and": _Sum(jnp.logical_and, _all(jax.lax.pmin), lambda dtype: jnp.ones((), dtype)),
     "reduce_or": _Sum(jnp.logical_or, _all(jax.lax.pmax), lambda dtype: jnp.zeros((), dtype)),
 }
 _REFUSED = (
     'offload="optimizer" takes transformations that work element by element, besides sums over whole arrays, but {!r} '
-    "reads the state of tx; wrap that part of tx in jpipe.per_layer(...), outermost (MultiSteps inside it), or leave "
-    '"optimizer" out of offload='
+    "reads the state of tx; wrap that part of tx in jpipe.per_layer(...) (MultiSteps inside it, apply_if_finite "
+    'outside), or leave "optimizer" out of offload='
 )

@@ -39,7 +39,7 @@ OnDevice = Callable[[int, Index, Leaves, Records, PyTree], Leaves]
 """`(set of variables, layer, a device's parts of its leaves by tree, all records, arguments that are the same for all
 layers) -> parts of its new leaves`."""
 Layouts = dict[str, Layout]
-PROGRAM = "per_layer"
+PROGRAM = "jpipe_per_layer"
 """The name of what runs for all layers, in jaxprs."""
 
 

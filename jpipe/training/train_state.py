@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.host import on_host
-from jpipe.memory.layout import StageTree
+from jpipe.memory.layout import StageTree, laid_out
+from jpipe.memory.offload import may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.training.by_slices import initial, updated
 from jpipe.training.optimizers import check_is_optimizer, check_optimizer, check_update
@@ -96,6 +96,31 @@ def make_opt_state(tx: optax.GradientTransformation, params: StageTree, sharding
     return jax.jit(partial(initial, tx), out_shardings=shardings)(params)
 
 
+def state_to_place(
+    state: PyTree, params: StageTree, optimizer: tuple[optax.GradientTransformation, jax.ShapeDtypeStruct] | None
+) -> tuple[PyTree, PyTree]:
+    """(The state of any training loop, shardings for it).
+
+    A `TrainState` comes back as one whose optimiser's state lies where `params` say, on the hosts or on the devices.
+
+    Args:
+      state: a `TrainState`, or any pytree.
+      params: the shapes of the parameters.
+      optimizer: the loop's optimiser and the type of its loss, to be checked as by `abstract_state`; None without one.
+    """
+    if optimizer is not None:
+        tx, loss = optimizer
+        checked_opt_state(tx, params, loss)
+    if not isinstance(state, TrainState):
+        return state, state_shardings(jax.eval_shape(lambda tree: tree, state), params)
+    on_hosts = params.layout.state_on_hosts
+    own, opt_state = laid_out((state.variables["params"], state.opt_state), state_on_hosts=on_hosts)
+    state = state.replace(variables=state.variables | {"params": own}, opt_state=opt_state)
+    shapes = jax.eval_shape(lambda tree: tree, state)
+    moments = state_shardings(shapes.opt_state, params, on_hosts=on_hosts)
+    return state, state_shardings(shapes, params).replace(opt_state=moments)
+
+
 def state_shardings(opt_state: Shapes, params: StageTree, *, on_hosts: bool = False) -> PyTree:
     """Shardings for an optimiser's state, a tree like it: a leaf that has the shape of its buffer lies as the buffer.
 
@@ -120,7 +145,7 @@ def state_shardings(opt_state: Shapes, params: StageTree, *, on_hosts: bool = Fa
         def of_leaf(buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> NamedSharding:
             if leaf.shape != buffer.shape:
                 return guess(leaf)
-            return on_host(buffer.sharding) if on_hosts and is_float(leaf) else buffer.sharding
+            return on_host(buffer.sharding) if on_hosts and may_go(leaf, buffer) else buffer.sharding
 
         return StageTree({n: jax.tree.map(partial(of_leaf, shapes[n]), node[n]) for n in node}, node.layout)
 

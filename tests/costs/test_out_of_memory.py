@@ -13,7 +13,7 @@ import pytest
 import jpipe
 from jpipe.costs import out_of_memory
 from jpipe.costs.chips import parse_topology
-from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.memory_model import predict_host_memory, predict_memory
 from jpipe.costs.out_of_memory import PAGE, note, notes_on_room, remedies
 from jpipe.terminal.tables import bytes_in_words
 from small_pipeline import dense
@@ -51,6 +51,14 @@ def refuse(*_, **__):
 
 def notes_of(error):
     return getattr(error, "__notes__", [])
+
+
+def test_bytes_on_the_host_are_named():
+    pipe = make(offload="optimizer", mesh=jpipe.make_mesh(stage=2, devices=parse_topology("h100:2").stand_ins()))
+    size = predict_host_memory(pipe.planner, BATCH, TX).total
+    assert size > 0
+    assert f"  and {bytes_in_words(size)} of its host; there JAX takes at most 64 GiB" in note(pipe.planner, BATCH, TX)
+    assert "of its host" not in note(make().planner, BATCH, TX)
 
 
 def test_the_first_step_that_finds_no_room_says_what_it_holds(terminal, soon):

@@ -1,5 +1,6 @@
 import importlib.util
 import re
+from dataclasses import replace
 
 import flax.linen as nn
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import jpipe
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import CHIPS
+from jpipe.costs.chips import CHIPS, Host
 from jpipe.costs.memory_model import predict_host_memory
 from jpipe.costs.time_model import predict_time
 from tpu_program import needs_tpu_compiler
@@ -121,3 +122,14 @@ def test_bytes_on_the_host_are_apart():
     assert gone.host_bytes == {"temporaries": predicted.residuals} and predicted.residuals > 0
     assert gone.slices["host"] > 0 and "on the host: temporaries" in str(gone)
     assert "ms of moves to and from the host" in str(gone)
+
+
+@needs_gpu_compiler
+def test_a_host_without_room_is_told(monkeypatch):
+    small = replace(CHIPS["h100"], host=Host(bandwidth=1e9, memory=100))
+    monkeypatch.setattr("jpipe.forecasting.forecaster.chip_of", lambda device: small)
+    momentum = 2 * (8 * 8 + 8) * 4
+    found = jpipe.forecast(make_pipe(offload="optimizer"), batch_of(), optax.sgd(0.1, momentum=0.9), topology="h100:2")
+    assert (found.fits, found.limit, found.host_bytes) == (False, "memory", {"optimizer": momentum})
+    assert f"{momentum} bytes would lie on the host, which has 100 bytes for each of its devices" in str(found)
+    assert "would help: more devices" in str(found)

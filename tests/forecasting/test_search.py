@@ -322,3 +322,9 @@ def test_no_more_residuals_go_than_the_link_bears():
     with pytest.raises(ValueError, match="no plan fits"):  # one residual a layer, which the link doesn't bear
         planned(own.total_bytes - own.cost.bytes.optimizer - 1, bandwidth=1e6)
     assert whole.setting.offload == Offload(residuals=1)
+
+
+def test_gpus_have_hosts_too():
+    options = {**ONE_WAY, "offload": "optimizer"}
+    best = jpipe.plan(layers_of(8), loss_fn, words(), TX, topology="h100:4", **options)[0]
+    assert best.cost.host == {"optimizer": best.cost.bytes.parameters}

@@ -159,8 +159,21 @@ def test_checkpoints_go_to_pipelines_without(tmp_path, saves, tx):
 
 def test_a_selection_around_per_layer_is_refused():
     tx = optax.MultiSteps(jpipe.per_layer(optax.lamb(1e-2)), 2).gradient_transformation()
-    with pytest.raises(ValueError, match=r"'a selection' reads the state of tx; wrap .* \(MultiSteps inside it\)"):
+    with pytest.raises(ValueError, match=r"'a selection' reads the state of tx; wrap .* \(MultiSteps inside it, "):
         pipe_of(True).create_state(jax.random.key(0), BATCH, tx)
+
+
+def test_a_state_goes_to_a_pipeline_with_another_offload():
+    tx, (hosted, plain) = optax.adam(1e-2), map(pipe_of, (True, False))
+    state = hosted.create_state(jax.random.key(0), BATCH, tx)
+    assert_equal(plain.evaluate(state.variables, BATCH), hosted.evaluate(state.variables, BATCH))
+    with pytest.raises(ValueError, match=r"lies in the memory of the hosts, and a step here has it in that of the dev"):
+        plain.train_step(state, BATCH)
+    moved = plain.place_state(jax.tree.map(jnp.copy, state), tx)
+    expected = hosted.layer_variables(hosted.train_step(state, BATCH)[0].variables)
+    assert_equal(plain.layer_variables(plain.train_step(moved, BATCH)[0].variables), expected)
+    back = hosted.place_state(plain.create_state(jax.random.key(0), BATCH, tx), tx)
+    assert_equal(hosted.layer_variables(hosted.train_step(back, BATCH)[0].variables), expected)
 
 
 # --- compiled programs ------------------------------------------------------------------------------------------------
