@@ -67,9 +67,13 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
         return whole, 0
     is_tree = lambda node: isinstance(node, StageTree)
     trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
-    pairs = ((tree.layout.shapes[name], tree[name]) for tree in trees for name in tree)
-    of_buffers = [(buffer, leaf) for buffer, leaves in pairs for leaf in jax.tree.leaves(leaves)]
-    gone = _bytes_of_parts(leaf for buffer, leaf in of_buffers if may_go(leaf, buffer))
+    gone = _bytes_of_parts(
+        leaf
+        for tree in trees
+        for name, buffer in tree.layout.shapes.items()
+        for leaf in jax.tree.leaves(tree[name])
+        if may_go(leaf, buffer, by_layer=tree.layout != plan.layouts["params"])
+    )
     return whole - gone, gone
 
 

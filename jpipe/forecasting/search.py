@@ -266,7 +266,10 @@ class Search:
         faster = [*itertools.takewhile(lambda choice: not choice.fits, choices)]
         for parts in (["optimizer"], ["optimizer", "residuals"]):
             least = lambda held, parts=parts: held.total - sum(held[part] for part in parts)
-            for choice in [choice for choice in faster if least(choice.cost.bytes) <= self.room][:OFFLOADED]:
+            would_fit = [choice for choice in faster if least(choice.cost.bytes) <= self.room][:OFFLOADED]
+            if choices and len(faster) == len(choices):  # nothing fits: the least memory is to be known
+                would_fit.append(min(choices, key=lambda choice: least(choice.cost.bytes)))
+            for choice in would_fit:
                 share = self._bearable(choice.setting) if "residuals" in parts else 0.0
                 for state in (0, 1) if share else (1,):
                     self._rate(replace(choice.setting, offload=Offload(residuals=share, optimizer=state)))

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.host import is_apart
 from jpipe.arrays.indexing import Index
 from jpipe.memory.host_slices import zeros_on_host
+from jpipe.memory.offload import may_go
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS
@@ -121,11 +121,11 @@ class Layout:
         return {n: part_zeros(a.shape, a.spec, self.mesh, a.dtype) for n, a in self.storage.named_buffers}
 
     def zeros_of_state(self) -> Buffers:
-        """The same, if these are an optimiser's state: where that lies."""
+        """The same, if these are a state of `jpipe.per_layer`: where that lies."""
         if not (self.state_on_hosts and is_apart(self.mesh)):
             return self.zeros()
         part = lambda a: NamedSharding(self.mesh, a.spec).shard_shape(a.shape)
-        make = lambda a: (zeros_on_host if is_float(a) else jnp.zeros)(part(a), a.dtype)
+        make = lambda a: (zeros_on_host if may_go(a, a, by_layer=True) else jnp.zeros)(part(a), a.dtype)
         return {name: make(buffer) for name, buffer in self.storage.named_buffers}
 
 

@@ -6,6 +6,7 @@ own memory. So what waits long, or is needed once a step, may lie there, if it m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -51,10 +52,16 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
     if isinstance(offload, str):
         offload = (offload,)
     if not isinstance(offload, Mapping):
-        if not isinstance(offload, (Sequence, set, frozenset)):
+        if not isinstance(offload, (Sequence, set, frozenset)) or isinstance(offload, bytes):
             raise TypeError(f"offload={offload!r} is neither a word nor several; use some of {list(WORDS)}")
+        if any(isinstance(word, Mapping) for word in offload):
+            raise TypeError(
+                f"offload={offload!r}: give all shares in one dict, as {{'residuals': 0.5, 'optimizer': 1}}"
+            )
         offload = dict.fromkeys(offload, 1)
     for word, share in offload.items():
+        if not isinstance(word, str):
+            raise TypeError(f"offload={offload!r} has {word!r}, which is no word; use some of {list(WORDS)}")
         if word not in WORDS:
             raise ValueError(f"offload={word!r} is unknown; use some of {list(WORDS)}")
         remedy = "use 0 or 1: all of it, or nothing" if word == "optimizer" else "use a share from 0 to 1"
@@ -64,6 +71,17 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
     return Offload(**{word: float(share) for word, share in offload.items()})
 
 
-def may_go(leaf: Leaf, buffer: Leaf) -> bool:
-    """Whether a leaf of an optimiser's state can lie on the hosts: floats of the shape of their buffer."""
-    return leaf.shape == buffer.shape and is_float(leaf)
+SMALLEST_RECORD = 2**10
+"""The fewest elements of a leaf that goes layer by layer. A TPU's compiler moves no slices of narrower arrays."""
+
+
+def may_go(leaf: Leaf, buffer: Leaf, *, by_layer: bool) -> bool:
+    """Whether a leaf of an optimiser's state can lie on the hosts: floats of the shape of their buffer.
+
+    Args:
+      leaf: it, or its shape and dtype.
+      buffer: `[K, ...]`; of leaves of two dimensions and more `[K, entries, ...]`.
+      by_layer: whether a layer's part goes and comes at once (`jpipe.per_layer`), not slices of all layers'.
+    """
+    is_wide = len(buffer.shape) >= 4 and math.prod(buffer.shape[2:]) >= SMALLEST_RECORD
+    return leaf.shape == buffer.shape and is_float(leaf) and (is_wide or not by_layer)

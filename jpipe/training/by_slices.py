@@ -100,7 +100,7 @@ def homes_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
         buffer, by_record = node.layout.shapes[name], params not in (None, node.layout)
         if leaf.shape != buffer.shape:
             return Place()
-        hosted = params is not None and may_go(leaf, buffer)
+        hosted = params is not None and may_go(leaf, buffer, by_layer=False)
         return Place(buffer.sharding.spec, RECORDS if by_record else SLICES if hosted else DEVICE)
 
     nodes = jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
@@ -298,10 +298,7 @@ class _Update:
         program = _Loop(self.flat, equations, targets, frozenset(self._hosted), NamedSharding(mesh, spec))
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
         results = [PartitionSpec() if target.sums else spec for target in targets]
-        read = {n: spec for n in arrays if n in self._hosted and n not in written}
-        made, read = on_stages(program.run, mesh, (specs,), (results, read))(arrays)
-        self._hosted |= read  # what later loops read and write is what this one hands on: else it would be copied
-        return made
+        return on_stages(program.run, mesh, (specs,), results)(arrays)
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,11 +332,8 @@ class _Loop:
         """The number of the array that each target replaces; a negative one if there is none."""
         return [-1 - j if target.into is None else target.into for j, target in enumerate(self.targets)]
 
-    def run(self, arrays: _Arrays) -> tuple[list[jax.Array], _Arrays]:
-        """One device's part: its arrays and scalars -> (of each target its part or the sum, what was only read).
-
-        The second are the arrays on the host that nothing replaces.
-        """
+    def run(self, arrays: _Arrays) -> list[jax.Array]:
+        """One device's part: its arrays and scalars -> of each target its part or the sum."""
         cuts, keys = self._cuts, self._keys
         arrays = {n: array.reshape(cuts.view) if array.ndim else array for n, array in arrays.items()}
         read = [n for n in arrays if n in self.hosted and n not in keys]
@@ -354,7 +348,7 @@ class _Loop:
             carry = each(0, count // 2, fixed, two, carry)
             carry = self._slices([at(count - 1)] * (count % 2), shape, fixed, carry)
         whole = {key: array.reshape(self._shape) if array.ndim else array for key, array in carry.items()}
-        return list(map(self._over_devices, self.targets, map(whole.__getitem__, keys))), {n: whole[n] for n in read}
+        return list(map(self._over_devices, self.targets, map(whole.__getitem__, keys)))
 
     def _begin(self, target: _Target, arrays: _Arrays) -> jax.Array:
         """Returns the array in which a target is made, or the sum of nothing."""
@@ -438,6 +432,6 @@ _SUMS = {
 }
 _REFUSED = (
     'offload="optimizer" takes transformations that work element by element, besides sums over whole arrays, but {!r} '
-    "reads the state of tx; wrap that part of tx in jpipe.per_layer(...) (MultiSteps inside it, apply_if_finite "
-    'outside), or leave "optimizer" out of offload='
+    "reads the state of tx; if that part of tx may look at one layer at a time, wrap it in jpipe.per_layer(...) "
+    '(MultiSteps inside it, apply_if_finite outside), else leave "optimizer" out of offload='
 )

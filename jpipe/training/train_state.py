@@ -145,7 +145,8 @@ def state_shardings(opt_state: Shapes, params: StageTree, *, on_hosts: bool = Fa
         def of_leaf(buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> NamedSharding:
             if leaf.shape != buffer.shape:
                 return guess(leaf)
-            return on_host(buffer.sharding) if on_hosts and may_go(leaf, buffer) else buffer.sharding
+            goes = on_hosts and may_go(leaf, buffer, by_layer=node.layout != layout)
+            return on_host(buffer.sharding) if goes else buffer.sharding
 
         return StageTree({n: jax.tree.map(partial(of_leaf, shapes[n]), node[n]) for n in node}, node.layout)
 

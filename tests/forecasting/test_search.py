@@ -308,6 +308,8 @@ def test_what_would_not_fit_goes_to_the_hosts():
     )
     with pytest.raises(ValueError, match="no plan fits"):
         planned(held.total - held.optimizer / 2, offload=())
+    with pytest.raises(ValueError, match=r"no plan fits in 1.0 KiB .*, offload=residuals, optimizer"):
+        planned(1024)
     with pytest.raises(ValueError, match="no plan fits"):
         planned(held.total - held.optimizer / 2, host=held.optimizer)  # nine tenths of that are planned with
     both = planned(held.total - held.optimizer - 1)[0]

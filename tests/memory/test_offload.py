@@ -31,5 +31,11 @@ def test_bad_input(offload, options, words):
 def test_what_is_neither_a_word_nor_several():
     with pytest.raises(TypeError, match="offload=3 is neither a word nor several"):
         make(offload=3)
+    with pytest.raises(TypeError, match="offload=b'residuals' is neither a word nor several"):
+        make(offload=b"residuals")
+    with pytest.raises(TypeError, match=r"give all shares in one dict, as {'residuals': 0.5, 'optimizer': 1}"):
+        make(offload=({"residuals": 0.5}, "optimizer"))
+    with pytest.raises(TypeError, match="has 3, which is no word"):
+        make(offload=["residuals", 3])
     with pytest.raises(TypeError, match=r"offload\['residuals'\]='all' is no number"):
         make(offload={"residuals": "all"})
