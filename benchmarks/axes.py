@@ -25,6 +25,8 @@ from axes_programs import BLOCKS, MICROBATCHES, Case, lower_pipeline, lower_plai
 from axes_traffic import PLACES, Counts, Program, per_step, total
 from common import console, on_cpu, settings, show, tpu_devices
 
+from jpipe.costs.chips import chip_of
+from jpipe.costs.network import Network
 from tpu_program import compile_with_text
 
 CHIPS = {
@@ -34,6 +36,7 @@ CHIPS = {
 }
 COLLECTIVES = ("where", "kind", "arrays", "MiB each", "MiB sent", "plain JAX", "jpipe", "beside work")
 SUMMARY = ("row", "F, MiB", "B, MiB", "step, MiB", "of plain", "F, Mcycles", "B, Mcycles", "held, MiB", "at most plain")
+WAITS = ("row", "F works, ms", "F waits, ms", "B works, ms", "B waits, ms", "a layer, ms", "of it waits")
 SLACK = 1.01
 """How much more counts as no more: a compiler pads what it scatters."""
 
@@ -45,14 +48,19 @@ class Side:
     Attributes:
       sent: what it sends.
       cycles: by place; 0 where the compiler estimates none.
+      waits: by place, the seconds in which a chip waits for what it sends; 0 where the compiler estimates no cycles.
+      clock: cycles/s; 0 without an estimate.
       temporaries: bytes that a device holds besides arguments and results.
       blocks: how often a layer's forward and backward run for a micro-batch; once where they are those of the ends.
     """
 
     sent: Counts
     cycles: dict[str, float]
+    waits: dict[str, float]
+    clock: float
     temporaries: int
     blocks: int = BLOCKS
+    plain: bool = False
 
     @property
     def step(self) -> float:
@@ -61,13 +69,23 @@ class Side:
 
     def as_json(self) -> dict[str, Any]:
         sent = [dataclasses.asdict(sent) | {"count": count} for sent, count in self.sent.items()]
-        return {"sent": sent, "cycles": self.cycles, "temporaries": self.temporaries, "step": self.step}
+        counted = {"cycles": self.cycles, "waits": self.waits, "temporaries": self.temporaries}
+        return {"sent": sent, **counted, "step": self.step}
+
+    def times(self, place: str) -> tuple[float, float]:
+        """Milliseconds of a layer's forward or backward, (of work, of waiting). Plain JAX adds gradients up apart."""
+        cycles, waits = self.cycles[place], self.waits[place]
+        if place == "backward" and self.plain:
+            cycles, waits = (
+                n + of["micro-batch"] / self.blocks for n, of in ((cycles, self.cycles), (waits, self.waits))
+            )
+        return 1e3 * cycles / self.clock, 1e3 * waits
 
 
 def compare(case: Case) -> tuple[Side, Side]:
     """(plain JAX, jpipe), one compiled after the other."""
     (plain, ours), blocks = programs(case), 1 if case.row.tied else BLOCKS
-    return side(plain, lower_plain(case), blocks), side(ours, lower_pipeline(case), blocks)
+    return side(plain, lower_plain(case), blocks, plain=True), side(ours, lower_pipeline(case), blocks)
 
 
 def programs(case: Case) -> tuple[Program, Program]:
@@ -78,14 +96,17 @@ def programs(case: Case) -> tuple[Program, Program]:
     return plain, Program(layer, 2, turns, case.mesh)
 
 
-def side(program: Program, lowered: Any, blocks: int = BLOCKS) -> Side:
+def side(program: Program, lowered: Any, blocks: int = BLOCKS, *, plain: bool = False) -> Side:
     """A program, compiled and read."""
-    if program.mesh.devices.flat[0].platform == "cpu":
+    chip = chip_of(program.mesh.devices.flat[0])
+    if chip is None:
         compiled = lowered.compile()
-        text = compiled.as_text()
+        text, waits, clock = compiled.as_text(), dict.fromkeys(PLACES, 0.0), 0.0
     else:
         compiled, text = compile_with_text(lowered)
-    return Side(program.sent(text), program.cycles(text), compiled.memory_analysis().temp_size_in_bytes, blocks)
+        waits, clock = program.waits(text, Network.of(chip, program.mesh)), chip.clock
+    held = compiled.memory_analysis().temp_size_in_bytes
+    return Side(program.sent(text), program.cycles(text), waits, clock, held, blocks, plain)
 
 
 def is_at_most(plain: Side, ours: Side) -> bool:
@@ -129,6 +150,16 @@ def summary_row(name: str, plain: Side, ours: Side) -> tuple[str, ...]:
     )
 
 
+def waits_row(name: str, *sides: Side) -> tuple[str, ...]:
+    """The row of the table of what chips wait for, plain JAX's numbers and jpipe's."""
+    times = [[side.times(place) for place in ("forward", "backward")] for side in sides]
+    pair = lambda numbers, digits=3: " | ".join(f"{n:.{digits}f}" for n in numbers)
+    whole = [sum(map(sum, of_side)) for of_side in times]
+    waits = [sum(waited for _, waited in of_side) / all_of for of_side, all_of in zip(times, whole, strict=True)]
+    columns = [pair(of_side[i][j] for of_side in times) for i in range(2) for j in range(2)]
+    return name, *columns, pair(whole), " | ".join(f"{share:.1%}" for share in waits)
+
+
 def fitted(row: Row, small: bool) -> Row:
     """The row on as many devices as there are: simulated ones are eight."""
     return dataclasses.replace(row, axes={"model": 4}) if small and row.num_devices > 4 else row
@@ -156,7 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
     on_cpu(8)
     given = {f.name: getattr(options, f.name) for f in fields(Sizes) if getattr(options, f.name) is not None}
     sizes = dataclasses.replace(SMALL if options.cpu else Sizes(), **given)
-    summary, found, device = [], {}, None
+    summary, waited, found, device = [], [], {}, None
     for row in (fitted(row, options.cpu) for row in ROWS if row.name in options.rows):
         devices = devices_of(row, None if options.cpu else options.chip)
         case, device = Case.of(row, sizes, devices), devices[0]
@@ -169,11 +200,14 @@ def main(arguments: list[str] | None = None) -> None:
         title = f"{row.name}: {', '.join(f'{name} {size}' for name, size in row.axes.items())}"
         show(title, COLLECTIVES, collective_rows(plain, ours), settings(device, str(case.sizes)))
         summary.append(summary_row(row.name, plain, ours))
+        waited += [waits_row(row.name, plain, ours)] * bool(ours.clock)
         found[row.name] = {"plain": plain.as_json(), "jpipe": ours.as_json(), "at_most": is_at_most(plain, ours)}
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
     caption = settings(device, str(sizes), "plain JAX | jpipe; B with adding gradients up")
     show("What a layer sends", SUMMARY, summary, caption)
+    if waited:
+        show("What a layer waits for, by the links of the chip", WAITS, waited, caption)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Bytes are those that a device sends on a ring of p devices. Of n bytes (the larg
 an all-reduce sends 2 n (p - 1) / p, an all-gather, a reduce-scatter and an all-to-all n (p - 1) / p, a permute n.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from collectives import Collective, axes_of, read
-from tpu_program import Loop
+from jpipe.costs.network import Network
+from jpipe.forecasting.compiled_program import COLLECTIVES
+from tpu_program import Loop, transfers
 from tpu_program import read as read_loops
 
 PLACES = ("forward", "backward", "micro-batch", "step")
@@ -91,6 +94,26 @@ class Program:
             place = self.place(collective.scopes, collective.op_name)
             if place and over and over != ("stage",):
                 found[_as_sent(collective, place[0])] += place[1]
+        return found
+
+    def waits(self, text: str, network: Network) -> dict[str, float]:
+        """By place, the seconds each time that it is run once in which a chip waits for what it sends.
+
+        A transfer takes its bytes over the links along its axes. The operations that are scheduled between its start
+        and its end hide as much of it as they take; a loop in between hides all of it.
+        """
+        found, hidden = dict.fromkeys(PLACES, 0.0), {}
+        for loop in read_loops(text).walk():
+            for one in transfers(loop, COLLECTIVES):
+                cycles = math.inf if one.beside_products and one.loops else one.cycles
+                hidden[one.operation.name] = cycles / network.chip.clock
+        for collective in read(text):
+            over = axes_of(collective, self.mesh)
+            place = self.place(collective.scopes, collective.op_name)
+            if place and over and over != ("stage",):
+                kind = collective.kind.removeprefix("collective-").replace("-", "_")
+                takes = moved(collective) / network.bandwidth(over, kind)
+                found[place[0]] += place[1] * max(0.0, takes - hidden.get(collective.name, 0.0))
         return found
 
     def cycles(self, text: str) -> dict[str, float]:

@@ -68,6 +68,8 @@ class Chip:
       gpu: of a GPU, what its compiler asks; None of TPUs.
       network_bandwidth: bytes/s one way that one GPU has to other hosts; 0 of TPUs, which have links to all neighbours.
       host: what the device has of its host's memory; all zero if that isn't known (`measure_chip`).
+      ring: the chips along a dimension of the torus whose ends are linked: a multiple of as many; of v4 and v5p in
+        slices of whole cubes. 0 of GPUs.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Chip:
     gpu: Gpu | None = None
     network_bandwidth: float = 0.0
     host: Host = Host()
+    ring: int = 0
 
     @property
     def room(self) -> int:
@@ -122,8 +125,10 @@ HOSTS = {
     "b200": NEW,
 }
 """The hosts of the chips."""
+RINGS = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16}
+"""`Chip.ring`, by How to Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
 CHIPS = {
-    chip.name: replace(chip, host=HOSTS[chip.name])
+    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS.get(chip.name, 0))
     for chip in [
         Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
         Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),

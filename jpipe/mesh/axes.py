@@ -65,4 +65,7 @@ def stage_axes(
     others = [name for name in mesh.axis_names if name not in (AXIS, *batch_axes)] + [AXIS] * over_stages
     together = [data] * bool(data) if jointly else [(name,) for name in data]
     data_axes = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in together]
-    return (*data_axes, *[Axis((name,), (mesh.shape[name],)) for name in of_several_devices(others)])
+    import os
+    by_ring = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu" and not os.environ.get("NORING")
+    others = of_several_devices(others)
+    return (*data_axes, *[Axis((name,), (mesh.shape[name],), by_ring=by_ring and name != AXIS) for name in others])

@@ -24,12 +24,14 @@ made (`ROUNDS`), by other prices and a shorter look ahead, and the cheaper one i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.early_conversions import Early, added_to_whole, summed_twice, summed_wide
 from jpipe.partitioner.prices import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
+from jpipe.partitioner.rings import find_regions
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Shard, Sharding, is_possible, replicated
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
@@ -74,7 +76,8 @@ def cheapest_plan(
     for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
         lying, wishes = [apart(s, axes, parts) for s in arguments], [_along_parts(w, axes, parts) for w in wanted]
         plans += [Chooser(parts, handlers, *choices).make_plan(flat, lying, wishes) for choices in ROUNDS]
-    return min(plans, key=lambda plan: price(PRICES, plan.cost))
+    plan = min(plans, key=lambda plan: price(PRICES, plan.cost))
+    return replace(plan, regions=find_regions(plan))
 
 
 def _along_parts(wish: Wanted, axes: Axes, parts: Axes) -> Wanted:

@@ -40,6 +40,7 @@ def per_device(
     out_specs: Specs,
     *,
     data_axes: Sequence[str] = (),
+    by_ring: bool = False,
 ) -> Callable[..., PyTree]:
     """Makes the function of one device's parts that does as `function` does on whole arrays, for `jax.shard_map`.
 
@@ -57,13 +58,16 @@ def per_device(
       data_axes: the axes that examples are split over. Along them sums may be rounded to a narrower type before they
         are added up, random bits are split at once, and sharding constraints inside of `function` change nothing.
 
+      by_ring: whether products may run beside the transfers that they wait for (`jpipe.partitioner.rings`): these are
+        permutations along the axes then, which all devices of the mesh have to carry out together.
+
     Raises:
       ValueError: a spec names an axis that the mesh lacks; when called, a spec of a result that doesn't divide it, or a
         call outside of such a `jax.shard_map`.
     """
     for name in sorted({*named(jax.tree.leaves((in_specs, out_specs))), *data_axes} - {*mesh.axis_names}):
         raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
-    axes = tuple(Axis((n,), (mesh.shape[n],), n in data_axes) for n in mesh.axis_names if mesh.shape[n] > 1)
+    axes = tuple(Axis((n,), (mesh.shape[n],), n in data_axes, by_ring=by_ring) for n in mesh.axis_names if mesh.shape[n] > 1)
 
     def on_parts(*parts: PyTree) -> PyTree:
         """Takes a device's parts of the arguments, and gives its parts of the results."""
