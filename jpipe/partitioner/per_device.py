@@ -67,7 +67,9 @@ def per_device(
     """
     for name in sorted({*named(jax.tree.leaves((in_specs, out_specs))), *data_axes} - {*mesh.axis_names}):
         raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
-    axes = tuple(Axis((n,), (mesh.shape[n],), n in data_axes, by_ring=by_ring) for n in mesh.axis_names if mesh.shape[n] > 1)
+    axes = tuple(
+        Axis((n,), (mesh.shape[n],), n in data_axes, by_ring=by_ring) for n in mesh.axis_names if mesh.shape[n] > 1
+    )
 
     def on_parts(*parts: PyTree) -> PyTree:
         """Takes a device's parts of the arguments, and gives its parts of the results."""

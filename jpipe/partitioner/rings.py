@@ -1,30 +1,28 @@
 """Carries out products beside the transfers that they wait for, piece by piece, on a ring of devices.
 
-A product whose operand has to be gathered along an axis can begin with the part that its device has, while the part of
-a neighbour arrives. A product whose sum is scattered can hand on a part of the sum while it computes the next. So an
-array is in *pieces* along the dimension that is gathered or scattered, one for each device of the axis, in the order in
-which they go round the ring. They go both ways, a half each. Of four devices, device i works on
+A product whose operand has to be gathered along an axis can begin with the part that its device has, while the parts of
+its neighbours arrive. A product whose sum is scattered can hand on what it has added up, while it computes more. So an
+array is in *pieces* along the dimension that is gathered or scattered, one for each device of the axis. They go round
+the ring both ways: piece -1 of device i is that of device i - 1, on its left. Of four devices:
 
-    k           0           1           2           3
-    first half  i           i - 1       i - 2       i - 3       comes from the left
-    last half   i           i + 1       i + 2       i + 3       from the right
+    gathered        pieces arrive       -1, 1 ---| -2 -----------|
+                    products            0        | -1      1     | -2
+    scattered       products            -2       | -1      1     | 0
+                    sums leave                   | -2 ---------- | -2 and -1, 1: they end where they belong
 
-    arrives     k = 1 ----| k = 2 ----| k = 3 ----|
-    products    k = 0       k = 1       k = 2       k = 3
-    sums leave                          k = 1 ----| k = 1, 2 -| k = 1, 2, 3, to which k = 0 is added
-
-The equations between such conversions are a *region* of a plan, which a device carries out for one piece after the
-other. What else reads a value of the region gets it whole. `find_regions` looks for them in a finished plan
-(`jpipe.partitioner.choice`), and `Region.run` carries one out in place of its equations (`DevicePlan.run`).
+Between such conversions are the equations of a *region* of a plan. Those up to the last products are carried out in the
+first order, these in the second. What else reads a value of the region gets it whole. `find_regions` looks for regions
+in a finished plan (`jpipe.partitioner.choice`), and `Region.run` carries one out in place of its equations.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jpipe.partitioner.by_rule import way_by_rule
@@ -37,6 +35,8 @@ from jpipe.partitioner.way import Conversion, DevicePlan, Form, PlannedEquation,
 PRODUCTS = ("dot_general",)
 MOST_PRODUCTS = 2
 """The products one after the other that a region may have, as a feed-forward has; attention would have more."""
+Values = dict[Form, jax.Array]
+"""Arrays by form."""
 LEAST_FLOPS = 2.0**24
 """Regions with fewer operations a piece aren't worth the starts of their transfers."""
 
@@ -77,6 +77,8 @@ class Region:
     Attributes:
       axis: the axis along which pieces go round.
       steps: the equations, in order.
+      sums: those that add up over all pieces, as gradients of weights do: done at the end, of whole arrays, whose
+        pieces are in the order of the ring, which doesn't matter to a sum.
       arrives: forms that are gathered -> the form of a device's own part.
       leaves: forms whose sums are scattered -> the form of a device's own part of the sum.
       whole: forms that are read outside.
@@ -84,6 +86,7 @@ class Region:
 
     axis: Axis
     steps: tuple[Step, ...]
+    sums: tuple[Step, ...]
     arrives: dict[Form, Form]
     leaves: dict[Form, Form]
     whole: frozenset[Form]
@@ -91,9 +94,9 @@ class Region:
     @property
     def equations(self) -> list[PlannedEquation]:
         """The equations in the plan."""
-        return [step.planned for step in self.steps]
+        return [step.planned for step in (*self.steps, *self.sums)]
 
-    @property
+    @cached_property
     def dims(self) -> dict[Form, int]:
         """The dimension of each form in pieces."""
         pairs = [pair for step in self.steps for pair in (*step.reads, *step.makes)]
@@ -103,104 +106,186 @@ class Region:
     @property
     def takes(self) -> list[Form]:
         """The forms that have to be made before."""
-        made = {form for step in self.steps for form, _ in step.makes} | {*self.arrives}
-        reads = [form for step in self.steps for form, _ in step.reads if form not in made]
+        reads = [form for step in (*self.steps, *self.sums) for form, _ in step.reads if form not in self.dims]
         return list(dict.fromkeys([*self.arrives.values(), *reads]))
 
     @property
     def gives(self) -> list[Form]:
         """The forms that are made for others."""
-        return [*self.leaves.values(), *self.whole]
+        return [*self.leaves.values(), *self.whole, *(form for step in self.sums for form, _ in step.makes)]
 
-    def run(self, at_hand: Mapping[Form, jax.Array]) -> dict[Form, jax.Array]:
-        """Carries the region out: a device's parts of `takes` -> its parts of `gives`."""
-        ring, dims, count = Ring(self.axis), self.dims, self.axis.size
-        # What is only handed on begins with the piece that has the longest way.
-        order = [*range(count)] if self.arrives else [*range(1, count), 0]
-        here = {form: at_hand[own] for form, own in self.arrives.items()}
-        going: dict[Form, jax.Array] = {}
-        own: dict[Form, jax.Array] = {}
-        made: dict[Form, jax.Array] = {}
-        for k in order:
-            coming = {form: ring.shifted(x, dims[form]) for form, x in here.items() if k != order[-1]}
-            gone = {form: ring.shifted(x, dims[form]) for form, x in going.items()}
-            values = self._piece(ring, k, here, at_hand)
-            new = {form: values[form] for form in (*self.leaves, *self.whole)}
-            # Nobody can ask for what arrives before the products beside it are done: so compilers wait for it there.
-            coming, gone, new = lax.optimization_barrier((coming, gone, new))
-            for form in self.leaves:
-                if k == 0:
-                    own[form] = new[form]
-                else:
-                    going[form] = gone[form] + new[form] if form in gone else new[form]
-            for form in self.whole:
-                made[form] = self._joined(ring, made.get(form), new[form], dims.get(form), k)
-            if k == 0 == order[-1]:
-                going = gone
-            here = coming
-        if self.arrives:
-            going = {form: ring.shifted(x, dims[form]) for form, x in going.items()}
-        return made | {then: going[form] + own[form] for form, then in self.leaves.items()}
+    @cached_property
+    def last(self) -> list[Step]:
+        """The steps from the last products on, by which sums leave."""
+        needed, found = {*self.leaves}, list[Step]()
+        for step in reversed(self.steps):
+            if any(form in needed for form, _ in step.makes):
+                found.append(step)
+                if step.planned.flat.equation.primitive.name not in PRODUCTS:
+                    needed |= {form for form, dim in step.reads if dim is not None}
+        return found[::-1]
 
-    def _piece(
-        self, ring: Ring, k: int, here: Mapping[Form, jax.Array], at_hand: Mapping[Form, jax.Array]
-    ) -> dict[Form, jax.Array]:
-        """Computes all equations for piece k."""
-        values = dict(here)
+    def run(self, at_hand: Mapping[Form, jax.Array]) -> Values:
+        """Carries the region out: a device's parts of `takes` -> its parts of `gives`.
+
+        Nobody can ask for what arrives before the products beside it are done, to which it is tied: else compilers wait
+        for it earlier.
+        """
+        ring, of_sums = Ring(self.axis), {form for step in self.sums for form, dim in step.reads if dim is not None}
+        # With sums over all pieces the last products aren't held back: what leaves has these beside it.
+        held = [] if self.sums else self.last
+        first = [step for step in self.steps if step not in held]
+        ends = {*self.leaves} if self.sums else {form for step in held for form, dim in step.reads if dim is not None}
+        pieces: dict[int, Values] = {0: {form: at_hand[part] for form, part in self.arrives.items()}}
+        whole: Values = {}
+        in_ring: Values = {}
+        for here, after in itertools.pairwise([*ring.outwards, ()]):
+            coming = {k: {f: ring.arriving(k, pieces[ring.before(k)][f]) for f in self.arrives} for k in after}
+            for k in here:
+                self._carry_out(first, ring, k, pieces[k], at_hand)
+                for joined, forms, in_true_order in ((whole, self.whole, True), (in_ring, of_sums, False)):
+                    for form in forms.intersection(pieces[k]):
+                        joined[form] = ring.joined(joined.get(form), pieces[k][form], self.dims[form], k, in_true_order)
+            kept = [{form: pieces[k][form] for form in ends if form in pieces[k]} for k in here]
+            coming, kept, *rest = lax.optimization_barrier((coming, kept, *([whole] if not ends else [])))
+            whole = rest[0] if rest else whole
+            pieces |= {**dict(zip(here, kept, strict=True)), **coming}
+        sums = _Sums(self, ring, in_ring, at_hand)
+        return whole | self._sent(ring, pieces, held, at_hand, sums) | sums.rest()
+
+    def _sent(
+        self,
+        ring: Ring,
+        pieces: dict[int, Values],
+        held: Sequence[Step],
+        at_hand: Mapping[Form, jax.Array],
+        sums: _Sums,
+    ) -> Values:
+        """Sends sums on their way, to which each device adds its own: a device's own parts of them."""
+        if not self.leaves:
+            return {}
+        going: dict[int, Values] = {}
+        for here in reversed(ring.outwards):
+            gone = {way: {form: ring.shifted(x, way) for form, x in of_way.items()} for way, of_way in going.items()}
+            for k in here:
+                self._carry_out(held, ring, k, pieces[k], at_hand)
+            if held:
+                kept = [{form: pieces[k][form] for form in self.leaves} for k in here]
+                gone, kept = lax.optimization_barrier((gone, kept))
+            else:
+                kept = [pieces[k] for k in here]
+                gone = sums.beside(gone)
+            for k, own in zip(here, kept, strict=True):
+                # What is for a device on the left goes to the left; the end of both ways is this device's own sum.
+                sent = [gone.get(way, {}) for way in (ring.ways if k == 0 else (-1 if k < 0 else 1,))]
+                total = own
+                for before in sent:
+                    total = {form: before[form] + x if form in before else x for form, x in total.items()}
+                going[0 if k == 0 else -1 if k < 0 else 1] = total
+        return {then: going[0][form] for form, then in self.leaves.items()}
+
+    def _carry_out(
+        self, steps: Sequence[Step], ring: Ring, k: int, values: Values, at_hand: Mapping[Form, jax.Array]
+    ) -> None:
+        """Carries out steps for piece k, whose values they add to."""
 
         def read(form: Form, dim: int | None) -> jax.Array:
             if form in values:
                 return values[form]
             return at_hand[form] if dim is None else ring.taken(at_hand[form], dim, k)
 
-        for step in self.steps:
+        for step in steps:
             results = step.way.run(*(read(*pair) for pair in step.reads))
             values |= zip([form for form, _ in step.makes], results, strict=True)
-        return values
 
-    def _joined(self, ring: Ring, sofar: jax.Array | None, piece: jax.Array, dim: int | None, k: int) -> jax.Array:
-        """What the pieces so far give together: their sum, or the array with one more of them."""
-        if dim is None:
-            return piece if sofar is None else sofar + piece
-        if sofar is None:
-            shape = list(piece.shape)
-            shape[dim] *= self.axis.size
-            sofar = lax.empty(tuple(shape), piece.dtype)
-        return ring.put(sofar, piece, dim, k)
+
+class _Sums:
+    """The sums over all pieces, which are done one by one, some of them beside transfers.
+
+    Args:
+      region: the region.
+      ring: its ring.
+      in_ring: what they read in pieces, joined in the order of the ring.
+      at_hand: what they read whole.
+    """
+
+    def __init__(self, region: Region, ring: Ring, in_ring: Values, at_hand: Mapping[Form, jax.Array]):
+        self._todo = list(region.sums)
+        self._values = {
+            **{form: at_hand[form] for step in region.sums for form, d in step.reads if d is None},
+            **in_ring,
+        }
+        self._made: Values = {}
+
+    def beside(self, moving: dict[int, Values]) -> dict[int, Values]:
+        """Does one of them beside what is moving, which nobody can ask for before: the next one waits for it."""
+        if self._todo and moving:
+            step = self._todo.pop(0)
+            results = step.planned.way.run(*(self._values[form] for form, _ in step.reads))
+            self._made |= zip([form for form, _ in step.makes], results, strict=True)
+            if self._todo:
+                moving, self._values = lax.optimization_barrier((moving, self._values))
+        return moving
+
+    def rest(self) -> Values:
+        """All of them."""
+        for step in self._todo:
+            results = step.planned.way.run(*(self._values[form] for form, _ in step.reads))
+            self._made |= zip([form for form, _ in step.makes], results, strict=True)
+        return self._made
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The devices of an axis on a ring. A piece has two halves, which go opposite ways."""
+    """The devices of an axis on a ring. To the right is 1, to the left -1."""
 
     axis: Axis
 
-    def shifted(self, piece: jax.Array, dim: int) -> jax.Array:
-        """The halves of the neighbours: the first from the left, the last from the right."""
-        first, last = jnp.split(piece, 2, dim)
-        right, left = (self._permuted(half, way) for half, way in ((first, 1), (last, -1)))
-        return lax.concatenate([right, left], dim)
+    @property
+    def ways(self) -> tuple[int, ...]:
+        """The ways round."""
+        return (1, -1)
 
-    def _permuted(self, x: jax.Array, way: int) -> jax.Array:
+    def farthest(self, way: int) -> int:
+        """How many devices a piece passes that goes one way: together they reach all others."""
+        return self.axis.size // 2 if way == 1 else (self.axis.size - 1) // 2
+
+    @property
+    def outwards(self) -> list[tuple[int, ...]]:
+        """The pieces of all devices as seen from one, in the order in which they arrive: those on its left first."""
+        far = range(1, self.farthest(1) + 1)
+        return [(0,), *((-j, j) if j <= self.farthest(-1) else (-j,) for j in far)]
+
+    def before(self, k: int) -> int:
+        """The piece that is nearer."""
+        return k + 1 if k < 0 else k - 1
+
+    def arriving(self, k: int, nearer: jax.Array) -> jax.Array:
+        """Piece k, of which the neighbour on its side has a nearer one."""
+        return self.shifted(nearer, 1 if k < 0 else -1)
+
+    def shifted(self, x: jax.Array, way: int) -> jax.Array:
+        """The neighbour's array."""
         size = self.axis.size
         return lax.ppermute(x, self.axis.names, [(i, (i + way) % size) for i in range(size)])
 
     def taken(self, whole: jax.Array, dim: int, k: int) -> jax.Array:
         """Piece k of an array that a device has whole."""
-        half = whole.shape[dim] // (2 * self.axis.size)
-        return lax.concatenate([lax.dynamic_slice_in_dim(whole, at, half, dim) for at in self._begins(half, k)], dim)
+        size = whole.shape[dim] // self.axis.size
+        return lax.dynamic_slice_in_dim(whole, self._begin(size, k), size, dim)
 
-    def put(self, whole: jax.Array, piece: jax.Array, dim: int, k: int) -> jax.Array:
-        """The array with piece k in its place."""
-        half = piece.shape[dim] // 2
-        for at, part in zip(self._begins(half, k), jnp.split(piece, 2, dim), strict=True):
-            whole = lax.dynamic_update_slice_in_dim(whole, part, at, dim)
-        return whole
+    def joined(self, sofar: jax.Array | None, piece: jax.Array, dim: int, k: int, in_true_order: bool) -> jax.Array:
+        """The whole array so far, with piece k; in the order of the ring it lies where no device need be asked for."""
+        size = piece.shape[dim]
+        if sofar is None:
+            shape = (*piece.shape[:dim], size * self.axis.size, *piece.shape[dim + 1 :])
+            sofar = lax.empty(shape, piece.dtype)
+        at = self._begin(size, k) if in_true_order else (k % self.axis.size) * size
+        return lax.dynamic_update_slice_in_dim(sofar, piece, at, dim)
 
-    def _begins(self, half: int, k: int) -> tuple[jax.Array, jax.Array]:
-        """Where the halves of piece k begin in a whole array."""
-        index, size = self.axis.index(), self.axis.size
-        return (index - k) % size * 2 * half, (index + k) % size * 2 * half + half
+    def _begin(self, size: int, k: int) -> jax.Array:
+        """Where piece k begins in a whole array."""
+        return (self.axis.index() + k) % self.axis.size * size
 
 
 # --- finding regions ---
@@ -229,8 +314,7 @@ def _along(plan: DevicePlan, conversion: Conversion, kind: str) -> int | None:
     shard = (conversion.now if kind == "all_gather" else conversion.wanted)[i]
     others = [s for j, s in enumerate(conversion.now) if j != i]
     alone = isinstance(shard, Shard) and not any(isinstance(s, Shard) and s.dim == shard.dim for s in others)
-    is_even = alone and plan.flat.avals[conversion.value].shape[shard.dim] % (2 * axis.size) == 0
-    return i if is_even and axis.by_ring and not axis.is_part else None
+    return i if alone and axis.by_ring and not axis.is_part else None
 
 
 @dataclass(eq=False)
@@ -268,6 +352,7 @@ class _Growth:
             if step is not None:
                 self.steps[at] = step
                 self.dims |= {form: dim for form, dim in step.makes if dim is not None}
+                self.late |= {form for form, dim in step.makes if dim is None}
                 depth = self._depth(planned)
                 self.depth |= dict.fromkeys(_made(planned), depth)
             elif any(form in self.dims or form in self.late for form in _read(planned)):
@@ -308,10 +393,11 @@ class _Growth:
             a[-1] == b[-1] for form, a, b in zip(reads, found.operands, lying, strict=True) if form in self.dims
         )
         is_one_run = all(not isinstance(s[-1], Shard) or s[-1].outer == 1 for s in (*found.operands, *found.results))
-        # Gradients of weights are sums over pieces: they are one product of whole arrays, which adds them up in place.
         done = all(isinstance(s[-1], Shard) for s in found.results) and self._depth(planned) <= MOST_PRODUCTS
-        halves = all(self._has_halves(v, s) for v, s in self._shards(planned, found))
-        return Step(planned, found) if same and stays and is_one_run and done and halves and not found.sends else None
+        if equation.primitive.name in PRODUCTS and all(s[-1] == PARTIAL for s in found.results):  # a weight's gradient
+            done = all(form in self.dims for form in reads)
+        alone = all(self._is_alone(s) for _, s in self._shards(planned, found))
+        return Step(planned, found) if same and stays and is_one_run and done and alone and not found.sends else None
 
     def _depth(self, planned: PlannedEquation) -> int:
         """The products that an equation's results have gone through."""
@@ -322,20 +408,18 @@ class _Growth:
         yield from zip(planned.flat.reads, way.operands, strict=True)
         yield from zip(planned.flat.makes, way.results, strict=True)
 
-    def _has_halves(self, value: int, sharding: Sharding) -> bool:
-        """Whether pieces have two halves, and no other axis splits their dimension."""
+    def _is_alone(self, sharding: Sharding) -> bool:
+        """Whether no other axis splits the dimension in pieces."""
         along = sharding[-1]
-        if not isinstance(along, Shard):
-            return along != PARTIAL or True
-        others = [s for s in sharding[:-1] if isinstance(s, Shard) and s.dim == along.dim]
-        return not others and self.plan.flat.avals[value].shape[along.dim] % (2 * self.plan.axes[self.i].size) == 0
+        return not any(isinstance(s, Shard) and isinstance(along, Shard) and s.dim == along.dim for s in sharding[:-1])
 
     def _pruned(self) -> Region | None:
         """The region without what follows its last products, if enough is left."""
         needed, kept = set(self.leaves), dict[int, Step]()
+        sums = {at: step for at, step in self.steps.items() if step.makes[0][1] is None}
         for at, step in reversed(self.steps.items()):
             is_first = step.planned.flat.equation.primitive.name in PRODUCTS and self._depth(step.planned) == 1
-            if is_first or any(form in needed for form, _ in step.makes):
+            if at not in sums and (is_first or any(form in needed for form, _ in step.makes)):
                 kept[at] = step
                 needed |= {form for form, _ in step.reads}
         steps = dict(reversed(kept.items()))
@@ -345,8 +429,10 @@ class _Growth:
         products = sum(float(step.way.cost @ FLOPS) for step in steps.values())
         if not arrives or products < LEAST_FLOPS:
             return None
-        whole = self._read_outside(steps, leaves) & {*made, *arrives}
-        return Region(self.plan.axes[self.i], tuple(steps.values()), arrives, leaves, frozenset(whole))
+        sums = {at: step for at, step in sums.items() if all(form in {*made, *arrives} for form, _ in step.reads)}
+        whole = self._read_outside({**steps, **sums}, leaves) & {*made, *arrives}
+        lists = tuple(steps.values()), tuple(sums.values())
+        return Region(self.plan.axes[self.i], *lists, arrives, leaves, frozenset(whole))
 
     def _read_outside(self, steps: Mapping[int, Step], leaves: Mapping[Form, Form]) -> set[Form]:
         """The forms that others than the region's equations read, or convert."""
