@@ -298,10 +298,19 @@ def find_regions(plan: DevicePlan) -> tuple[Region, ...]:
         for conversion in planned.conversions:
             i = _along(plan, conversion, "all_gather")
             if i is not None and at not in claimed:
-                region = _Growth(plan, i, claimed).grown(at)
+                region = _Growth(plan, i, claimed).grown(at, (conversion.value, conversion.wanted))
                 if region is not None:
                     found.append(region)
                     claimed |= {at for at, planned in enumerate(plan.equations) if planned in region.equations}
+    conversions = [*(c for planned in plan.equations for c in planned.conversions), *plan.conversions]
+    gone = {form for region in found for form in region.leaves}
+    for conversion in conversions:
+        i = _along(plan, conversion, "reduce_scatter")
+        if i is not None and (conversion.value, conversion.now) not in gone:
+            region = _Growth(plan, i, claimed).shrunk(conversion)
+            if region is not None:
+                found.append(region)
+                claimed |= {at for at, planned in enumerate(plan.equations) if planned in region.equations}
     return tuple(found)
 
 
@@ -342,7 +351,41 @@ class _Growth:
     leaves: dict[Form, Form] = field(default_factory=dict)
     depth: dict[Form, int] = field(default_factory=dict)
 
-    def grown(self, start: int) -> Region | None:
+    def shrunk(self, conversion: Conversion) -> Region | None:
+        """The region of a product whose sum is scattered, and of what is done with it; None if there is none."""
+        before, wanted = (conversion.value, conversion.now), conversion.wanted[self.i]
+        assert isinstance(wanted, Shard)
+        steps = self._back_to_product(before, wanted.dim)
+        if steps is None:
+            return None
+        self.leaves = {before: (conversion.value, conversion.wanted)}
+        return self._whole_region(dict(sorted(steps.items())), {})
+
+    def _back_to_product(self, form: Form, dim: int) -> dict[int, Step] | None:
+        """The steps from a product to a form in pieces; None if something else makes it."""
+        at = self.maker.get(form)
+        if at is None or at in self.claimed:
+            return None
+        planned = self.plan.equations[at]
+        for before in _read(planned):
+            for of_operand in range(len(self.plan.flat.avals[before[0]].shape)):
+                self.dims = {before: of_operand}
+                step = self._step(planned)
+                if step is None or step.makes[0] != (form, dim):
+                    continue
+                if planned.flat.equation.primitive.name in PRODUCTS:
+                    return {at: step}
+                steps = self._back_to_product(before, of_operand)
+                if steps is not None:
+                    return {**steps, at: step}
+        return None
+
+    @cached_property
+    def maker(self) -> dict[Form, int]:
+        """The equation that makes each form."""
+        return {form: at for at, planned in enumerate(self.plan.equations) for form in _made(planned)}
+
+    def grown(self, start: int, seed: Form) -> Region | None:
         """The region that begins with a gather for an equation; None if it isn't worth it."""
         for at in range(start, len(self.plan.equations)):
             planned = self.plan.equations[at]
@@ -359,7 +402,7 @@ class _Growth:
                 self.late |= {*_made(planned)}
         for conversion in self.plan.conversions:
             self._convert(conversion)
-        return self._pruned()
+        return self._pruned(seed)
 
     def _convert(self, conversion: Conversion) -> None:
         """Notes a conversion: one by which pieces arrive or leave, or one that is done after the region."""
@@ -413,26 +456,43 @@ class _Growth:
         along = sharding[-1]
         return not any(isinstance(s, Shard) and isinstance(along, Shard) and s.dim == along.dim for s in sharding[:-1])
 
-    def _pruned(self) -> Region | None:
-        """The region without what follows its last products, if enough is left."""
-        needed, kept = set(self.leaves), dict[int, Step]()
+    def _pruned(self, seed: Form) -> Region | None:
+        """The region of a gather, without what follows its last products, if enough is left."""
         sums = {at: step for at, step in self.steps.items() if step.makes[0][1] is None}
+        needed, kept = {*self.leaves, *(form for step in sums.values() for form, _ in step.reads)}, dict[int, Step]()
         for at, step in reversed(self.steps.items()):
             is_first = step.planned.flat.equation.primitive.name in PRODUCTS and self._depth(step.planned) == 1
             if at not in sums and (is_first or any(form in needed for form, _ in step.makes)):
                 kept[at] = step
                 needed |= {form for form, _ in step.reads}
-        steps = dict(reversed(kept.items()))
+        steps = self._connected(dict(reversed(kept.items())), seed)
+        needed = {form for step in steps.values() for form, _ in step.reads}
         arrives = {form: own for form, own in self.arrives.items() if form in needed}
-        made = {form for step in steps.values() for form, _ in step.makes}
-        leaves = {form: then for form, then in self.leaves.items() if form in made}
-        products = sum(float(step.way.cost @ FLOPS) for step in steps.values())
-        if not arrives or products < LEAST_FLOPS:
+        made = {form for step in steps.values() for form, _ in step.makes} | {*arrives}
+        self.arrives, self.leaves = arrives, {form: then for form, then in self.leaves.items() if form in made}
+        sums = {at: step for at, step in sums.items() if all(form in made for form, _ in step.reads)}
+        return self._whole_region(steps, sums) if arrives else None
+
+    def _whole_region(self, steps: Mapping[int, Step], sums: Mapping[int, Step]) -> Region | None:
+        """The region of these steps, if they are worth it."""
+        if sum(float(step.way.cost @ FLOPS) for step in steps.values()) < LEAST_FLOPS:
             return None
-        sums = {at: step for at, step in sums.items() if all(form in {*made, *arrives} for form, _ in step.reads)}
-        whole = self._read_outside({**steps, **sums}, leaves) & {*made, *arrives}
+        made = {form for step in steps.values() for form, _ in step.makes} | {*self.arrives}
+        whole = self._read_outside({**steps, **sums}, self.leaves) & made
         lists = tuple(steps.values()), tuple(sums.values())
-        return Region(self.plan.axes[self.i], *lists, arrives, leaves, frozenset(whole))
+        return Region(self.plan.axes[self.i], *lists, self.arrives, self.leaves, frozenset(whole))
+
+    def _connected(self, steps: Mapping[int, Step], seed: Form) -> dict[int, Step]:
+        """The steps that have to do with the pieces of a gather: others begin regions of their own."""
+        forms, found, before = {seed}, dict[int, Step](), -1
+        while len(found) > before:
+            before = len(found)
+            for at, step in steps.items():
+                own = {form for form, dim in (*step.reads, *step.makes) if dim is not None and form in self.dims}
+                if own & forms:
+                    found[at] = step
+                    forms |= own
+        return dict(sorted(found.items()))
 
     def _read_outside(self, steps: Mapping[int, Step], leaves: Mapping[Form, Form]) -> set[Form]:
         """The forms that others than the region's equations read, or convert."""
