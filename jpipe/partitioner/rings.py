@@ -294,24 +294,40 @@ class Ring:
 def find_regions(plan: DevicePlan) -> tuple[Region, ...]:
     """Looks for regions of a plan, from its first equation to its last; an equation is in one at most."""
     found, claimed = list[Region](), set[int]()
+    index = {id(planned): at for at, planned in enumerate(plan.equations)}
+
+    def take(region: Region | None) -> None:
+        """Takes a region, if it can be carried out at once."""
+        if region is not None and not _waits_for_itself(plan, found, region):
+            found.append(region)
+            claimed.update(index[id(planned)] for planned in region.equations)
+
     for at, planned in enumerate(plan.equations):
         for conversion in planned.conversions:
             i = _along(plan, conversion, "all_gather")
             if i is not None and at not in claimed:
-                region = _Growth(plan, i, claimed).grown(at, (conversion.value, conversion.wanted))
-                if region is not None:
-                    found.append(region)
-                    claimed |= {at for at, planned in enumerate(plan.equations) if planned in region.equations}
-    conversions = [*(c for planned in plan.equations for c in planned.conversions), *plan.conversions]
-    gone = {form for region in found for form in region.leaves}
-    for conversion in conversions:
-        i = _along(plan, conversion, "reduce_scatter")
-        if i is not None and (conversion.value, conversion.now) not in gone:
-            region = _Growth(plan, i, claimed).shrunk(conversion)
-            if region is not None:
-                found.append(region)
-                claimed |= {at for at, planned in enumerate(plan.equations) if planned in region.equations}
+                take(_Growth(plan, i, claimed).grown(at, (conversion.value, conversion.wanted)))
+    for conversion in [*(c for planned in plan.equations for c in planned.conversions), *plan.conversions]:
+        i, before = _along(plan, conversion, "reduce_scatter"), (conversion.value, conversion.now)
+        if i is not None and not any(before in region.leaves for region in found):
+            for region in _Growth(plan, i, claimed).shrunk(conversion):
+                if not _waits_for_itself(plan, found, region):
+                    take(region)
+                    break
     return tuple(found)
+
+
+def _waits_for_itself(plan: DevicePlan, others: Sequence[Region], region: Region) -> bool:
+    """Whether what a region takes follows from what it makes, if other regions are carried out at once, too."""
+    index = {id(planned): at for at, planned in enumerate(plan.equations)}
+    own = {index[id(planned)] for planned in region.equations}
+    todo, needed = [value for value, _ in region.takes], set[int]()
+    while todo:
+        new = {*plan.flat.needed_for(todo)} - needed
+        needed |= new
+        regions = [other for other in others if any(index[id(planned)] in new for planned in other.equations)]
+        todo = [value for other in regions for value, _ in other.takes]
+    return bool(own & needed)
 
 
 def _along(plan: DevicePlan, conversion: Conversion, kind: str) -> int | None:
@@ -351,21 +367,22 @@ class _Growth:
     leaves: dict[Form, Form] = field(default_factory=dict)
     depth: dict[Form, int] = field(default_factory=dict)
 
-    def shrunk(self, conversion: Conversion) -> Region | None:
-        """The region of a product whose sum is scattered, and of what is done with it; None if there is none."""
+    def shrunk(self, conversion: Conversion) -> Iterator[Region]:
+        """Regions of a product whose sum is scattered, and of what is done with it."""
         before, wanted = (conversion.value, conversion.now), conversion.wanted[self.i]
         assert isinstance(wanted, Shard)
-        steps = self._back_to_product(before, wanted.dim)
-        if steps is None:
-            return None
-        self.leaves = {before: (conversion.value, conversion.wanted)}
-        return self._whole_region(dict(sorted(steps.items())), {})
+        for steps in self._back_to_products(before, wanted.dim):
+            self.leaves = {before: (conversion.value, conversion.wanted)}
+            self.dims = {form: dim for step in steps.values() for form, dim in step.makes if dim is not None}
+            region = self._whole_region(dict(sorted(steps.items())), {})
+            if region is not None:
+                yield region
 
-    def _back_to_product(self, form: Form, dim: int) -> dict[int, Step] | None:
-        """The steps from a product to a form in pieces; None if something else makes it."""
+    def _back_to_products(self, form: Form, dim: int) -> Iterator[dict[int, Step]]:
+        """The steps from a product to a form in pieces, for each product that there is."""
         at = self.maker.get(form)
         if at is None or at in self.claimed:
-            return None
+            return
         planned = self.plan.equations[at]
         for before in _read(planned):
             for of_operand in range(len(self.plan.flat.avals[before[0]].shape)):
@@ -374,11 +391,10 @@ class _Growth:
                 if step is None or step.makes[0] != (form, dim):
                     continue
                 if planned.flat.equation.primitive.name in PRODUCTS:
-                    return {at: step}
-                steps = self._back_to_product(before, of_operand)
-                if steps is not None:
-                    return {**steps, at: step}
-        return None
+                    yield {at: step}
+                else:
+                    for steps in self._back_to_products(before, of_operand):
+                        yield {**steps, at: step}
 
     @cached_property
     def maker(self) -> dict[Form, int]:
