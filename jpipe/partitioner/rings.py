@@ -18,6 +18,7 @@ in a finished plan (`jpipe.partitioner.choice`), and `Region.run` carries one ou
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,18 +28,20 @@ from jax import lax
 
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.conversions import collective_of, hops
-from jpipe.partitioner.prices import FLOPS
+from jpipe.partitioner.prices import FLOPS, NOTHING, Cost, cost_of_conversion, itemsize
 from jpipe.partitioner.rules import RULES
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, part_shape
 from jpipe.partitioner.way import Conversion, DevicePlan, Form, PlannedEquation, Way
 
 PRODUCTS = ("dot_general",)
 MOST_PRODUCTS = 2
 """The products one after the other that a region may have, as a feed-forward has; attention would have more."""
+HIDDEN = 0.75
+"""How much less what goes round a ring beside products costs."""
 Values = dict[Form, jax.Array]
 """Arrays by form."""
-LEAST_FLOPS = 2.0**24
-"""Regions with fewer operations a piece aren't worth the starts of their transfers."""
+LEAST_FLOPS = 3000.0
+"""The operations that a region has for each byte that a device sends round the ring: fewer take less time than that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +154,8 @@ class Region:
             whole = rest[0] if rest else whole
             pieces |= {**dict(zip(here, kept, strict=True)), **coming}
         sums = _Sums(self, ring, in_ring, at_hand)
-        return whole | self._sent(ring, pieces, held, at_hand, sums) | sums.rest()
+        sent = self._sent(ring, pieces, held, at_hand, sums, whole)
+        return whole | sent | sums.rest()
 
     def _sent(
         self,
@@ -169,6 +173,8 @@ class Region:
             gone = {way: {form: ring.shifted(x, way) for form, x in of_way.items()} for way, of_way in going.items()}
             for k in here:
                 self._carry_out(held, ring, k, pieces[k], at_hand)
+                for form in {form for step in held for form, _ in step.makes} & self.whole:
+                    whole[form] = ring.joined(whole.get(form), pieces[k][form], self.dims[form], k, True)
             if held:
                 kept = [{form: pieces[k][form] for form in self.leaves} for k in here]
                 gone, kept = lax.optimization_barrier((gone, kept))
@@ -328,6 +334,20 @@ def _waits_for_itself(plan: DevicePlan, others: Sequence[Region], region: Region
         regions = [other for other in others if any(index[id(planned)] in new for planned in other.equations)]
         todo = [value for other in regions for value, _ in other.takes]
     return bool(own & needed)
+
+
+def hidden(plan: DevicePlan) -> Cost:
+    """What a plan sends within its regions."""
+    cost = NOTHING
+    for region in plan.regions:
+        assert isinstance(region, Region)
+        for (value, now), (_, wanted) in [
+            *((own, form) for form, own in region.arrives.items()),
+            *region.leaves.items(),
+        ]:
+            aval = plan.flat.avals[value]
+            cost = cost + cost_of_conversion(plan.axes, aval.shape, itemsize(aval.dtype), now, wanted)
+    return cost
 
 
 def _along(plan: DevicePlan, conversion: Conversion, kind: str) -> int | None:
@@ -491,12 +511,18 @@ class _Growth:
 
     def _whole_region(self, steps: Mapping[int, Step], sums: Mapping[int, Step]) -> Region | None:
         """The region of these steps, if they are worth it."""
-        if sum(float(step.way.cost @ FLOPS) for step in steps.values()) < LEAST_FLOPS:
+        work = sum(float(step.way.cost @ FLOPS) for step in steps.values())
+        if work < LEAST_FLOPS * sum(map(self._bytes_of_piece, (*self.arrives.values(), *self.leaves.values()))):
             return None
         made = {form for step in steps.values() for form, _ in step.makes} | {*self.arrives}
         whole = self._read_outside({**steps, **sums}, self.leaves) & made
         lists = tuple(steps.values()), tuple(sums.values())
         return Region(self.plan.axes[self.i], *lists, self.arrives, self.leaves, frozenset(whole))
+
+    def _bytes_of_piece(self, form: Form) -> int:
+        """The bytes of a device's own part."""
+        aval = self.plan.flat.avals[form[0]]
+        return math.prod(part_shape(aval.shape, form[1], self.plan.axes)) * itemsize(aval.dtype)
 
     def _connected(self, steps: Mapping[int, Step], seed: Form) -> dict[int, Step]:
         """The steps that have to do with the pieces of a gather: others begin regions of their own."""
