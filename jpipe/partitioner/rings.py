@@ -164,6 +164,7 @@ class Region:
         held: Sequence[Step],
         at_hand: Mapping[Form, jax.Array],
         sums: _Sums,
+        whole: Values,
     ) -> Values:
         """Sends sums on their way, to which each device adds its own: a device's own parts of them."""
         if not self.leaves:
