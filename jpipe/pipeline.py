@@ -430,8 +430,7 @@ class Pipeline(Tabular):
         """The state of a training loop of your own, on the mesh: counters and random keys on all devices.
 
         A jitted step returns them there; for a state that begins on one device it would be compiled a second time.
-        What lies on the mesh already stays: parameters, and what `tx.init(params)` makes like them. Only a state of
-        `create_state` goes to the hosts, or back, as this pipeline's `offload=` says.
+        What lies on the mesh stays there; only a state of `create_state` goes to the hosts, or back, by `offload=`.
 
         Args:
           state: any pytree, such as Flax's `TrainState` or `(tx.init(params), key)`; each process passes the same.
@@ -439,7 +438,8 @@ class Pipeline(Tabular):
         """
         checks.check_loop_state(self.plan, state)
         optimizer = None if tx is None else (tx, self.plan.known_loss().of_batch)
-        return rows.placed(*state_to_place(state, self.plan.shapes["params"], optimizer), self.mesh)
+        state, shardings = state_to_place(state, self.plan.shapes["params"], optimizer)
+        return rows.placed(state, shardings, self.mesh, between_memories=isinstance(state, TrainState))
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.

@@ -30,6 +30,11 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
+def is_on_host(array: jax.Array) -> bool:
+    """Whether an array, traced, lies in the memory of the host."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
 def to_host(tree: PyTree) -> PyTree:
     """Arrays, traced, in the memory of the host."""
     return jax.device_put(tree, jax.memory.Space.Host)

@@ -1,6 +1,7 @@
 """Reads and writes slices and rows of arrays, and reads tables, at indices that are Python integers or traced.
 
-Indices are never negative here, and JAX is told so: to handle negative ones would be half of a small jaxpr.
+Indices are never negative here, and JAX is told so: to handle negative ones would be half of a small jaxpr. Of an array
+that lies on the host, what is read is brought to the device, and what is written is brought to the host.
 """
 
 from __future__ import annotations
@@ -11,13 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.arrays.host import is_on_host, to_device, to_host
+
 Index = int | jax.Array
 """One index, a Python integer or traced."""
-
-
-def is_on_host(array: jax.Array) -> bool:
-    """Whether an array, traced, lies in the memory of the host."""
-    return jax.typeof(array).memory_space == jax.memory.Space.Host
 
 
 def look_up(table: Sequence[int], index: Index) -> Index:
@@ -46,30 +44,26 @@ def look_up_once(table: Sequence[int], index: Index) -> Index:
 
 
 def take_slice(array: jax.Array, index: Sequence[Index], shape: Sequence[int]) -> jax.Array:
-    """The slice of `shape` that begins at `index`, which may leave out dimensions at the end: they begin at 0.
-
-    The slice of an array on the host is brought to the device.
-    """
+    """The slice of `shape` that begins at `index`, which may leave out dimensions at the end: they begin at 0."""
     part = jax.lax.dynamic_slice(array, _start(array, index), shape, allow_negative_indices=False)
-    return jax.device_put(part, jax.memory.Space.Device) if is_on_host(array) else part
+    return to_device(part) if is_on_host(array) else part
 
 
 def put_slice(array: jax.Array, update: jax.Array, index: Sequence[Index]) -> jax.Array:
-    """The array with the slice that begins at `index` replaced by `update`; in a loop this copies nothing else.
-
-    It stays where it is: what replaces a slice of an array on the host is brought there.
-    """
-    update = jax.device_put(update, jax.memory.Space.Host) if is_on_host(array) else update
+    """The array with the slice that begins at `index` replaced by `update`; in a loop this copies nothing else."""
+    update = to_host(update) if is_on_host(array) else update
     return jax.lax.dynamic_update_slice(array, update, _start(array, index), allow_negative_indices=False)
 
 
 def take_row(array: jax.Array, row: Index) -> jax.Array:
     """`array[row]`."""
-    return jax.lax.dynamic_index_in_dim(array, row, 0, keepdims=False, allow_negative_indices=False)
+    part = jax.lax.dynamic_index_in_dim(array, row, 0, keepdims=False, allow_negative_indices=False)
+    return to_device(part) if is_on_host(array) else part
 
 
 def put_row(array: jax.Array, value: jax.Array, row: Index) -> jax.Array:
     """The array with `array[row]` replaced by `value`; in a loop this copies nothing else."""
+    value = to_host(value) if is_on_host(array) else value
     return jax.lax.dynamic_update_index_in_dim(array, value, row, 0, allow_negative_indices=False)
 
 

@@ -70,15 +70,14 @@ def place_rows(batch: Batch, mesh: Mesh, batch_axes: Sequence[str]) -> Batch:
     return jax.tree.map(lambda leaf: join(sharding, np.asarray(leaf), (rows * count, *leaf.shape[1:])), batch)
 
 
-def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
+def placed(tree: PyTree, shardings: PyTree, mesh: Mesh, *, between_memories: bool = False) -> PyTree:
     """Puts arrays and numbers where `shardings` say; those that lie on all devices already, or are traced, stay.
-
-    Only those that lie in another memory move: on the hosts, and not on the devices, or the other way round.
 
     Args:
       tree: on the host, on one device or on the mesh. Each process passes the same.
       shardings: a tree like it, or one sharding for all.
       mesh: the devices.
+      between_memories: whether those that lie on all devices move to their hosts, or back, as `shardings` say.
     """
     devices = set(mesh.devices.flat)
 
@@ -86,7 +85,8 @@ def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
         if isinstance(leaf, Tracer):
             return leaf
         if isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices:
-            return leaf if leaf.sharding.memory_kind == sharding.memory_kind else jax.device_put(leaf, sharding)
+            moves = between_memories and leaf.sharding.memory_kind != sharding.memory_kind
+            return jax.device_put(leaf, sharding) if moves else leaf
         if isinstance(leaf, np.ndarray) or not mesh.is_multi_process:
             return jax.device_put(leaf, sharding)
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)  # an array of this process alone goes to others too

@@ -110,19 +110,19 @@ class Chip:
 
 LINK = "How to Scale Your Model, 'TPU specs': typically 15 GB/s a chip"
 DGX = "NVIDIA's DGX systems in MLPerf inference 4.1, DGX B200 user guide: 2 TB of 8 GPUs. PCI Express x16, its peak"
-OLD = Host(7.5e9, 334 * GB // 8, f"{LINK}: of two cores, and assumed of v2. gpuhunt (dstack): 334 GB of 8 cores")
-NEW = Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")
+TPU_V2_HOST = Host(7.5e9, 334 * GB // 8, f"{LINK}: of two cores; v2 assumed alike. gpuhunt (dstack): 334 GB of 8 cores")
+DGX_H100 = Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")
 HOSTS = {
-    "v2": OLD,
-    "v3": OLD,
+    "v2": TPU_V2_HOST,
+    "v3": TPU_V2_HOST,
     "v4": Host(15e9, 512 * GB // 8, f"{LINK}. MLPerf training 0.7, tpu-v4-16: 512 GB of 8 chips; no VM type was found"),
     "v5e": Host(15e9, 192 * GB // 4, f"{LINK}. {DOCUMENTATION}, ct5lp-hightpu-4t: 192 GB of 4 chips"),
     "v5p": Host(15e9, 448 * GB // 4, f"{LINK}. {DOCUMENTATION}, properties of a host: 448 GB of 4 chips"),
     "v6e": Host(32e9, 720 * GB // 4, f"{LINK}, v6e 32 GB/s. MLPerf inference 4.1, tpu-v6-4: 720 GB of 4 chips"),
     "a100": Host(31.5e9, 2000 * GB // 8, f"{DGX}, generation 4; 8 GPUs have four switches, and may get less"),
-    "h100": NEW,
-    "h200": NEW,
-    "b200": NEW,
+    "h100": DGX_H100,
+    "h200": DGX_H100,
+    "b200": DGX_H100,
 }
 """The hosts of the chips."""
 RINGS = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16}

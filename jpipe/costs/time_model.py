@@ -63,7 +63,8 @@ def predict_time(
         apart += links + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     hop, moves = bytes_of(crossing) / network.hop, _moves(step, chip)
-    alone, timeline = (in_time(schedule, work, hop, beside) for beside in ((), moves))
+    timeline = in_time(schedule, work, hop, moves)
+    alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy = float(np.mean(timeline.busy))
     passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
     held, hosted = optimizer_bytes(planner, batch, tx)

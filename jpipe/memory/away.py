@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.host import to_device, to_host
+from jpipe.arrays.host import to_host
 from jpipe.arrays.indexing import Index, put_row, take_row, take_slice
 from jpipe.arrays.trees import bytes_of
 from jpipe.memory.buffers import Buffer, StackedBuffer
@@ -81,8 +81,7 @@ class AwayStorage(Storage):
 
     def fetched(self, host: Buffers, row: Index) -> Buffers:
         """Copies a row of the host's to the device; for -1 row 0, which nobody reads."""
-        rows = {name: take_row(array, jnp.maximum(row, 0)) for name, array in host.items()}
-        return self._in_order(to_device(rows) if self.moves else rows)
+        return self._in_order({name: take_row(array, jnp.maximum(row, 0)) for name, array in host.items()})
 
     def leaving(self, here: Buffers, row: Index) -> Buffers:
         """A row of the device's, to be sent; for -1 row 0, which nobody reads there."""
@@ -96,7 +95,6 @@ class AwayStorage(Storage):
 
     def sent(self, host: Buffers, leaving: Buffers, row: Index) -> Buffers:
         """The host's rows with one replaced."""
-        leaving = to_host(leaving) if self.moves else leaving
         return {name: put_row(array, leaving[name], row) for name, array in host.items()}
 
     def _in_order(self, rows: Buffers) -> Buffers:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.host import HOST
-from jpipe.arrays.host import on_host as to_hosts
-from jpipe.arrays.indexing import Index, is_on_host, look_up, take_row
+from jpipe.arrays.host import HOST, is_on_host, on_host
+from jpipe.arrays.indexing import Index, look_up, take_row
 from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers
@@ -94,21 +93,17 @@ class Records:
         scattered = self.leaves(record_type)
         pairs = {name: zip(scattered[name], tree, strict=True) for name, tree in leaves.items()}
         parts = {name: [s.put(leaf) for s, leaf in pairs[name]] for name in pairs}
-        on_host = {name: {b: a.sharding.memory_kind == HOST for b, a in tree.items()} for name, tree in arrays.items()}
-        key = str(on_host)
-        self._puts[key] = self._puts.get(key) or self._put(on_host)
-        return self._puts[key](arrays, record_type, parts, np.int32(record))
+        buffers = ((name, b, array) for name, tree in arrays.items() for b, array in tree.items())
+        hosted = frozenset((name, b) for name, b, array in buffers if array.sharding.memory_kind == HOST)
+        return self._put(hosted)(arrays, record_type, parts, np.int32(record))
 
     @cached_property
-    def _puts(self) -> dict[str, Callable[..., Arrays]]:
-        return {}
+    def _put(self) -> Callable[[frozenset[tuple[str, str]]], Callable[..., Arrays]]:
+        """(Tree, buffer) of the arrays that lie on the hosts, and stay there -> `_compiled_put`, made once."""
+        return cache(self._compiled_put)
 
-    def _put(self, on_host: dict[str, dict[str, bool]]) -> Callable[..., Arrays]:
-        """`(arrays, record type, scattered leaves by tree, record) -> arrays` on all devices, compiled.
-
-        Args:
-          on_host: whether each array lies on the hosts, and stays there.
-        """
+    def _compiled_put(self, hosted: frozenset[tuple[str, str]]) -> Callable[..., Arrays]:
+        """`(arrays, record type, scattered leaves by tree, record) -> arrays` on all devices, compiled."""
 
         def put(arrays: Arrays, record_type: int, parts: Leaves, record: Leaf) -> Arrays:
             def body(arrays: Arrays, parts: Leaves, record: Index) -> Arrays:
@@ -118,7 +113,7 @@ class Records:
             in_specs = (self.specs, {name: specs[name] for name in parts}, PartitionSpec())
             return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
 
-        lies = lambda n, b, sharding: to_hosts(sharding) if on_host[n][b] else sharding
+        lies = lambda n, b, sharding: on_host(sharding) if (n, b) in hosted else sharding
         layouts = self.layouts.items()
         shardings = {n: {b: lies(n, b, a.sharding) for b, a in layout.shapes.items()} for n, layout in layouts}
         return jax.jit(put, static_argnums=1, donate_argnums=0, out_shardings=shardings)

@@ -30,6 +30,7 @@ from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Primitive
 
 from jpipe.arrays.host import DEVICE, HOST
+from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.seam.inside import offloaded_names
 from jpipe.seam.jaxpr_types import JaxprEqn
 from jpipe.seam.primitives import CHEAP
@@ -91,8 +92,10 @@ def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: 
 
 
 def is_mark(equation: JaxprEqn) -> bool:
-    """Whether an equation only marks that a policy offloads its operand, or had it offloaded."""
-    return equation.primitive.name == "device_put" and equation.params["devices"] == (jax.memory.Space.Device,)
+    """Whether an equation only marks that a policy offloads its operand, or had it offloaded: nothing moves by it."""
+    device = jax.memory.Space.Device
+    is_put = equation.primitive.name == "device_put" and equation.params["devices"] == (device,)
+    return is_put and all(aval_of(operand).memory_space == device for operand in equation.invars)
 
 
 def check_names(policy: Policy, names: Collection[str]) -> None:
@@ -103,11 +106,7 @@ def check_names(policy: Policy, names: Collection[str]) -> None:
     """
     offloaded = offloaded_names(policy)
     if offloaded and offloaded.isdisjoint(names):
-        have = (
-            f"the names in the layers are {sorted(names)}"
-            if names
-            else "no layer calls jax.ad_checkpoint.checkpoint_name"
-        )
+        have = f"the names in the layers are {sorted(names)}" if names else "no layer calls checkpoint_name"
         raise ValueError(
             f"remat={getattr(policy, '__qualname__', policy)} offloads values called {sorted(offloaded)}, and no layer "
             f"has such a value: {have}"

@@ -117,9 +117,8 @@ def make_kept_storage(
       apart: each leaf has a stacked buffer of its own, if it has one at all (`each_apart`).
     """
     groups = traced_as if layers else ()
-    frees = _frees(
-        table, [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))], device_of
-    )
+    of_traced = [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))]
+    frees = _frees(table, of_traced, device_of)
     rows_of = [_rows_of(*one) for one in zip(layers, goes, frees, strict=True)]
     kept = [_kept_of(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]

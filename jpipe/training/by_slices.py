@@ -68,26 +68,26 @@ def updated(
         changes, new = update_with_loss(tx, grads, opt_state, params, loss)
         return cast(StageTree, optax.apply_updates(params, changes)), new
 
-    if not is_on_hosts(params):
+    if not state_is_on_hosts(params):
         return update(params, opt_state, grads, loss)
-    places = [*homes_of(params), *homes_of(opt_state, params.layout), *homes_of(grads), Place()]
+    places = [*_places_of(params), *_places_of(opt_state, params.layout), *_places_of(grads), Place()]
     return _by_slices(update, params.layout, (params, opt_state, grads, loss), places, places)
 
 
-def is_on_hosts(params: PyTree) -> bool:
+def state_is_on_hosts(params: PyTree) -> bool:
     """Whether an optimiser's state for these parameters lies on the hosts."""
     return isinstance(params, StageTree) and params.layout.state_on_hosts
 
 
 def initial(tx: optax.GradientTransformation, params: StageTree) -> PyTree:
     """Makes the state of an optimiser for these parameters."""
-    if not is_on_hosts(params):
+    if not state_is_on_hosts(params):
         return tx.init(params)
-    places = homes_of(jax.eval_shape(tx.init, params), params.layout)
-    return _by_slices(tx.init, params.layout, (params,), homes_of(params), places, replaces=False)
+    places = _places_of(jax.eval_shape(tx.init, params), params.layout)
+    return _by_slices(tx.init, params.layout, (params,), _places_of(params), places, replaces=False)
 
 
-def homes_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
+def _places_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
     """Where each leaf of a tree lies, which is an optimiser's state for parameters of a layout, if one is given."""
 
     def of_node(node: Leaf | StageTree) -> PyTree:

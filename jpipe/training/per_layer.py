@@ -179,10 +179,7 @@ def _for_each_layer(
 
 def _program(run: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A function under `jax.jit`, called `PROGRAM`: one equation of whatever calls it."""
-
-    def call(*arguments: PyTree) -> PyTree:
-        return run(*arguments)
-
+    call = lambda *arguments: run(*arguments)
     call.__name__ = PROGRAM
     return jax.jit(call)
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_equal, compilations, model, pipeline
+from jpipe.arrays.host import HOST
 from jpipe.memory.layout import StageTree
 from jpipe.training.train_state import state_shardings
 from updates import is_matrix, labels
@@ -124,6 +125,14 @@ def test_what_is_placed_keeps_its_values_and_what_lies_on_the_mesh_its_place(loo
     assert_equal(back, placed)
     for leaf, shape in zip(jax.tree.leaves(back["params"]), jax.tree.leaves(params.layout.shapes), strict=True):
         assert leaf.sharding == shape.sharding
+
+
+def test_what_a_user_put_on_the_hosts_stays_there(loop):
+    """It went to the devices."""
+    pipe, _, params, _, _ = loop
+    there = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)), params)
+    placed = pipe.place_state({"average": there, "step": 0}, None)
+    assert all(leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(placed["average"]))
 
 
 @pytest.mark.parametrize("tx", [optax.adamw(1e-3, mask=is_matrix), optax.lamb(1e-3)], ids=["mask", "lamb"])
