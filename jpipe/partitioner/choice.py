@@ -31,7 +31,7 @@ from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.early_conversions import Early, added_to_whole, summed_twice, summed_wide
 from jpipe.partitioner.prices import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
-from jpipe.partitioner.rings import HIDDEN, find_regions, hidden
+from jpipe.partitioner.find_rings import HIDDEN, find_rings, hidden
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Shard, Sharding, is_possible, replicated
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
@@ -77,7 +77,7 @@ def cheapest_plan(
         lying, wishes = [apart(s, axes, parts) for s in arguments], [_along_parts(w, axes, parts) for w in wanted]
         plans += [Chooser(parts, handlers, *choices).make_plan(flat, lying, wishes) for choices in ROUNDS]
     if any(axis.by_ring for axis in axes):
-        plans = [replace(plan, regions=find_regions(plan)) for plan in plans]
+        plans = [replace(plan, rings=find_rings(plan)) for plan in plans]
     return min(plans, key=lambda plan: price(PRICES, plan.cost - HIDDEN * hidden(plan)))
 
 

@@ -16,24 +16,23 @@ except for what ways send by themselves (`Way.sends`). `DevicePlan.run` carries 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.prices import NOTHING, Cost
+from jpipe.partitioner.rings import Arriving, Form, Rings, whole
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
 from jpipe.seam.inside import at_line_of, scope_of
 
 Axes = tuple[Axis, ...]
 """The mesh axes that arrays are split over; a `Sharding` has an entry for each."""
-Form = tuple[int, Sharding]
-"""A value as it lies on devices: its number in the `FlatJaxpr`, and a sharding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,27 +113,6 @@ class Unsplit(NamedTuple):
     along: tuple[str, ...]
 
 
-class Region(Protocol):
-    """Equations that are carried out together, beside transfers (`jpipe.partitioner.rings`).
-
-    Attributes:
-      equations: the equations.
-      takes: the forms that have to be made before.
-      gives: the forms that it makes for others.
-    """
-
-    @property
-    def equations(self) -> Sequence[PlannedEquation]: ...
-    @property
-    def takes(self) -> Sequence[Form]: ...
-    @property
-    def gives(self) -> Sequence[Form]: ...
-
-    def run(self, at_hand: Mapping[Form, jax.Array]) -> Mapping[Form, jax.Array]:
-        """Carries them out: a device's parts of `takes` -> its parts of `gives`."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
     """How a device carries out a jaxpr: its equations in order, and then conversions of the results.
@@ -147,7 +125,7 @@ class DevicePlan:
       conversions: the conversions of the results, after all equations.
       results: how the results lie in the end.
       cost: the sum of the costs of all ways and conversions.
-      regions: equations that are carried out together; all others one by one.
+      rings: the conversions that go by rings, beside products.
     """
 
     flat: FlatJaxpr
@@ -157,7 +135,7 @@ class DevicePlan:
     conversions: tuple[Conversion, ...]
     results: tuple[Sharding, ...]
     cost: Cost
-    regions: tuple[Region, ...] = ()
+    rings: Rings = field(default_factory=Rings)
 
     @property
     def unsplit(self) -> list[Unsplit]:
@@ -178,73 +156,31 @@ class DevicePlan:
 
     def run(self, *parts: jax.Array) -> list[jax.Array]:
         """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program."""
-        return _Run(self, parts).results()
+        # The device's part of each form, or an array that arrives; each form of a value is converted once.
+        at_hand: dict[Form, jax.Array | Arriving] = {}
+        at_hand |= {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
+        at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
 
+        def take(conversions: Sequence[Conversion]) -> None:
+            for value, now, wanted in conversions:
+                before, after = forms = (value, now), (value, wanted)
+                if forms in self.rings.departures:
+                    at_hand[after] = self.rings.departures[forms].run(at_hand)
+                elif forms in self.rings.arrivals:
+                    at_hand[after] = self.rings.arrivals[forms].start(whole(at_hand[before]))
+                else:
+                    at_hand[after] = convert(whole(at_hand[before]), self.axes, now, wanted)
 
-class _Run:
-    """One device's run of a plan.
-
-    Attributes:
-      plan: the plan.
-      at_hand: the device's part of each form; each form of a value is converted once.
-    """
-
-    def __init__(self, plan: DevicePlan, parts: Sequence[jax.Array]):
-        self.plan = plan
-        self.at_hand: dict[Form, jax.Array] = {(i, replicated(plan.axes)): x for i, x in plan.flat.constants.items()}
-        self.at_hand |= dict(zip(zip(plan.flat.arguments, plan.arguments, strict=True), parts, strict=True))
-        self._region_of = {form: region for region in plan.regions for form in region.gives}
-        self._in_regions = {id(planned) for region in plan.regions for planned in region.equations}
-        self._maker = {form: planned for planned in plan.equations for form in _made(planned)}
-        self._conversion = {
-            (c.value, c.wanted): c for c in (*(c for e in plan.equations for c in e.conversions), *plan.conversions)
-        }
-
-    def results(self) -> list[jax.Array]:
-        """Carries out all equations in order; a region, where the first of its results is read."""
-        plan = self.plan
-        for planned in plan.equations:
-            if id(planned) not in self._in_regions:
-                self._carry_out(planned)
-        self._convert(plan.conversions)
-        return [self._need(form) for form in zip(plan.flat.results, plan.results, strict=True)]
-
-    def _carry_out(self, planned: PlannedEquation) -> None:
-        (equation, callers, reads, _), conversions, way = planned
-        made = _made(planned)
-        if all(form in self.at_hand for form in made) and made:
-            return  # a region read it before
-        with ExitStack() as scopes:
-            for caller in callers:
-                scopes.enter_context(scope_of(caller))
-            with at_line_of(equation, callers):
-                self._convert(conversions)
-                operands = [self._need(form) for form in zip(reads, way.operands, strict=True)]
-            results = way.run(*operands)
-        self.at_hand.update(zip(made, results, strict=True))
-
-    def _convert(self, conversions: Sequence[Conversion]) -> None:
-        """Does conversions; not those within regions."""
-        for value, now, wanted in conversions:
-            if (value, wanted) not in self._region_of and (value, wanted) not in self.at_hand:
-                self.at_hand[value, wanted] = convert(self._need((value, now)), self.plan.axes, now, wanted)
-
-    def _need(self, form: Form) -> jax.Array:
-        """The device's part of a form; what makes it runs first, if it hasn't."""
-        if form in self.at_hand:
-            return self.at_hand[form]
-        if form in self._region_of:
-            region = self._region_of[form]
-            for taken in region.takes:
-                self._need(taken)
-            self.at_hand.update(region.run(self.at_hand))
-        elif form in self._maker:
-            self._carry_out(self._maker[form])
-        else:
-            self._convert([self._conversion[form]])
-        return self.at_hand[form]
-
-
-def _made(planned: PlannedEquation) -> list[Form]:
-    """The forms that an equation makes."""
-    return list(zip(planned.flat.makes, planned.way.results, strict=True))
+        for at, (flat, conversions, way) in enumerate(self.equations):
+            with ExitStack() as scopes:
+                for caller in flat.callers:
+                    scopes.enter_context(scope_of(caller))
+                with at_line_of(flat.equation, flat.callers):
+                    take(conversions)
+                if at in self.rings.later:
+                    continue  # where its sum is scattered
+                step, reads = self.rings.readers.get(at), list(zip(flat.reads, way.operands, strict=True))
+                results = [step.as_pieces_arrive(at_hand)] if step else way.run(*(whole(at_hand[form]) for form in reads))
+            at_hand.update(zip(zip(flat.makes, way.results, strict=True), results, strict=True))
+        take(self.conversions)
+        return [whole(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]

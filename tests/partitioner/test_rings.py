@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jpipe.partitioner import per_device, rings
+from jpipe.partitioner import find_rings, per_device
 
 WIDTH, HIDDEN = 16, 32
 SHAPES = {"g": (WIDTH, HIDDEN), "u": (WIDTH, HIDDEN), "d": (HIDDEN, WIDTH), **dict.fromkeys("qkvo", (WIDTH, WIDTH))}
@@ -15,7 +15,7 @@ SPECS = {name: P("model", None) if name in "do" else P(None, "model") for name i
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(rings, "LEAST_FLOPS", 0.0)
+    monkeypatch.setattr(find_rings, "LEAST_FLOPS", 0.0)
 
 
 def norm(x):
