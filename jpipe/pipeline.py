@@ -18,6 +18,7 @@ from jpipe.batches import rows
 from jpipe.batches.bare_inputs import default_inputs
 from jpipe.configuration import Agreement
 from jpipe.costs.communication import Communication, communication
+from jpipe.costs.network import rings_of
 from jpipe.costs.out_of_memory import notes_on_room
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
@@ -103,6 +104,7 @@ class Pipeline(Tabular):
       unroll: whether a virtual stage's layers are compiled one by one, not once for all alike, each with own arrays.
       ends: weights of the ends lie there ("own") or at rest on all stages ("spread"), or all compute both ("shared").
       offload: what lies in the hosts' memory: "residuals", "boundaries", "optimizer", several, or a share by word.
+      rings: whether products of TPUs run beside what they send along axes of weights (`jpipe.partitioner.rings`).
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -129,6 +131,7 @@ class Pipeline(Tabular):
         unroll: bool = False,
         ends: str = "own",
         offload: str | Sequence[str] | Mapping[str, float] = (),
+        rings: bool = True,
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         whole, inputs = as_whole(layers), inputs or default_inputs
@@ -151,7 +154,7 @@ class Pipeline(Tabular):
             balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
-            splits=make_splits(self.mesh, batch_axes, shard_over, gather),
+            splits=make_splits(self.mesh, batch_axes, shard_over, gather, rings_of(self.mesh) if rings else {}),
             options=Options(cast, unroll, ends, as_offload(offload)),
         )
         self.planner = Planner(request)

@@ -21,12 +21,26 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.costs.chips import Chip
+from jpipe.costs.chips import Chip, chip_of
 from jpipe.mesh.axes import AXIS
 from jpipe.partitioner.traffic import Sent
 
+LARGEST_RING = 8
+"""The most devices of a ring of products: of more, pieces are too small."""
 ALONE = frozenset(["permute", "all_to_all"])
 """Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
+
+
+def rings_of(mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """For each axis of a mesh of TPUs but `stage`, the order of its devices on a ring of links, if there is one.
+
+    A TPU waits in a permutation for its neighbours alone, so that a layer may have one. On GPUs and CPUs all devices of
+    a mesh have to carry out a permutation together, also those of stages that have no such layer.
+    """
+    device = mesh.devices.flat[0]
+    chip = chip_of(device) if device.platform == "tpu" else None
+    orders = {name: Network.of(chip, mesh).ring(name) for name in mesh.axis_names if name != AXIS} if chip else {}
+    return {name: order for name, order in orders.items() if order}
 
 
 def _extents(group: np.ndarray) -> list[int]:
@@ -94,17 +108,45 @@ class Network:
         size = math.prod(sizes[i] for i in along)
         return np.moveaxis(grid.reshape(size, -1, *values.shape[1:]), 0, 1)
 
+    def ring(self, axis: str) -> tuple[int, ...]:
+        """The devices of a mesh axis in an order in which each has a link to the next, and the last to the first.
+
+        Empty if there is none, or if it isn't known; of more than `LARGEST_RING` devices none is looked for.
+        """
+        size = dict(self.sizes)[axis]
+        if not self.coordinates or not 1 < size <= LARGEST_RING:
+            return ()
+        groups = self._groups([axis], self.coordinates)
+
+        def are_linked(i: int, j: int) -> bool:
+            """Whether the devices i and j of all groups are."""
+            apart = np.abs(groups[:, i] - groups[:, j])
+            linked = (apart == 1) | ((apart == np.asarray(self._closed) - 1) & (apart > 1))
+            return bool((linked.sum(-1) == 1).all() and ((apart > 0).sum(-1) == 1).all())
+
+        def go_on(order: tuple[int, ...]) -> tuple[int, ...]:
+            if len(order) == size:
+                return order if are_linked(order[-1], order[0]) else ()
+            nexts = (i for i in range(size) if i not in order and are_linked(order[-1], i))
+            return next(filter(None, (go_on((*order, i)) for i in nexts)), ())
+
+        return go_on((0,))
+
+    @property
+    def _closed(self) -> list[int]:
+        """By dimension of the torus, the chips along it, if the first has a link to the last; else 0."""
+        whole, ring = _extents(np.asarray(self.coordinates)), self.chip.ring
+        in_cubes = "x" in self.chip.example.partition("x")[2]  # a torus of three dimensions
+        return [n if all(m % ring == 0 for m in (whole if in_cubes else [n])) else 0 for n in whole]
+
     def _links(self, axes: Collection[str]) -> int:
         """The links of a TPU over which a collective along mesh axes sends at once: of the group with the fewest."""
         if not self.coordinates:
             return 2 if math.prod(n for name, n in self.sizes if name in axes) >= 4 else 1
-        whole, ring = _extents(np.asarray(self.coordinates)), self.chip.ring
-        in_cubes = "x" in self.chip.example.partition("x")[2]  # a torus of three dimensions
-        closed = [all(m % ring == 0 for m in (whole if in_cubes else [n])) for n in whole]
 
         def of_group(group: np.ndarray) -> int:
-            dims = zip(_extents(group), whole, closed, strict=True)
-            return sum(2 if n == all_of and is_closed else 1 for n, all_of, is_closed in dims if n > 1)
+            dims = zip(_extents(group), self._closed, strict=True)
+            return sum(2 if n == size else 1 for n, size in dims if n > 1)
 
         return max(1, min(map(of_group, self._groups(axes, self.coordinates))))
 

@@ -8,7 +8,8 @@ split weights as the layers' metadata asks. What a device does with its parts of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -48,7 +49,12 @@ def check_batch_axes(mesh: Mesh, names: object) -> tuple[str, ...]:
 
 
 def stage_axes(
-    mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, jointly: bool = True, over_stages: bool = False
+    mesh: Mesh | AbstractMesh,
+    batch_axes: Sequence[str],
+    *,
+    jointly: bool = True,
+    over_stages: bool = False,
+    rings: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over: the data axes, and each of the others.
 
@@ -59,13 +65,12 @@ def stage_axes(
       batch_axes: its data axes.
       jointly: whether the data axes are one.
       over_stages: `stage` is one of the others, the last.
+      rings: the others' `Axis.ring`.
     """
     of_several_devices = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
     data = of_several_devices(batch_axes)
     others = [name for name in mesh.axis_names if name not in (AXIS, *batch_axes)] + [AXIS] * over_stages
     together = [data] * bool(data) if jointly else [(name,) for name in data]
     data_axes = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in together]
-    import os
-    by_ring = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu" and not os.environ.get("NORING")
-    others = of_several_devices(others)
-    return (*data_axes, *[Axis((name,), (mesh.shape[name],), by_ring=by_ring and name != AXIS) for name in others])
+    along = of_several_devices(others)
+    return (*data_axes, *[Axis((name,), (mesh.shape[name],), ring=tuple(rings.get(name, ()))) for name in along])

@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -35,6 +36,8 @@ class Splits:
       batch_axes: the mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly.
       shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
       gather: parameters are gathered along data axes once a "step", or at each "use".
+      rings: the order of devices on a ring, by the names of axes along which products run beside transfers
+        (`jpipe.partitioner.rings`).
       over_stages: all stages compute together, and their arrays may be split over `stage` too.
     """
 
@@ -42,6 +45,7 @@ class Splits:
     batch_axes: tuple[str, ...]
     shard_over: tuple[str, ...] = ()
     gather: str = "step"
+    rings: tuple[tuple[str, tuple[int, ...]], ...] = ()
     over_stages: bool = False
 
     @property
@@ -65,8 +69,8 @@ class Splits:
 
         The data axes are one, unless weights are gathered at each use: then some of them may split a layer's arguments.
         """
-        jointly = self.gather == "step"
-        return stage_axes(self.mesh, self.batch_axes, jointly=jointly, over_stages=self.over_stages)
+        how = {"jointly": self.gather == "step", "over_stages": self.over_stages, "rings": dict(self.rings)}
+        return stage_axes(self.mesh, self.batch_axes, **how)
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
@@ -197,14 +201,20 @@ def check_when(name: str, value: str) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use one of {list(_WHEN)}")
 
 
-def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] | None, gather: str = "step") -> Splits:
+def make_splits(
+    mesh: Mesh,
+    batch_axes: object,
+    shard_over: str | Sequence[str] | None,
+    gather: str = "step",
+    rings: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Splits:
     """Checks the splits that the user asks for.
 
     Args:
       mesh: all devices.
       batch_axes: the axes that split examples, a name or several names.
       shard_over: None, a name or several names.
-      gather: as of `Splits`.
+      gather, rings: as of `Splits`.
 
     Raises:
       TypeError, ValueError: as `check_batch_axes`; an unknown `gather`; or `shard_over` names an axis that isn't one of
@@ -218,4 +228,4 @@ def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] 
             raise ValueError(
                 f"shard_over={names!r} names {name!r}; this mesh has the data axes {list(data)} (batch_axes=)"
             )
-    return Splits(mesh, data, names, gather)
+    return Splits(mesh, data, names, gather, tuple(rings.items()))

@@ -76,7 +76,7 @@ def cheapest_plan(
     for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
         lying, wishes = [apart(s, axes, parts) for s in arguments], [_along_parts(w, axes, parts) for w in wanted]
         plans += [Chooser(parts, handlers, *choices).make_plan(flat, lying, wishes) for choices in ROUNDS]
-    if any(axis.by_ring for axis in axes):
+    if any(axis.ring for axis in axes):
         plans = [replace(plan, rings=find_rings(plan)) for plan in plans]
     return min(plans, key=lambda plan: price(PRICES, plan.cost - HIDDEN * hidden(plan)))
 

@@ -20,9 +20,12 @@ from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation
 from jpipe.seam.inside import carry_out
 
 PRODUCTS = ("dot_general",)
-LEAST_FLOPS = 4500.0
-"""The operations of products for each byte that goes round a ring beside them: fewer don't hide it. In the time of a
-byte, over the two links of an axis, a TPU v5p does 2,300."""
+LEAST_FLOPS, LEAST_IF_SHARED, LEAST_OF_SUMS = 4500.0, 9000.0, 1000.0
+"""The operations of products for each byte that a ring gathers, of one that others read whole, too, and of a sum's. In
+the time of a byte, over the two links of an axis, a TPU v5p does 2,300. Products of pieces take about a tenth longer,
+and what is read whole is copied once more. A scatter by a ring takes no longer than a TPU's own, which pads it."""
+MOST_DEVICES = 8
+"""Of more devices, pieces are too small."""
 HIDDEN = 0.75
 """How much less what goes round a ring costs."""
 
@@ -82,7 +85,7 @@ class _Finder:
         shard = (conversion.now if kind == "all_gather" else conversion.wanted)[i]
         others = [s for j, s in enumerate(conversion.now) if j != i]
         alone = isinstance(shard, Shard) and not any(isinstance(s, Shard) and s.dim == shard.dim for s in others)
-        return i if alone and axis.by_ring and not axis.is_part else None
+        return i if alone and axis.ring and not axis.is_part else None
 
     def _arrivals(self, conversion: Conversion) -> Iterator[tuple[Arrival, dict[int, Step]]]:
         """The gather by a ring, and the steps that read it, by the index of their equations, if it is worth it."""
@@ -98,8 +101,8 @@ class _Finder:
                 if step is not None:
                     readers[at] = step
                     work += float(planned.way.cost @ FLOPS)
-        # Where others read it whole, pieces have to be joined too.
-        if self._is_worth(conversion, work if self._readers[gathered] == len(readers) else work / 2):
+        least = LEAST_FLOPS if self._readers[gathered] == len(readers) else LEAST_IF_SHARED
+        if self._is_worth(conversion, work, least):
             yield Arrival(Ring(self.plan.axes[i]), shard.dim), readers
 
     def _departures(self, conversion: Conversion) -> Iterator[tuple[Departure, dict[int, Step]]]:
@@ -111,7 +114,7 @@ class _Finder:
         for steps in self._back_to_products(_forms(conversion)[0], shard.dim, i):
             equations = [self.plan.equations[at] for at in steps]
             work = sum(float(planned.way.cost @ FLOPS) for planned in equations)
-            if self._is_worth(conversion, work):
+            if self._is_worth(conversion, work, LEAST_OF_SUMS):
                 ring, in_order = Ring(self.plan.axes[i]), dict(sorted(steps.items()))
                 size = self.plan.flat.avals[conversion.value].shape[shard.dim] // ring.axis.size
                 yield Departure(ring, size, tuple(in_order.values())), in_order
@@ -186,11 +189,11 @@ class _Finder:
         dtypes = [self.plan.flat.avals[value].dtype for value, _ in (before, form)]
         return before if dtypes == [jnp.float32, jnp.bfloat16] and before[1] == form[1] else form
 
-    def _is_worth(self, conversion: Conversion, work: float) -> bool:
+    def _is_worth(self, conversion: Conversion, work: float, least: float) -> bool:
         """Whether so many operations hide what is sent."""
         aval = self.plan.flat.avals[conversion.value]
         sent = cost_of_conversion(self.plan.axes, aval.shape, itemsize(aval.dtype), *conversion[1:])
-        return work > 0 and work >= LEAST_FLOPS * float(sent[:2].sum())
+        return work > 0 and work >= least * float(sent[:2].sum())
 
 
 def _is_one_run_alone(sharding: Sharding) -> bool:

@@ -9,8 +9,9 @@ devices along other axes don't run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ def per_device(
     out_specs: Specs,
     *,
     data_axes: Sequence[str] = (),
-    by_ring: bool = False,
+    rings: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Callable[..., PyTree]:
     """Makes the function of one device's parts that does as `function` does on whole arrays, for `jax.shard_map`.
 
@@ -58,8 +59,8 @@ def per_device(
       data_axes: the axes that examples are split over. Along them sums may be rounded to a narrower type before they
         are added up, random bits are split at once, and sharding constraints inside of `function` change nothing.
 
-      by_ring: whether products may run beside the transfers that they wait for (`jpipe.partitioner.rings`): these are
-        permutations along the axes then, which all devices of the mesh have to carry out together.
+      rings: mesh axes along which products may run beside the transfers that they wait for, each with its devices in
+        the order of a ring of links (`jpipe.partitioner.rings`). The transfers are permutations then.
 
     Raises:
       ValueError: a spec names an axis that the mesh lacks; when called, a spec of a result that doesn't divide it, or a
@@ -68,7 +69,9 @@ def per_device(
     for name in sorted({*named(jax.tree.leaves((in_specs, out_specs))), *data_axes} - {*mesh.axis_names}):
         raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
     axes = tuple(
-        Axis((n,), (mesh.shape[n],), n in data_axes, by_ring=by_ring) for n in mesh.axis_names if mesh.shape[n] > 1
+        Axis((n,), (mesh.shape[n],), n in data_axes, ring=tuple(rings.get(n, ())))
+        for n in mesh.axis_names
+        if mesh.shape[n] > 1
     )
 
     def on_parts(*parts: PyTree) -> PyTree:

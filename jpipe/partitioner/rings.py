@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jpipe.partitioner.shardings import Axis, Sharding
@@ -71,8 +72,8 @@ class Ring:
 
     def shifted(self, x: jax.Array, way: int) -> jax.Array:
         """The array of the neighbour from which that way leads here."""
-        size = self.axis.size
-        return lax.ppermute(x, self.axis.names, [(i, (i + way) % size) for i in range(size)])
+        order = self.axis.ring
+        return lax.ppermute(x, self.axis.names, [(i, order[(k + way) % len(order)]) for k, i in enumerate(order)])
 
     def taken(self, whole: jax.Array, dim: int, pieces: Sequence[int]) -> jax.Array:
         """Pieces of an array that a device has whole, one after the other."""
@@ -91,7 +92,9 @@ class Ring:
 
     def _begin(self, size: int, k: int) -> jax.Array:
         """Where piece k begins in a whole array."""
-        return (self.axis.index() + k) % self.axis.size * size
+        order = self.axis.ring
+        of_device = [order[(order.index(i) + k) % len(order)] for i in range(len(order))]
+        return lax.dynamic_index_in_dim(jnp.asarray(of_device), self.axis.index(), keepdims=False) * size
 
 
 def _joined(pieces: Sequence[jax.Array], dim: int) -> jax.Array:

@@ -38,7 +38,8 @@ class Axis:
         constraints change nothing.
       sums_late: whether sums are added up after casts to wider types; along data axes they are, after any casts.
       outer, inner: of a part of a mesh axis, whose devices are seen as `[outer, size, inner]`.
-      by_ring: whether transfers may go round a ring, beside products (`jpipe.partitioner.rings`).
+      ring: its devices in the order of a ring of links, round which they may send to neighbours beside products
+        (`jpipe.partitioner.rings`); empty if they don't.
     """
 
     names: tuple[str, ...]
@@ -47,7 +48,7 @@ class Axis:
     sums_late: bool = False
     outer: int = 1
     inner: int = 1
-    by_ring: bool = False
+    ring: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:

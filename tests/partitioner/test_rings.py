@@ -9,13 +9,15 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jpipe.partitioner import find_rings, per_device
 
 WIDTH, HIDDEN = 16, 32
+RING = {2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 3, 2)}
 SHAPES = {"g": (WIDTH, HIDDEN), "u": (WIDTH, HIDDEN), "d": (HIDDEN, WIDTH), **dict.fromkeys("qkvo", (WIDTH, WIDTH))}
 SPECS = {name: P("model", None) if name in "do" else P(None, "model") for name in SHAPES}
 
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(find_rings, "LEAST_FLOPS", 0.0)
+    for least in ("LEAST_FLOPS", "LEAST_IF_SHARED", "LEAST_OF_SUMS"):
+        monkeypatch.setattr(find_rings, least, 0.0)
 
 
 def norm(x):
@@ -53,7 +55,7 @@ def test_values_and_gradients(function, between, devices):
         x = jnp.asarray(rng.normal(size=(4, 24, 12)))
         for of, results in ((function, between), (gradients(function), (between, SPECS))):
             specs = {"in_specs": (between, SPECS), "out_specs": results}
-            run = per_device(of, mesh, **specs, data_axes=["data"], by_ring=True)
+            run = per_device(of, mesh, **specs, data_axes=["data"], rings={"model": RING[devices]})
             found = jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))(x, weights)
             expected = of(x, weights)
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -63,7 +65,7 @@ def test_values_and_gradients(function, between, devices):
 def transfers(function, by_ring):
     mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,), devices=jax.devices()[:4])
     specs = {"in_specs": (P(None, "model"), SPECS), "out_specs": P(None, "model")}
-    run = per_device(function, mesh, **specs, by_ring=by_ring)
+    run = per_device(function, mesh, **specs, rings={"model": RING[4]} if by_ring else {})
     weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     x = jax.ShapeDtypeStruct((1, 16, WIDTH), jnp.float32)
     text = jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs)).lower(x, weights).as_text()
