@@ -28,17 +28,19 @@ class Case:
       row: the row.
       sizes: with what the row says of them.
       mesh: jpipe's, its first axis `stage`.
+      rings: jpipe's `rings=`.
     """
 
     row: Row
     sizes: Sizes
     mesh: Mesh
+    rings: bool = True
 
     @classmethod
-    def of(cls, row: Row, sizes: Sizes, devices: list[Any]) -> "Case":
+    def of(cls, row: Row, sizes: Sizes, devices: list[Any], *, rings: bool = True) -> "Case":
         """The row at these sizes, on the first of these devices."""
         devices = devices[: STAGES * row.num_devices]
-        return cls(row, row.sizes(sizes), jpipe.make_mesh(stage=STAGES, devices=devices, **row.axes))
+        return cls(row, row.sizes(sizes), jpipe.make_mesh(stage=STAGES, devices=devices, **row.axes), rings)
 
     @property
     def plain_mesh(self) -> Mesh:
@@ -82,6 +84,7 @@ def make_pipeline(case: Case) -> jpipe.Pipeline:
         balance=[1 + BLOCKS, BLOCKS + 1],
         mesh=case.mesh,
         gather=row.gather,
+        rings=case.rings,
     )
 
 

@@ -4,7 +4,7 @@ Bytes are those that a device sends on a ring of p devices. Of n bytes (the larg
 an all-reduce sends 2 n (p - 1) / p, an all-gather, a reduce-scatter and an all-to-all n (p - 1) / p, a permute n.
 """
 
-import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from collectives import Collective, axes_of, read
+from jpipe.costs.chips import Chip
 from jpipe.costs.network import Network
-from jpipe.forecasting.compiled_program import COLLECTIVES
-from tpu_program import Loop, transfers
+from tpu_program import Loop, Operation
 from tpu_program import read as read_loops
 
 PLACES = ("forward", "backward", "micro-batch", "step")
@@ -97,23 +97,17 @@ class Program:
         return found
 
     def waits(self, text: str, network: Network) -> dict[str, float]:
-        """By place, the seconds each time that it is run once in which a chip waits for what it sends.
-
-        A transfer takes its bytes over the links along its axes. The operations that are scheduled between its start
-        and its end hide as much of it as they take; a loop in between hides all of it.
-        """
-        found, hidden = dict.fromkeys(PLACES, 0.0), {}
-        for loop in read_loops(text).walk():
-            for one in transfers(loop, COLLECTIVES):
-                cycles = math.inf if one.beside_products and one.loops else one.cycles
-                hidden[one.operation.name] = cycles / network.chip.clock
+        """By place, the seconds each time that it is run once in which a chip waits for what it sends (`waited`)."""
+        found, takes = dict.fromkeys(PLACES, 0.0), {}
         for collective in read(text):
             over = axes_of(collective, self.mesh)
+            if over and over != ("stage",):
+                takes[collective.name] = seconds(collective, network, over)
+        waiting = {name: s for loop in read_loops(text).walk() for name, s in waited(loop, takes, network.chip).items()}
+        for collective in read(text):
             place = self.place(collective.scopes, collective.op_name)
-            if place and over and over != ("stage",):
-                kind = collective.kind.removeprefix("collective-").replace("-", "_")
-                takes = moved(collective) / network.bandwidth(over, kind)
-                found[place[0]] += place[1] * max(0.0, takes - hidden.get(collective.name, 0.0))
+            if place:
+                found[place[0]] += place[1] * waiting.get(collective.name, 0.0)
         return found
 
     def cycles(self, text: str) -> dict[str, float]:
@@ -149,6 +143,52 @@ def moved(collective: Collective) -> float:
         return collective.bytes
     share = (p - 1) / p
     return collective.bytes * share * (2 if collective.kind == "all-reduce" else 1)
+
+
+def seconds(collective: Collective, network: Network, over: tuple[str, ...]) -> float:
+    """How long it takes by itself: a permute goes over one link, others over all that there are along the axes."""
+    if collective.kind == "collective-permute":
+        return moved(collective) / network.chip.link_bandwidth
+    return moved(collective) / network.bandwidth(over, collective.kind.replace("-", "_"))
+
+
+def waited(loop: Loop, takes: dict[str, float], chip: Chip) -> dict[str, float]:
+    """By transfer, the seconds in which a chip waits for it in one turn of a loop.
+
+    The operations of the loop follow each other in time, by the compiler's cycles. A transfer begins with its start,
+    when the one before it that goes the same way has ended; one that has no start waits in full. A loop within the loop
+    hides what is under way.
+
+    Args:
+      loop: of a compiled program.
+      takes: by transfer, its seconds.
+      chip: whose clock counts the cycles.
+    """
+    now, free, ends = 0.0, dict[str, float](), dict[str, tuple[str, float]]()
+    found = dict[str, float]()
+    for operation in loop.operations:
+        name = _transfer(operation, loop, takes)
+        if name and operation.opcode.endswith("-start"):
+            way = re.search(r"source_target_pairs=({{\d+,\d+)|$", operation.line)[1] or ""
+            free[way] = max(free.get(way, 0.0), now) + takes[name]
+            ends[operation.name] = name, free[way]
+        elif name:
+            found[name] = takes[name]
+            now += takes[name]
+        elif operation.opcode.endswith("-done") and operation.operands[0] in ends:
+            of, end = ends[operation.operands[0]]
+            found[of] = max(0.0, end - now)
+            now = max(now, end)
+        elif operation.opcode == "while":
+            now = max(now, *free.values(), 0.0)
+        now += operation.cycles / chip.clock
+    return found
+
+
+def _transfer(operation: Operation, loop: Loop, takes: dict[str, float]) -> str:
+    """Which transfer an operation is, or holds, as a fusion does; empty for none."""
+    called = operation.attribute("calls")
+    return next((one.name for one in (operation, *loop.computations.get(called or "", ())) if one.name in takes), "")
 
 
 def total(counts: Counts, place: str, choose: Callable[[Sent], bool] = lambda sent: True) -> float:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from jpipe.costs.chips import Chip, chip_of
 from jpipe.mesh.axes import AXIS
+from jpipe.partitioner.rings import HIDDEN
 from jpipe.partitioner.traffic import Sent
 
 LARGEST_RING = 8
@@ -90,7 +91,7 @@ class Network:
         Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
         """
         if not self.chip.network_bandwidth:
-            return self.chip.link_bandwidth * (1 if collective == "permute" else self._links(axes))
+            return self.chip.link_bandwidth * (1 if AXIS in axes and collective == "permute" else self._links(axes))
         counts = [np.unique(row, return_counts=True)[1] for row in self._groups(axes, self.hosts or 0)]
         apart = [int(count.min()) for count in counts if len(count) > 1]
         if not apart:
@@ -151,5 +152,13 @@ class Network:
         return max(1, min(map(of_group, self._groups(axes, self.coordinates))))
 
     def seconds(self, sent: Iterable[Sent]) -> float:
-        """Seconds in which a device sends what a program's collectives send, one after the other."""
-        return sum(one.bytes * math.prod(one.loops) / self.bandwidth(one.axes, one.collective) for one in sent)
+        """Seconds in which a device waits for what a program's collectives send, one after the other.
+
+        Those that go by rings, as a layer's permutations do, are for the most part beside products.
+        """
+
+        def waited(one: Sent) -> float:
+            by_ring = one.collective == "permute" and AXIS not in one.axes
+            return math.prod(one.loops) * one.bytes * (1 - HIDDEN if by_ring else 1.0)
+
+        return sum(waited(one) / self.bandwidth(one.axes, one.collective) for one in sent)

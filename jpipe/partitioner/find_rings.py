@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.conversions import collective_of, hops
-from jpipe.partitioner.prices import FLOPS, NOTHING, Cost, cost_of_conversion, itemsize
-from jpipe.partitioner.rings import Arrival, Departure, Form, Operand, Ring, Rings, Step
+from jpipe.partitioner.prices import FLOPS, NOTHING, SCATTERED, SENT, Cost, cost_of_conversion, itemsize
+from jpipe.partitioner.rings import HIDDEN, Arrival, Departure, Form, Ring, Rings, Step
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, part_shape
 from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation
 from jpipe.seam.inside import carry_out
 
-PRODUCTS = ("dot_general",)
 LEAST_FLOPS, LEAST_IF_SHARED, LEAST_OF_SUMS = 4500.0, 9000.0, 1000.0
 """The operations of products for each byte that a ring gathers, of one that others read whole, too, and of a sum's. In
 the time of a byte, over the two links of an axis, a TPU v5p does 2,300. Products of pieces take about a tenth longer,
 and what is read whole is copied once more. A scatter by a ring takes no longer than a TPU's own, which pads it."""
-MOST_DEVICES = 8
-"""Of more devices, pieces are too small."""
-HIDDEN = 0.75
-"""How much less what goes round a ring costs."""
 
 
 def find_rings(plan: DevicePlan) -> Rings:
@@ -36,12 +31,12 @@ def find_rings(plan: DevicePlan) -> Rings:
 
 
 def hidden(plan: DevicePlan) -> Cost:
-    """What a plan sends by rings."""
+    """What a plan sends by rings and nobody waits for."""
     cost = NOTHING
     for (value, now), (_, wanted) in (*plan.rings.arrivals, *plan.rings.departures):
         aval = plan.flat.avals[value]
         cost = cost + cost_of_conversion(plan.axes, aval.shape, itemsize(aval.dtype), now, wanted)
-    return cost
+    return HIDDEN * cost
 
 
 class _Finder:
@@ -50,74 +45,61 @@ class _Finder:
     def __init__(self, plan: DevicePlan):
         self.plan = plan
         self._maker = {form: at for at, planned in enumerate(plan.equations) for form in _made(planned)}
-        conversions = [*(c for planned in plan.equations for c in planned.conversions), *plan.conversions]
-        self._conversions = {_forms(c): c for c in conversions}
+        self._conversions = [*(c for planned in plan.equations for c in planned.conversions), *plan.conversions]
         read = [form for planned in plan.equations for form in _read(planned)]
         results = zip(plan.flat.results, plan.results, strict=True)
-        self._readers = Counter([*read, *results, *(before for before, _ in self._conversions)])
+        self._readers = Counter([*read, *results, *(_forms(c)[0] for c in self._conversions)])
         """How often each form is read, or converted."""
 
     def found(self) -> Rings:
         """What is worth it; an equation is a step of one conversion at most."""
-        arrivals: dict[tuple[Form, Form], Arrival] = {}
-        departures: dict[tuple[Form, Form], Departure] = {}
-        readers, later = dict[int, Step](), set[int]()
-        for forms, conversion in self._conversions.items():
-            for arrival, steps in self._arrivals(conversion):
-                if not readers.keys() & steps.keys():
-                    arrivals[forms] = arrival
-                    readers |= steps
-        for forms, conversion in self._conversions.items():
-            for departure, steps in self._departures(conversion):
+        arrivals, readers = dict[tuple[Form, Form], Arrival](), dict[int, Step]()
+        departures, later = dict[tuple[Form, Form], Departure](), set[int]()
+        for conversion, (i, dim) in self._along("all_gather"):
+            steps = self._that_gather(conversion, i, dim)
+            if steps and not readers.keys() & steps.keys():
+                arrivals[_forms(conversion)] = Arrival(Ring(self.plan.axes[i]), dim)
+                readers |= steps
+        for conversion, (i, dim) in self._along("reduce_scatter"):
+            size = self.plan.flat.avals[conversion.value].shape[dim] // self.plan.axes[i].size
+            for steps in self._that_scatter(conversion, i, dim):
                 if not (later | readers.keys()).intersection(steps):
-                    departures[forms] = departure
+                    departures[_forms(conversion)] = Departure(Ring(self.plan.axes[i]), size, tuple(steps.values()))
                     later |= {*steps}
                     break
         return Rings(arrivals, readers, departures, frozenset(later))
 
-    def _along(self, conversion: Conversion, kind: str) -> int | None:
-        """The axis along which a conversion is one collective of a kind, of one run of elements, and may be a ring."""
-        plan = self.plan
-        path = hops(plan.axes, conversion.now, conversion.wanted)
-        if len(path) != 1 or len(path[0].over) != 1 or collective_of(plan.axes, path[0]) != kind:
-            return None
-        (i,), axis = path[0].over, plan.axes[path[0].over[0]]
-        shard = (conversion.now if kind == "all_gather" else conversion.wanted)[i]
-        others = [s for j, s in enumerate(conversion.now) if j != i]
-        alone = isinstance(shard, Shard) and not any(isinstance(s, Shard) and s.dim == shard.dim for s in others)
-        return i if alone and axis.ring and not axis.is_part else None
+    def _along(self, kind: str) -> Iterator[tuple[Conversion, tuple[int, int]]]:
+        """The conversions that are one collective of a kind, which may go by a ring, each with (axis, dimension)."""
+        axes = self.plan.axes
+        for conversion in self._conversions:
+            path = hops(axes, conversion.now, conversion.wanted)
+            if len(path) != 1 or len(path[0].over) != 1 or collective_of(axes, path[0]) != kind:
+                continue
+            (i,) = path[0].over
+            shard = (conversion.now if kind == "all_gather" else conversion.wanted)[i]
+            others = [s for j, s in enumerate(conversion.now) if j != i]
+            is_split_twice = any(
+                isinstance(a, Shard) and isinstance(shard, Shard) and a.dim == shard.dim for a in others
+            )
+            if axes[i].ring and not axes[i].is_part and isinstance(shard, Shard) and not is_split_twice:
+                yield conversion, (i, shard.dim)
 
-    def _arrivals(self, conversion: Conversion) -> Iterator[tuple[Arrival, dict[int, Step]]]:
-        """The gather by a ring, and the steps that read it, by the index of their equations, if it is worth it."""
-        i = self._along(conversion, "all_gather")
-        shard = None if i is None else conversion.now[i]
-        if i is None or not isinstance(shard, Shard):
-            return
-        gathered = _forms(conversion)[1]
-        readers, work = dict[int, Step](), 0.0
+    def _that_gather(self, conversion: Conversion, i: int, dim: int) -> dict[int, Step]:
+        """The products that read what a ring gathers, by the index of their equations; none if it isn't worth it."""
+        gathered, found = _forms(conversion)[1], dict[int, Step]()
         for at, planned in enumerate(self.plan.equations):
-            if _read(planned).count(gathered) == 1 and planned.flat.equation.primitive.name in PRODUCTS:
-                step = self._step(planned, i, {gathered: shard.dim})
-                if step is not None:
-                    readers[at] = step
-                    work += float(planned.way.cost @ FLOPS)
-        least = LEAST_FLOPS if self._readers[gathered] == len(readers) else LEAST_IF_SHARED
-        if self._is_worth(conversion, work, least):
-            yield Arrival(Ring(self.plan.axes[i]), shard.dim), readers
+            if _is_product(planned) and _read(planned).count(gathered) == 1:
+                step = self._step(planned, i, {gathered: dim})
+                found |= {} if step is None else {at: step}
+        least = LEAST_FLOPS if self._readers[gathered] == len(found) else LEAST_IF_SHARED
+        return found if self._is_worth(conversion, found, least) else {}
 
-    def _departures(self, conversion: Conversion) -> Iterator[tuple[Departure, dict[int, Step]]]:
-        """The scatter by a ring, and its steps by the index of their equations, where it is worth it."""
-        i = self._along(conversion, "reduce_scatter")
-        shard = None if i is None else conversion.wanted[i]
-        if i is None or not isinstance(shard, Shard):
-            return
-        for steps in self._back_to_products(_forms(conversion)[0], shard.dim, i):
-            equations = [self.plan.equations[at] for at in steps]
-            work = sum(float(planned.way.cost @ FLOPS) for planned in equations)
-            if self._is_worth(conversion, work, LEAST_OF_SUMS):
-                ring, in_order = Ring(self.plan.axes[i]), dict(sorted(steps.items()))
-                size = self.plan.flat.avals[conversion.value].shape[shard.dim] // ring.axis.size
-                yield Departure(ring, size, tuple(in_order.values())), in_order
+    def _that_scatter(self, conversion: Conversion, i: int, dim: int) -> Iterator[dict[int, Step]]:
+        """The steps of a sum that a ring scatters, by the index of their equations, in order, if it is worth it."""
+        for steps in self._back_to_products(_forms(conversion)[0], dim, i):
+            if self._is_worth(conversion, steps, LEAST_OF_SUMS):
+                yield dict(sorted(steps.items()))
 
     def _back_to_products(self, form: Form, dim: int, i: int) -> Iterator[dict[int, Step]]:
         """The steps from products to a form in pieces; nothing else reads what they make."""
@@ -125,26 +107,17 @@ class _Finder:
         if at is None or self._readers[form] != 1:
             return
         planned = self.plan.equations[at]
-        reads = _read(planned)
-        if planned.flat.equation.primitive.name in PRODUCTS:
-            for before in dict.fromkeys(reads):
-                for of_operand in range(len(before[1]) and len(self.plan.flat.avals[before[0]].shape)):
-                    step = self._step(planned, i, {before: of_operand})
-                    if step is not None and step.makes == (form, dim):
-                        yield {at: step}
+        forms = dict.fromkeys(_read(planned))
+        if _is_product(planned):
+            dims = [{one: k} for one in forms for k in range(len(self.plan.flat.avals[one[0]].shape))]
+            steps = [self._step(planned, i, of_one) for of_one in dims]
+            yield from ({at: step} for step in steps if step is not None and step.dim == dim)
             return
-        partial = [before for before in dict.fromkeys(reads) if before[1][i] == PARTIAL]
+        partial = [one for one in forms if one[1][i] == PARTIAL]
         step = self._step(planned, i, dict.fromkeys(partial, dim))
-        if step is None or step.makes != (form, dim):
-            return
-        before: list[dict[int, Step]] = []
-        for one in partial:
-            found = next(self._back_to_products(one, dim, i), None)
-            if found is None:
-                return
-            before.append(found)
-        if partial:
-            yield {k: step for steps in before for k, step in steps.items()} | {at: step}
+        before = [next(self._back_to_products(one, dim, i), None) for one in partial]
+        if step is not None and step.dim == dim and partial and None not in before:
+            yield {k: one for steps in before for k, one in (steps or {}).items()} | {at: step}
 
     def _step(self, planned: PlannedEquation, i: int, dims: dict[Form, int]) -> Step | None:
         """The equation on pieces of some operands; None if it can't be done so, or its result isn't in pieces."""
@@ -152,17 +125,13 @@ class _Finder:
         if equation.primitive.name not in RULES or way.sends or way.plans or len(way.results) != 1:
             return None
         axes = (*self.plan.axes, Axis(("pieces",), (self.plan.axes[i].size,)))
-        lying = [(*form[1], Shard(dims[form]) if form in dims else REPLICATED) for form in reads]
+        lying = tuple((*form[1], Shard(dims[form]) if form in dims else REPLICATED) for form in reads)
         found = way_by_rule(equation, lying, axes)
-        (makes,) = found.results
-        same = all(a[:-1] == b for a, b in zip(found.operands, way.operands, strict=True))
-        same &= makes[:-1] == way.results[0] and all(a == b for a, b in zip(found.operands, lying, strict=True))
-        one_run = all(_is_one_run_alone(s) for s in (*found.operands, makes))
-        along = makes[-1]
-        if found.sends or not (same and one_run and isinstance(along, Shard)):
+        (makes,), along = found.results, found.results[0][-1]
+        is_way = found.operands == lying and makes[:-1] == way.results[0] and not found.sends
+        if not is_way or not isinstance(along, Shard) or not all(map(_is_one_run_alone, (*lying, makes))):
             return None
-
-        forms = [form if form in dims else self._before_cast(form) for form in reads]
+        forms = [form if form in dims or not _is_product(planned) else self._before_cast(form) for form in reads]
         shape = part_shape(self.plan.flat.avals[planned.flat.makes[0]].shape, makes, axes)
 
         def run(operands: Sequence[jax.Array], count: int) -> jax.Array:
@@ -171,29 +140,34 @@ class _Finder:
             if forms == reads:
                 return carry_out(equation, operands, params)[0]
             params |= {"precision": lax.Precision.DEFAULT, "preferred_element_type": np.dtype(np.float32)}
-            return lax.convert_element_type(carry_out(equation, operands, params)[0], equation.outvars[0].aval.dtype)
+            return carry_out(equation, operands, params)[0].astype(aval_of(equation.outvars[0]).dtype)
 
-        operands = tuple(Operand(form, dims.get(before)) for form, before in zip(forms, reads, strict=True))
-        return Step(operands, Operand(_made(planned)[0], along.dim), run)
+        operands = tuple((form, dims.get(before)) for form, before in zip(forms, reads, strict=True))
+        return Step(operands, _made(planned)[0], along.dim, run)
 
     def _before_cast(self, form: Form) -> Form:
         """What was cast from float32 to bfloat16, as a weight is; the form itself, if nothing was.
 
-        A TPU's product of float32 and bfloat16 multiplies bfloat16 (`Precision.DEFAULT`). Without a cast its compiler
-        can't carry out the cast apart from the products of all pieces, which takes longer than to read float32.
+        A TPU's product of float32 and bfloat16 multiplies bfloat16 (`Precision.DEFAULT`). A cast that the products of
+        all pieces read its compiler carries out apart, which takes longer than the transfer.
         """
         planned = self.plan.equations[self._maker[form]] if form in self._maker else None
         if planned is None or planned.flat.equation.primitive.name != "convert_element_type":
             return form
         (before,) = _read(planned)
-        dtypes = [self.plan.flat.avals[value].dtype for value, _ in (before, form)]
-        return before if dtypes == [jnp.float32, jnp.bfloat16] and before[1] == form[1] else form
+        casts = [self.plan.flat.avals[value].dtype.name for value, _ in (before, form)] == ["float32", "bfloat16"]
+        return before if casts and before[1] == form[1] else form
 
-    def _is_worth(self, conversion: Conversion, work: float, least: float) -> bool:
-        """Whether so many operations hide what is sent."""
+    def _is_worth(self, conversion: Conversion, steps: Mapping[int, Step], least: float) -> bool:
+        """Whether so many operations a byte that is sent are done meanwhile."""
         aval = self.plan.flat.avals[conversion.value]
-        sent = cost_of_conversion(self.plan.axes, aval.shape, itemsize(aval.dtype), *conversion[1:])
-        return work > 0 and work >= least * float(sent[:2].sum())
+        sent = cost_of_conversion(self.plan.axes, aval.shape, itemsize(aval.dtype), conversion.now, conversion.wanted)
+        work = sum(float(self.plan.equations[at].way.cost @ FLOPS) for at in steps)
+        return work > 0 and work >= least * float((SENT + SCATTERED) @ sent)
+
+
+def _is_product(planned: PlannedEquation) -> bool:
+    return planned.flat.equation.primitive.name == "dot_general"
 
 
 def _is_one_run_alone(sharding: Sharding) -> bool:

@@ -180,7 +180,9 @@ class DevicePlan:
                 if at in self.rings.later:
                     continue  # where its sum is scattered
                 step, reads = self.rings.readers.get(at), list(zip(flat.reads, way.operands, strict=True))
-                results = [step.as_pieces_arrive(at_hand)] if step else way.run(*(whole(at_hand[form]) for form in reads))
+                results = (
+                    [step.as_pieces_arrive(at_hand)] if step else way.run(*(whole(at_hand[form]) for form in reads))
+                )
             at_hand.update(zip(zip(flat.makes, way.results, strict=True), results, strict=True))
         take(self.conversions)
         return [whole(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]

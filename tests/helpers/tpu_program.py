@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jpipe.forecasting.compiled_program import Loop as Loop
-from jpipe.forecasting.compiled_program import Operation
+from jpipe.forecasting.compiled_program import Operation as Operation
 from jpipe.forecasting.compiled_program import compile_with_text as compile_with_text
 from jpipe.forecasting.compiled_program import read as read
 from jpipe.forecasting.compiled_program import transfers as transfers
