@@ -104,9 +104,9 @@ def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> N
 
 
 def check_callable(**functions: object) -> None:
-    """Checks that arguments are functions."""
+    """Checks that arguments are functions, or None."""
     for name, function in functions.items():
-        if not callable(function):
+        if function is not None and not callable(function):
             raise TypeError(f"{name}={function!r} is not callable; pass a function")
 
 

@@ -136,7 +136,7 @@ class Pipeline(Tabular):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         whole, inputs = as_whole(layers), inputs or default_inputs
         layers = () if whole is not None else as_layers(layers)
-        checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
+        checks.check_callable(inputs=inputs, loss_fn=loss_fn)
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         if whole is None:
             checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
@@ -303,8 +303,7 @@ class Pipeline(Tabular):
         """The outputs in evaluation mode, each with a batch axis of B; None for those of one module that no loss reads.
 
         Args:
-          variables: by collection.
-          batch: a batch `[B, ...]`, or the bare inputs that the first layer takes.
+          variables, batch: by collection; a batch `[B, ...]`, or the bare inputs that the first layer takes.
           bare: which of the two it is. Default: told by its structure and by its shapes behind the first dimension.
 
         Raises:
@@ -374,8 +373,7 @@ class Pipeline(Tabular):
         """
         from jpipe.profiling.gradient_check import check_gradients
 
-        if reference is not None:
-            checks.check_callable(reference=reference)
+        checks.check_callable(reference=reference)
         (loss, _), grads = self.value_and_grad(variables, batch, key)
         trees, gradients = map(self._jit_to_layers, (self._placed(variables), {"params": grads}))
         return check_gradients(self.planner, trees, batch, key, (loss, gradients), reference, repr(self))
@@ -395,8 +393,7 @@ class Pipeline(Tabular):
         """New variables (those of `init(key, batch)`) and optimiser state, each stage's on its own devices.
 
         Args:
-          key: a random key.
-          batch: a batch `[B, ...]`, as for training.
+          key, batch: a random key; a batch `[B, ...]`, as for training.
           tx: any optax transformation; see `jpipe.per_layer` for those that look at single parameters. One that
             takes the loss as `value` (`reduce_on_plateau`) gets it.
           variables: to start from others, such as `from_layer_variables(trees, batch)`; the state gets a copy of them.

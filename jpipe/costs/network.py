@@ -1,8 +1,7 @@
-"""Tells how fast the axes of a mesh are: by the links of TPUs along them; inside a host GPUs are joined by links, too,
-and hosts by a slower network.
+"""Tells how fast the axes of a mesh are: by the links of chips along them, and by the network between hosts.
 
-A TPU has a link to each neighbour on a torus. A collective goes both ways round a ring, so it sends over two links at
-once where the devices of an axis lie on a ring:
+GPUs of a host are joined by links. A TPU has a link to each neighbour on a torus. A collective goes both ways round a
+ring, so it sends over two links at once where the devices of an axis lie on a ring:
 
     2 in a line                   o-o             1 link
     4 in a line, no wraparound    o-o-o-o         1 link     the device at an end has no other
@@ -135,7 +134,7 @@ class Network:
 
     @property
     def _closed(self) -> list[int]:
-        """By dimension of the torus, the chips along it, if the first has a link to the last; else 0."""
+        """The chips along each dimension of the torus whose first has a link to the last; 0 along the others."""
         whole, ring = _extents(np.asarray(self.coordinates)), self.chip.ring
         in_cubes = "x" in self.chip.example.partition("x")[2]  # a torus of three dimensions
         return [n if all(m % ring == 0 for m in (whole if in_cubes else [n])) else 0 for n in whole]

@@ -13,7 +13,7 @@ from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.conversions import collective_of, hops
 from jpipe.partitioner.prices import FLOPS, NOTHING, SCATTERED, SENT, Cost, cost_of_conversion, itemsize
-from jpipe.partitioner.rings import HIDDEN, Arrival, Departure, Form, Ring, Rings, Step
+from jpipe.partitioner.rings import HIDDEN, Arrival, Departure, Form, PieceStep, Ring, Rings
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, part_shape
 from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation
@@ -31,7 +31,7 @@ def find_rings(plan: DevicePlan) -> Rings:
 
 
 def hidden(plan: DevicePlan) -> Cost:
-    """What a plan sends by rings and nobody waits for."""
+    """Counts what a plan sends by rings and nobody waits for."""
     cost = NOTHING
     for (value, now), (_, wanted) in (*plan.rings.arrivals, *plan.rings.departures):
         aval = plan.flat.avals[value]
@@ -52,8 +52,8 @@ class _Finder:
         """How often each form is read, or converted."""
 
     def found(self) -> Rings:
-        """What is worth it; an equation is a step of one conversion at most."""
-        arrivals, readers = dict[tuple[Form, Form], Arrival](), dict[int, Step]()
+        """Finds what is worth it; an equation is a step of one conversion at most."""
+        arrivals, readers = dict[tuple[Form, Form], Arrival](), dict[int, PieceStep]()
         departures, later = dict[tuple[Form, Form], Departure](), set[int]()
         for conversion, (i, dim) in self._along("all_gather"):
             steps = self._that_gather(conversion, i, dim)
@@ -85,9 +85,9 @@ class _Finder:
             if axes[i].ring and not axes[i].is_part and isinstance(shard, Shard) and not is_split_twice:
                 yield conversion, (i, shard.dim)
 
-    def _that_gather(self, conversion: Conversion, i: int, dim: int) -> dict[int, Step]:
+    def _that_gather(self, conversion: Conversion, i: int, dim: int) -> dict[int, PieceStep]:
         """The products that read what a ring gathers, by the index of their equations; none if it isn't worth it."""
-        gathered, found = _forms(conversion)[1], dict[int, Step]()
+        gathered, found = _forms(conversion)[1], dict[int, PieceStep]()
         for at, planned in enumerate(self.plan.equations):
             if _is_product(planned) and _read(planned).count(gathered) == 1:
                 step = self._step(planned, i, {gathered: dim})
@@ -95,14 +95,17 @@ class _Finder:
         least = LEAST_FLOPS if self._readers[gathered] == len(found) else LEAST_IF_SHARED
         return found if self._is_worth(conversion, found, least) else {}
 
-    def _that_scatter(self, conversion: Conversion, i: int, dim: int) -> Iterator[dict[int, Step]]:
+    def _that_scatter(self, conversion: Conversion, i: int, dim: int) -> Iterator[dict[int, PieceStep]]:
         """The steps of a sum that a ring scatters, by the index of their equations, in order, if it is worth it."""
         for steps in self._back_to_products(_forms(conversion)[0], dim, i):
             if self._is_worth(conversion, steps, LEAST_OF_SUMS):
                 yield dict(sorted(steps.items()))
 
-    def _back_to_products(self, form: Form, dim: int, i: int) -> Iterator[dict[int, Step]]:
-        """The steps from products to a form in pieces; nothing else reads what they make."""
+    def _back_to_products(self, form: Form, dim: int, i: int) -> Iterator[dict[int, PieceStep]]:
+        """The steps from products to a form in pieces, whose results nothing else reads.
+
+        What is added to them is there whole.
+        """
         at = self._maker.get(form)
         if at is None or self._readers[form] != 1:
             return
@@ -115,11 +118,11 @@ class _Finder:
             return
         partial = [one for one in forms if one[1][i] == PARTIAL]
         step = self._step(planned, i, dict.fromkeys(partial, dim))
-        before = [next(self._back_to_products(one, dim, i), None) for one in partial]
-        if step is not None and step.dim == dim and partial and None not in before:
-            yield {k: one for steps in before for k, one in (steps or {}).items()} | {at: step}
+        before = [next(self._back_to_products(one, dim, i), {}) for one in partial]
+        if step is not None and step.dim == dim and any(before):
+            yield {k: one for steps in before for k, one in steps.items()} | {at: step}
 
-    def _step(self, planned: PlannedEquation, i: int, dims: dict[Form, int]) -> Step | None:
+    def _step(self, planned: PlannedEquation, i: int, dims: dict[Form, int]) -> PieceStep | None:
         """The equation on pieces of some operands; None if it can't be done so, or its result isn't in pieces."""
         equation, way, reads = planned.flat.equation, planned.way, _read(planned)
         if equation.primitive.name not in RULES or way.sends or way.plans or len(way.results) != 1:
@@ -143,10 +146,10 @@ class _Finder:
             return carry_out(equation, operands, params)[0].astype(aval_of(equation.outvars[0]).dtype)
 
         operands = tuple((form, dims.get(before)) for form, before in zip(forms, reads, strict=True))
-        return Step(operands, _made(planned)[0], along.dim, run)
+        return PieceStep(operands, _made(planned)[0], along.dim, run)
 
     def _before_cast(self, form: Form) -> Form:
-        """What was cast from float32 to bfloat16, as a weight is; the form itself, if nothing was.
+        """Finds what was cast from float32 to bfloat16, as a weight is; the form itself, if nothing was.
 
         A TPU's product of float32 and bfloat16 multiplies bfloat16 (`Precision.DEFAULT`). A cast that the products of
         all pieces read its compiler carries out apart, which takes longer than the transfer.
@@ -158,7 +161,7 @@ class _Finder:
         casts = [self.plan.flat.avals[value].dtype.name for value, _ in (before, form)] == ["float32", "bfloat16"]
         return before if casts and before[1] == form[1] else form
 
-    def _is_worth(self, conversion: Conversion, steps: Mapping[int, Step], least: float) -> bool:
+    def _is_worth(self, conversion: Conversion, steps: Mapping[int, PieceStep], least: float) -> bool:
         """Whether so many operations a byte that is sent are done meanwhile."""
         aval = self.plan.flat.avals[conversion.value]
         sent = cost_of_conversion(self.plan.axes, aval.shape, itemsize(aval.dtype), conversion.now, conversion.wanted)

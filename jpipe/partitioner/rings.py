@@ -125,13 +125,13 @@ class Arriving:
         return self.ring.whole([((k,), self.piece(k)) for k in pieces], self.dim)
 
 
-def whole(value: jax.Array | Arriving) -> jax.Array:
+def all_of(value: jax.Array | Arriving) -> jax.Array:
     """The array, when all of it is there."""
     return value.whole if isinstance(value, Arriving) else value
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class PieceStep:
     """An equation that is carried out on pieces.
 
     Attributes:
@@ -153,7 +153,7 @@ class Step:
 
         def result(pieces: Sequence[int]) -> jax.Array:
             arrived = _joined([arriving.piece(k) for k in pieces], arriving.dim)
-            operands = [whole(at_hand[form]) if dim is None else arrived for form, dim in self.reads]
+            operands = [all_of(at_hand[form]) if dim is None else arrived for form, dim in self.reads]
             return self.run(operands, len(pieces))
 
         groups = arriving.ring.groups(arriving.own.shape[arriving.dim])
@@ -189,7 +189,7 @@ class Departure:
 
     ring: Ring
     size: int
-    steps: tuple[Step, ...]
+    steps: tuple[PieceStep, ...]
 
     def run(self, at_hand: Mapping[Form, jax.Array | Arriving]) -> jax.Array:
         """A device's own part of the sum."""
@@ -210,7 +210,7 @@ class Departure:
         def read(form: Form, dim: int | None) -> jax.Array:
             if form in made:
                 return made[form]
-            value = whole(at_hand[form])
+            value = all_of(at_hand[form])
             return value if dim is None else self.ring.taken(value, dim, pieces)
 
         for step in self.steps:
@@ -231,6 +231,6 @@ class Rings:
     """
 
     arrivals: Mapping[tuple[Form, Form], Arrival] = field(default_factory=dict)
-    readers: Mapping[int, Step] = field(default_factory=dict)
+    readers: Mapping[int, PieceStep] = field(default_factory=dict)
     departures: Mapping[tuple[Form, Form], Departure] = field(default_factory=dict)
     later: frozenset[int] = frozenset()

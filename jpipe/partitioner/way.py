@@ -26,7 +26,7 @@ import jax
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.prices import NOTHING, Cost
-from jpipe.partitioner.rings import Arriving, Form, Rings, whole
+from jpipe.partitioner.rings import Arriving, Form, Rings, all_of
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
 from jpipe.seam.inside import at_line_of, scope_of
@@ -167,9 +167,9 @@ class DevicePlan:
                 if forms in self.rings.departures:
                     at_hand[after] = self.rings.departures[forms].run(at_hand)
                 elif forms in self.rings.arrivals:
-                    at_hand[after] = self.rings.arrivals[forms].start(whole(at_hand[before]))
+                    at_hand[after] = self.rings.arrivals[forms].start(all_of(at_hand[before]))
                 else:
-                    at_hand[after] = convert(whole(at_hand[before]), self.axes, now, wanted)
+                    at_hand[after] = convert(all_of(at_hand[before]), self.axes, now, wanted)
 
         for at, (flat, conversions, way) in enumerate(self.equations):
             with ExitStack() as scopes:
@@ -181,8 +181,8 @@ class DevicePlan:
                     continue  # where its sum is scattered
                 step, reads = self.rings.readers.get(at), list(zip(flat.reads, way.operands, strict=True))
                 results = (
-                    [step.as_pieces_arrive(at_hand)] if step else way.run(*(whole(at_hand[form]) for form in reads))
+                    [step.as_pieces_arrive(at_hand)] if step else way.run(*(all_of(at_hand[form]) for form in reads))
                 )
             at_hand.update(zip(zip(flat.makes, way.results, strict=True), results, strict=True))
         take(self.conversions)
-        return [whole(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]
+        return [all_of(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]

@@ -1,11 +1,16 @@
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jpipe.costs.chips import CHIPS, parse_topology
-from jpipe.costs.network import Network
+from jpipe.costs.network import Network, rings_of
 from jpipe.mesh.users_mesh import make_mesh
+from jpipe.partitioner.rings import HIDDEN
+from jpipe.partitioner.traffic import Sent
 
 LINKS, ADAPTER = CHIPS["h100"].link_bandwidth, CHIPS["h100"].network_bandwidth
 
@@ -59,3 +64,57 @@ def test_seconds_are_those_of_each_collective_along_its_axes():
     one = SimpleNamespace(bytes=5e9, loops=(3,), axes=("data",), collective="all_reduce")
     hop = SimpleNamespace(bytes=5e9, loops=(), axes=("stage",), collective="permute")
     assert found.seconds([one, hop]) == pytest.approx(15e9 / LINKS + 5e9 / ADAPTER)
+
+
+# --- TPUs: links along the axes of a torus ---
+
+
+def on_torus(chip, *shape, **sizes):
+    """The network of TPUs in a slice of this shape, in the order of their coordinates."""
+    places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), -1)
+    return Network(CHIPS[chip], tuple(sizes.items()), coordinates=tuple(tuple(map(int, place)) for place in places))
+
+
+@pytest.mark.parametrize(
+    ("chip", "shape", "links"),
+    [("v5p", (2, 1, 1), 1), ("v5e", (4, 1), 1), ("v5e", (2, 2), 2), ("v5e", (2, 4), 2), ("v5p", (4, 4, 4), 6)],
+)
+def test_a_collective_has_the_links_of_the_torus(chip, shape, links):
+    """In a line the device at an end has one; a cube of v5p has all six."""
+    found = on_torus(chip, *shape, model=math.prod(shape))
+    assert found.bandwidth(["model"]) == links * CHIPS[chip].link_bandwidth
+
+
+@pytest.mark.parametrize(
+    ("chip", "shape"), [("v5p", (2, 1, 1)), ("v5e", (2, 2)), ("v5e", (2, 4)), ("v5p", (2, 2, 2)), ("v5e", (3, 2))]
+)
+def test_neighbours_on_a_ring_have_a_link(chip, shape):
+    found = on_torus(chip, *shape, stage=1, model=math.prod(shape))
+    order = found.ring("model")
+    assert sorted(order) == list(range(math.prod(shape)))
+    places = np.asarray(found.coordinates)[[*order, order[0]]]
+    assert (np.abs(np.diff(places, axis=0)).sum(1) == 1).all()
+
+
+def test_a_ring_goes_round_the_torus():
+    cube = on_torus("v5p", 4, 4, 4, stage=16, model=4)
+    assert cube.ring("model") == (0, 1, 2, 3) and cube.ring("stage") == ()
+
+
+@pytest.mark.parametrize(("chip", "shape"), [("v5e", (4, 1)), ("v5e", (3, 3)), ("v5e", (4, 4)), ("h100", (4,))])
+def test_no_ring(chip, shape):
+    """A line, devices of which one is left over, too many; and GPUs."""
+    found = on_torus(chip, *shape, model=math.prod(shape))
+    assert (replace(found, coordinates=()) if chip == "h100" else found).ring("model") == ()
+
+
+def test_what_goes_by_a_ring_is_mostly_hidden():
+    found = on_torus("v5e", 2, 2, stage=1, model=4)
+    (permuted, gathered) = (
+        Sent(kind, ("model",), 4, (), "float32", 1e9, (3,), (), "") for kind in ("permute", "all_gather")
+    )
+    assert found.seconds([permuted]) == pytest.approx((1 - HIDDEN) * found.seconds([gathered]))
+
+
+def test_rings_are_those_of_tpus():
+    assert rings_of(make_mesh(stage=2, model=4)) == {}

@@ -4,6 +4,7 @@ The rows that jpipe computes are compared with plain JAX in float64 on eight sim
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,12 +13,15 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jpipe.costs.chips import CHIPS
+from jpipe.forecasting.compiled_program import _computations as read_computations
 from timed import Worker
+from tpu_program import Loop
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import axes
 from axes_models import ROWS
-from axes_traffic import PLACES, Program, Sent, per_step, total
+from axes_traffic import PLACES, Program, Sent, per_step, total, waited
 
 TURNS = 3  # of a loop inside of a layer
 QUICK = ["experts"]
@@ -84,14 +88,45 @@ def test_totals(counted):
     assert per_step(counted, blocks=2, microbatches=2) == 2 * (2 * (4.5 + 6.75) * n + 1.5 * n) + n
 
 
+WAITING = """
+%fused (x: f32[8]) -> f32[8] {
+  ROOT %sum = f32[8] all-reduce(%x)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %up-start = f32[8] collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %again-start = f32[8] collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %down-start = f32[8] collective-permute-start(%x), source_target_pairs={{1,0},{0,1}}
+  %product = f32[8] fusion(%x), backend_config={"estimated_cycles":"3000"}
+  %down = f32[8] collective-permute-done(%down-start)
+  %up = f32[8] collective-permute-done(%up-start)
+  %again = f32[8] collective-permute-done(%again-start)
+  %scattered = f32[8] fusion(%x), calls=%fused
+  %while = f32[8] while(%x), body=%turn, condition=%test
+  ROOT %late = f32[8] all-gather(%x)
+}
+"""
+
+
+def test_chips_wait_for_what_nothing_is_done_beside():
+    """Of 2 ms each, two permutes the same way follow each other, and a third goes the other way; work takes 3 ms."""
+    operations, entry = read_computations(WAITING)
+    loop = Loop("", operations[entry], [], operations)
+    takes = dict.fromkeys(("up-start", "again-start", "down-start", "sum", "late"), 2e-3)
+    found = waited(loop, takes, replace(CHIPS["v5p"], clock=1e6))
+    expected = {"up-start": 0.0, "again-start": 1e-3, "down-start": 0.0, "sum": 2e-3, "late": 2e-3}
+    assert found == pytest.approx(expected)
+
+
 def test_alike_collectives_are_one_row(counted):
-    side = axes.Side(counted, dict.fromkeys(PLACES, 0.0), 0)
+    nothing = dict.fromkeys(PLACES, 0.0)
+    side = axes.Side(counted, nothing, nothing, 0.0, 0)
     rows = axes.collective_rows(side, side)
     assert len(rows) == 7
     assert all(row[5] == row[6] for row in rows)
     assert axes.is_at_most(side, side)
     more = counted + type(counted)([Sent("forward", "all-gather", "f32[8]", 1024, 768.0, True)])
-    assert not axes.is_at_most(side, axes.Side(more, side.cycles, 0))
+    assert not axes.is_at_most(side, replace(side, sent=more))
 
 
 @pytest.mark.slow
