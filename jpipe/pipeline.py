@@ -154,7 +154,7 @@ class Pipeline(Tabular):
             balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
-            splits=make_splits(self.mesh, batch_axes, shard_over, gather, rings_of(self.mesh) if rings else {}),
+            splits=make_splits(self.mesh, batch_axes, shard_over, gather, rings_of(self.mesh, rings)),
             options=Options(cast, unroll, ends, as_offload(offload)),
         )
         self.planner = Planner(request)

@@ -31,14 +31,18 @@ ALONE = frozenset(["permute", "all_to_all"])
 """Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
 
 
-def rings_of(mesh: Mesh) -> dict[str, tuple[int, ...]]:
+def rings_of(mesh: Mesh, wanted: bool = True) -> dict[str, tuple[int, ...]]:
     """For each axis of a mesh of TPUs but `stage`, the order of its devices on a ring of links, if there is one.
+
+    None at all if they aren't wanted (`rings=False` of a pipeline); a TypeError if that isn't said by a bool.
 
     A TPU waits in a permutation for its neighbours alone, so that a layer may have one. On GPUs and CPUs all devices of
     a mesh have to carry out a permutation together, also those of stages that have no such layer.
     """
+    if not isinstance(wanted, bool):
+        raise TypeError(f"rings={wanted!r} is not a bool; False makes products wait for what they send")
     device = mesh.devices.flat[0]
-    chip = chip_of(device) if device.platform == "tpu" else None
+    chip = chip_of(device) if wanted and device.platform == "tpu" else None
     orders = {name: Network.of(chip, mesh).ring(name) for name in mesh.axis_names if name != AXIS} if chip else {}
     return {name: order for name, order in orders.items() if order}
 

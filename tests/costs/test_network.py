@@ -118,3 +118,5 @@ def test_what_goes_by_a_ring_is_mostly_hidden():
 
 def test_rings_are_those_of_tpus():
     assert rings_of(make_mesh(stage=2, model=4)) == {}
+    with pytest.raises(TypeError, match="rings='no' is not a bool; False"):
+        rings_of(make_mesh(stage=2, model=4), "no")

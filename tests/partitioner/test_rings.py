@@ -4,18 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from blocks import SHAPES, SPECS, attention, block, feed_forward, gradients
+from blocks import SHAPES, SPECS, WIDTH, attention, block, feed_forward, gradients
 from jpipe.partitioner import find_rings, per_device, rings
 from jpipe.partitioner.rings import Ring
 from jpipe.partitioner.shardings import Axis
+from tpu_program import compile_with_text, needs_tpu_compiler, read, tpu_devices, transfers
 
 ORDERS = {2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 3, 2)}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def however_small(monkeypatch):
     for least in ("LEAST_FLOPS", "LEAST_IF_SHARED", "LEAST_OF_SUMS"):
         monkeypatch.setattr(find_rings, least, 0.0)
@@ -25,7 +26,7 @@ def however_small(monkeypatch):
 @pytest.mark.parametrize("devices", [2, 3, 4])
 @pytest.mark.parametrize("between", [P("data", "model"), P("data", None)], ids=["sequence", "whole"])
 @pytest.mark.parametrize("function", [feed_forward, attention, block])
-def test_values_and_gradients(monkeypatch, function, between, devices, alone):
+def test_values_and_gradients(monkeypatch, however_small, function, between, devices, alone):
     monkeypatch.setattr(rings, "LEAST_ROWS", 0 if alone else 512)
     mesh = jax.make_mesh((2, devices), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[: 2 * devices])
     rng = np.random.default_rng(0)
@@ -54,3 +55,25 @@ def test_pieces_arrive_from_both_sides(size, pieces):
     ring = Ring(Axis(("model",), (size,), ring=tuple(range(size))))
     assert ring.outwards == ring.groups(rings.LEAST_ROWS - 1) == pieces
     assert ring.groups(rings.LEAST_ROWS) == [(k,) for together in pieces for k in together]
+
+
+@needs_tpu_compiler
+def test_tpus_multiply_beside_all_transfers():
+    """A feed-forward of width 2048 and 2,048 tokens: by two rings of three permutations, or a gather and a scatter."""
+    mesh = Mesh(np.asarray(tpu_devices("v5p:2x2x1")), ("model",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(None, "model"), SPECS), "out_specs": P(None, "model")}
+    place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    weights = {name: place((128 * a, 256 * b), SPECS[name]) for name, (a, b) in SHAPES.items() if name in "gu"}
+    weights["d"] = place((256 * SHAPES["d"][0], 128 * SHAPES["d"][1]), SPECS["d"])
+    arguments = place((1, 2048, 128 * WIDTH), specs["in_specs"][0]), weights
+    specs["in_specs"] = specs["in_specs"][0], {name: SPECS[name] for name in weights}
+
+    def compiled(orders):
+        run = per_device(feed_forward, mesh, **specs, rings=orders)
+        return read(
+            compile_with_text(jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs)).lower(*arguments))[1]
+        )
+
+    found = transfers(compiled({"model": ORDERS[4]}))
+    assert len(found) == 6 and all(one.beside_products for one in found)
+    assert not any(one.beside_products for one in transfers(compiled({}), ("all-gather", "reduce-scatter")))
