@@ -3,14 +3,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jpipe
 from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.network import Network, rings_of
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.partitioner.rings import HIDDEN
 from jpipe.partitioner.traffic import Sent
+from tpu_program import needs_tpu_compiler, tpu_devices
 
 LINKS, ADAPTER = CHIPS["h100"].link_bandwidth, CHIPS["h100"].network_bandwidth
 
@@ -120,3 +123,16 @@ def test_rings_are_those_of_tpus():
     assert rings_of(make_mesh(stage=2, model=4)) == {}
     with pytest.raises(TypeError, match="rings='no' is not a bool; False"):
         rings_of(make_mesh(stage=2, model=4), "no")
+
+
+@needs_tpu_compiler
+def test_a_pipeline_has_rings_along_axes_that_split_weights():
+    mesh = make_mesh(stage=2, data=1, model=4, devices=tpu_devices("v5p:2x2x2"))
+
+    def rings(**options):
+        layers = [jnp.sin, jnp.cos]
+        pipe = jpipe.Pipeline(layers, None, num_stages=2, num_microbatches=2, mesh=mesh, **options)
+        return dict(pipe.planner.request.splits.rings)
+
+    assert rings().keys() == {"model"} and sorted(rings()["model"]) == [0, 1, 2, 3]
+    assert rings(rings=False) == {}
