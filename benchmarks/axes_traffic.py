@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,14 @@ class Program:
                 found[_as_sent(collective, place[0])] += place[1]
         return found
 
+    def takes(self, text: str, network: Network) -> dict[str, float]:
+        """By the name of each collective but those along `stage`, the seconds that it takes by itself."""
+        over = {collective: axes_of(collective, self.mesh) for collective in read(text)}
+        return {c.name: seconds(c, network, axes) for c, axes in over.items() if axes and axes != ("stage",)}
+
     def waits(self, text: str, network: Network) -> dict[str, float]:
         """By place, the seconds each time that it is run once in which a chip waits for what it sends (`waited`)."""
-        found, takes = dict.fromkeys(PLACES, 0.0), {}
-        for collective in read(text):
-            over = axes_of(collective, self.mesh)
-            if over and over != ("stage",):
-                takes[collective.name] = seconds(collective, network, over)
+        found, takes = dict.fromkeys(PLACES, 0.0), self.takes(text, network)
         waiting = {name: s for loop in read_loops(text).walk() for name, s in waited(loop, takes, network.chip).items()}
         for collective in read(text):
             place = self.place(collective.scopes, collective.op_name)
@@ -152,11 +153,27 @@ def seconds(collective: Collective, network: Network, over: tuple[str, ...]) -> 
     return moved(collective) / network.bandwidth(over, collective.kind.replace("-", "_"))
 
 
-def waited(loop: Loop, takes: dict[str, float], chip: Chip) -> dict[str, float]:
-    """By transfer, the seconds in which a chip waits for it in one turn of a loop.
+@dataclass(frozen=True)
+class Transfer:
+    """A transfer in time.
 
-    The operations of the loop follow each other in time, by the compiler's cycles. A transfer begins with its start,
-    when the one before it that goes the same way has ended; one that has no start waits in full. A loop within the loop
+    Attributes:
+      name: the collective's.
+      begin, end: in seconds, from when it is on its way to when it has arrived.
+      waited: how many of them the chip waits for its end.
+    """
+
+    name: str
+    begin: float
+    end: float
+    waited: float
+
+
+def in_time(loop: Loop, takes: dict[str, float], chip: Chip) -> tuple[list[tuple[float, Operation]], list[Transfer]]:
+    """When the operations of one turn of a loop begin, and its transfers.
+
+    The operations follow each other in time, by the compiler's cycles. A transfer begins with its start, when the one
+    before it that goes the same way has ended; one that has no start is waited for in full. A loop within the loop
     hides what is under way.
 
     Args:
@@ -164,25 +181,32 @@ def waited(loop: Loop, takes: dict[str, float], chip: Chip) -> dict[str, float]:
       takes: by transfer, its seconds.
       chip: whose clock counts the cycles.
     """
-    now, free, ends = 0.0, dict[str, float](), dict[str, tuple[str, float]]()
-    found = dict[str, float]()
+    now, free, under_way = 0.0, dict[str, float](), dict[str, Transfer]()
+    begun, found = list[tuple[float, Operation]](), list[Transfer]()
     for operation in loop.operations:
         name = _transfer(operation, loop, takes)
         if name and operation.opcode.endswith("-start"):
             way = re.search(r"source_target_pairs=({{\d+,\d+)|$", operation.line)[1] or ""
-            free[way] = max(free.get(way, 0.0), now) + takes[name]
-            ends[operation.name] = name, free[way]
+            begin = max(free.get(way, 0.0), now)
+            free[way] = begin + takes[name]
+            under_way[operation.name] = Transfer(name, begin, free[way], 0.0)
         elif name:
-            found[name] = takes[name]
+            found.append(Transfer(name, now, now + takes[name], takes[name]))
             now += takes[name]
-        elif operation.opcode.endswith("-done") and operation.operands[0] in ends:
-            of, end = ends[operation.operands[0]]
-            found[of] = max(0.0, end - now)
-            now = max(now, end)
+        elif operation.opcode.endswith("-done") and operation.operands[0] in under_way:
+            one = under_way[operation.operands[0]]
+            found.append(replace(one, waited=max(0.0, one.end - now)))
+            now = max(now, one.end)
         elif operation.opcode == "while":
             now = max(now, *free.values(), 0.0)
+        begun.append((now, operation))
         now += operation.cycles / chip.clock
-    return found
+    return begun, found
+
+
+def waited(loop: Loop, takes: dict[str, float], chip: Chip) -> dict[str, float]:
+    """By transfer, the seconds in which a chip waits for it in one turn of a loop (`in_time`)."""
+    return {one.name: one.waited for one in in_time(loop, takes, chip)[1]}
 
 
 def _transfer(operation: Operation, loop: Loop, takes: dict[str, float]) -> str:
