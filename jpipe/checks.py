@@ -104,9 +104,9 @@ def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> N
 
 
 def check_callable(**functions: object) -> None:
-    """Checks that arguments are functions, or None."""
+    """Checks that arguments are functions."""
     for name, function in functions.items():
-        if function is not None and not callable(function):
+        if not callable(function):
             raise TypeError(f"{name}={function!r} is not callable; pass a function")
 
 

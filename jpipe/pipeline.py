@@ -26,7 +26,7 @@ from jpipe.generation.generator import Generator
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
 from jpipe.memory.layer_trees import as_auto, from_items, from_layers, ready_values, to_items, to_layers
-from jpipe.memory.layout import StageTree
+from jpipe.memory.layout import StageTree, variables_to_place
 from jpipe.memory.offload import as_offload
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
@@ -136,7 +136,7 @@ class Pipeline(Tabular):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         whole, inputs = as_whole(layers), inputs or default_inputs
         layers = () if whole is not None else as_layers(layers)
-        checks.check_callable(inputs=inputs, loss_fn=loss_fn)
+        checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         if whole is None:
             checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
@@ -154,8 +154,8 @@ class Pipeline(Tabular):
             balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
-            splits=make_splits(self.mesh, batch_axes, shard_over, gather, rings_of(self.mesh, rings)),
-            options=Options(cast, unroll, ends, as_offload(offload)),
+            splits=make_splits(self.mesh, batch_axes, shard_over, gather, rings_of(self.mesh) if rings else ()),
+            options=Options(cast, unroll, ends, as_offload(offload), rings),
         )
         self.planner = Planner(request)
         self.agreement = Agreement(self.planner)
@@ -241,9 +241,8 @@ class Pipeline(Tabular):
           over the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the
           host where a process has only a part (`jax.device_get` where it has all).
         """
-        plan = self.plan
-        checks.check_variables(plan, variables)
-        return to_items(plan.model, self._jit_to_layers(variables))
+        checks.check_variables(self.plan, variables)
+        return to_items(self.plan.model, self._jit_to_layers(variables))
 
     def from_layer_variables(self, trees: list[Item], batch: Batch = None) -> Variables:
         """The inverse of `layer_variables`, under this pipeline's layout.
@@ -303,7 +302,8 @@ class Pipeline(Tabular):
         """The outputs in evaluation mode, each with a batch axis of B; None for those of one module that no loss reads.
 
         Args:
-          variables, batch: by collection; a batch `[B, ...]`, or the bare inputs that the first layer takes.
+          variables: by collection.
+          batch: a batch `[B, ...]`, or the bare inputs that the first layer takes.
           bare: which of the two it is. Default: told by its structure and by its shapes behind the first dimension.
 
         Raises:
@@ -373,7 +373,8 @@ class Pipeline(Tabular):
         """
         from jpipe.profiling.gradient_check import check_gradients
 
-        checks.check_callable(reference=reference)
+        if reference is not None:
+            checks.check_callable(reference=reference)
         (loss, _), grads = self.value_and_grad(variables, batch, key)
         trees, gradients = map(self._jit_to_layers, (self._placed(variables), {"params": grads}))
         return check_gradients(self.planner, trees, batch, key, (loss, gradients), reference, repr(self))
@@ -393,7 +394,8 @@ class Pipeline(Tabular):
         """New variables (those of `init(key, batch)`) and optimiser state, each stage's on its own devices.
 
         Args:
-          key, batch: a random key; a batch `[B, ...]`, as for training.
+          key: a random key.
+          batch: a batch `[B, ...]`, as for training.
           tx: any optax transformation; see `jpipe.per_layer` for those that look at single parameters. One that
             takes the loss as `value` (`reduce_on_plateau`) gets it.
           variables: to start from others, such as `from_layer_variables(trees, batch)`; the state gets a copy of them.
@@ -490,9 +492,7 @@ class Pipeline(Tabular):
 
     def _placed(self, variables: Variables) -> Variables:
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
-        shapes = {name: self.plan.layouts[name].shapes for name in variables}
-        own = {name: StageTree(tree, shapes[name].layout) for name, tree in variables.items()}
-        return rows.placed(own, jax.tree.map(lambda leaf: leaf.sharding, shapes), self.mesh)
+        return rows.placed(*variables_to_place(variables, self.plan.layouts), self.mesh)
 
     @cached_property
     def _jit_init(self) -> Callable:

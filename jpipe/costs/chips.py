@@ -68,8 +68,8 @@ class Chip:
       gpu: of a GPU, what its compiler asks; None of TPUs.
       network_bandwidth: bytes/s one way that one GPU has to other hosts; 0 of TPUs, which have links to all neighbours.
       host: what the device has of its host's memory; all zero if that isn't known (`measure_chip`).
-      ring: the chips along a dimension of the torus whose ends are linked: a multiple of as many; of v4 and v5p in
-        slices of whole cubes. 0 of GPUs.
+      ring: the chips along a dimension of the torus whose ends are linked: a multiple of as many. 0 of GPUs.
+      in_cubes: whether ends are linked only in slices of whole cubes of `ring` chips along each dimension.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Chip:
     network_bandwidth: float = 0.0
     host: Host = Host()
     ring: int = 0
+    in_cubes: bool = False
 
     @property
     def room(self) -> int:
@@ -125,10 +126,12 @@ HOSTS = {
     "b200": DGX_H100,
 }
 """The hosts of the chips."""
-RINGS = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16}
+RINGS = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16, "a100": 0, "h100": 0, "h200": 0, "b200": 0}
 """`Chip.ring`, by How to Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
+CUBES = {"v4", "v5p"}
+"""The chips with `Chip.in_cubes`."""
 CHIPS = {
-    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS.get(chip.name, 0))
+    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS[chip.name], in_cubes=chip.name in CUBES)
     for chip in [
         Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
         Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jpipe.costs.chips import Chip, chip_of
 from jpipe.mesh.axes import AXIS
-from jpipe.partitioner.rings import HIDDEN
+from jpipe.partitioner.prices import HIDDEN
 from jpipe.partitioner.traffic import Sent
 
 LARGEST_RING = 8
@@ -31,20 +31,18 @@ ALONE = frozenset(["permute", "all_to_all"])
 """Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
 
 
-def rings_of(mesh: Mesh, wanted: bool = True) -> dict[str, tuple[int, ...]]:
-    """For each axis of a mesh of TPUs but `stage`, the order of its devices on a ring of links, if there is one.
-
-    None at all if they aren't wanted (`rings=False` of a pipeline); a TypeError if that isn't said by a bool.
+def rings_of(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The axes of a mesh of TPUs, but `stage`, whose devices lie on a ring of links, each with its devices in order.
 
     A TPU waits in a permutation for its neighbours alone, so that a layer may have one. On GPUs and CPUs all devices of
     a mesh have to carry out a permutation together, also those of stages that have no such layer.
     """
-    if not isinstance(wanted, bool):
-        raise TypeError(f"rings={wanted!r} is not a bool; False makes products wait for what they send")
     device = mesh.devices.flat[0]
-    chip = chip_of(device) if wanted and device.platform == "tpu" else None
-    orders = {name: Network.of(chip, mesh).ring(name) for name in mesh.axis_names if name != AXIS} if chip else {}
-    return {name: order for name, order in orders.items() if order}
+    chip = chip_of(device)
+    if device.platform != "tpu" or chip is None:
+        return ()
+    network = Network.of(chip, mesh)
+    return tuple((name, order) for name in mesh.axis_names if name != AXIS and (order := network.ring(name)))
 
 
 def _extents(group: np.ndarray) -> list[int]:
@@ -95,22 +93,20 @@ class Network:
         """
         if not self.chip.network_bandwidth:
             return self.chip.link_bandwidth * (1 if AXIS in axes and collective == "permute" else self._links(axes))
-        counts = [np.unique(row, return_counts=True)[1] for row in self._groups(axes, self.hosts or 0)]
+        hosts = np.broadcast_to(self.hosts or 0, math.prod(n for _, n in self.sizes))
+        counts = [np.unique(group, return_counts=True)[1] for group in hosts[self._groups(axes)]]
         apart = [int(count.min()) for count in counts if len(count) > 1]
         if not apart:
             return self.chip.link_bandwidth
         adapters = 1 if collective in ALONE else min(apart)
         return min(self.chip.link_bandwidth, adapters * self.chip.network_bandwidth)
 
-    def _groups(self, axes: Collection[str], of_devices: object) -> np.ndarray:
-        """`[groups, devices of a group, ...]`: what devices have (`[all devices, ...]`, or one for all), along axes."""
+    def _groups(self, axes: Collection[str]) -> np.ndarray:
+        """`[groups, devices of a group]`: the numbers of the devices that mesh axes join, in the order of the mesh."""
         sizes = [n for _, n in self.sizes]
         along = [i for i, (name, _) in enumerate(self.sizes) if name in axes]
-        values = np.asarray(of_devices)
-        values = values if values.ndim else np.full(math.prod(sizes), values)
-        grid = np.moveaxis(values.reshape(*sizes, *values.shape[1:]), along, range(len(along)))
-        size = math.prod(sizes[i] for i in along)
-        return np.moveaxis(grid.reshape(size, -1, *values.shape[1:]), 0, 1)
+        numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), along, range(-len(along), 0))
+        return numbers.reshape(-1, math.prod(sizes[i] for i in along))
 
     def ring(self, axis: str) -> tuple[int, ...]:
         """The devices of a mesh axis in an order in which each has a link to the next, and the last to the first.
@@ -120,7 +116,7 @@ class Network:
         size = dict(self.sizes)[axis]
         if not self.coordinates or not 1 < size <= LARGEST_RING:
             return ()
-        groups = self._groups([axis], self.coordinates)
+        groups = np.asarray(self.coordinates)[self._groups([axis])]
 
         def are_linked(i: int, j: int) -> bool:
             """Whether the devices i and j of all groups are."""
@@ -139,9 +135,9 @@ class Network:
     @property
     def _closed(self) -> list[int]:
         """The chips along each dimension of the torus whose first has a link to the last; 0 along the others."""
-        whole, ring = _extents(np.asarray(self.coordinates)), self.chip.ring
-        in_cubes = "x" in self.chip.example.partition("x")[2]  # a torus of three dimensions
-        return [n if all(m % ring == 0 for m in (whole if in_cubes else [n])) else 0 for n in whole]
+        extents, ring = _extents(np.asarray(self.coordinates)), self.chip.ring
+        is_linked = lambda n: ring > 0 and all(m % ring == 0 for m in (extents if self.chip.in_cubes else [n]))
+        return [n if is_linked(n) else 0 for n in extents]
 
     def _links(self, axes: Collection[str]) -> int:
         """The links of a TPU over which a collective along mesh axes sends at once: of the group with the fewest."""
@@ -152,12 +148,13 @@ class Network:
             dims = zip(_extents(group), self._closed, strict=True)
             return sum(2 if n == size else 1 for n, size in dims if n > 1)
 
-        return max(1, min(map(of_group, self._groups(axes, self.coordinates))))
+        return max(1, min(map(of_group, np.asarray(self.coordinates)[self._groups(axes)])))
 
     def seconds(self, sent: Iterable[Sent]) -> float:
         """Seconds in which a device waits for what a program's collectives send, one after the other.
 
-        Those that go by rings, as a layer's permutations do, are for the most part beside products.
+        Those that go by rings are for the most part beside products. These are a layer's permutations: a user's own are
+        carried out as gathers (`jpipe.partitioner.user_shardings`).
         """
 
         def waited(one: Sent) -> float:

@@ -8,8 +8,7 @@ split weights as the layers' metadata asks. What a device does with its parts of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -54,7 +53,7 @@ def stage_axes(
     *,
     jointly: bool = True,
     over_stages: bool = False,
-    rings: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    rings: Sequence[tuple[str, tuple[int, ...]]] = (),
 ) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over: the data axes, and each of the others.
 
@@ -65,7 +64,7 @@ def stage_axes(
       batch_axes: its data axes.
       jointly: whether the data axes are one.
       over_stages: `stage` is one of the others, the last.
-      rings: the others' `Axis.ring`.
+      rings: the `Axis.ring` of some of the others, by name.
     """
     of_several_devices = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
     data = of_several_devices(batch_axes)
@@ -73,4 +72,4 @@ def stage_axes(
     together = [data] * bool(data) if jointly else [(name,) for name in data]
     data_axes = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in together]
     along = of_several_devices(others)
-    return (*data_axes, *[Axis((name,), (mesh.shape[name],), ring=tuple(rings.get(name, ()))) for name in along])
+    return (*data_axes, *[Axis((name,), (mesh.shape[name],), ring=dict(rings).get(name, ())) for name in along])

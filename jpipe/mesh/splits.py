@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -36,7 +35,7 @@ class Splits:
       batch_axes: the mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly.
       shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
       gather: parameters are gathered along data axes once a "step", or at each "use".
-      rings: the order of devices on a ring, by the names of axes along which products run beside transfers
+      rings: the axes along which products run beside transfers, each with its devices in the order of a ring
         (`jpipe.partitioner.rings`).
       over_stages: all stages compute together, and their arrays may be split over `stage` too.
     """
@@ -69,8 +68,8 @@ class Splits:
 
         The data axes are one, unless weights are gathered at each use: then some of them may split a layer's arguments.
         """
-        how = {"jointly": self.gather == "step", "over_stages": self.over_stages, "rings": dict(self.rings)}
-        return stage_axes(self.mesh, self.batch_axes, **how)
+        jointly = self.gather == "step"
+        return stage_axes(self.mesh, self.batch_axes, jointly=jointly, over_stages=self.over_stages, rings=self.rings)
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
@@ -206,7 +205,7 @@ def make_splits(
     batch_axes: object,
     shard_over: str | Sequence[str] | None,
     gather: str = "step",
-    rings: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    rings: tuple[tuple[str, tuple[int, ...]], ...] = (),
 ) -> Splits:
     """Checks the splits that the user asks for.
 
@@ -228,4 +227,4 @@ def make_splits(
             raise ValueError(
                 f"shard_over={names!r} names {name!r}; this mesh has the data axes {list(data)} (batch_axes=)"
             )
-    return Splits(mesh, data, names, gather, tuple(rings.items()))
+    return Splits(mesh, data, names, gather, rings)

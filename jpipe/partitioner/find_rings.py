@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -12,12 +12,12 @@ from jax import lax
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.conversions import collective_of, hops
-from jpipe.partitioner.prices import FLOPS, NOTHING, SCATTERED, SENT, Cost, cost_of_conversion, itemsize
-from jpipe.partitioner.rings import HIDDEN, Arrival, Departure, Form, PieceStep, Ring, Rings
+from jpipe.partitioner.prices import FLOPS, HIDDEN, NOTHING, SCATTERED, SENT, Cost, cost_of_conversion, itemsize
+from jpipe.partitioner.rings import Arrival, Departure, Form, PieceStep, Ring, Rings
 from jpipe.partitioner.rules import RULES, part_params
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, part_shape
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shape, Shard, Sharding, part_shape
 from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation
-from jpipe.seam.inside import carry_out
+from jpipe.seam.inside import carry_out, within
 
 LEAST_FLOPS, LEAST_IF_SHARED, LEAST_OF_SUMS = 4500.0, 9000.0, 1000.0
 """The operations of products for each byte that a ring gathers, of one that others read whole, too, and of a sum's. In
@@ -40,64 +40,68 @@ def hidden(plan: DevicePlan) -> Cost:
 
 
 class _Finder:
-    """Looks through a plan."""
+    """Looks through a plan.
+
+    Attributes:
+      plan: the plan.
+      maker: the index of the equation that makes a form.
+      readers: the indices of the equations that read a form; one behind all of them for conversions and results.
+    """
 
     def __init__(self, plan: DevicePlan):
         self.plan = plan
-        self._maker = {form: at for at, planned in enumerate(plan.equations) for form in _made(planned)}
-        self._conversions = [*(c for planned in plan.equations for c in planned.conversions), *plan.conversions]
-        read = [form for planned in plan.equations for form in _read(planned)]
-        results = zip(plan.flat.results, plan.results, strict=True)
-        self._readers = Counter([*read, *results, *(_forms(c)[0] for c in self._conversions)])
-        """How often each form is read, or converted."""
+        self.maker = {form: at for at, planned in enumerate(plan.equations) for form in _made(planned)}
+        self.conversions = [*(c for planned in plan.equations for c in planned.conversions), *plan.conversions]
+        self.readers = defaultdict[Form, list[int]](list)
+        for at, planned in enumerate(plan.equations):
+            for form in _read(planned):
+                self.readers[form].append(at)
+        for form in (*map(_before, self.conversions), *zip(plan.flat.results, plan.results, strict=True)):
+            self.readers[form].append(len(plan.equations))
 
     def found(self) -> Rings:
         """Finds what is worth it; an equation is a step of one conversion at most."""
         arrivals, readers = dict[tuple[Form, Form], Arrival](), dict[int, PieceStep]()
         departures, later = dict[tuple[Form, Form], Departure](), set[int]()
-        for conversion, (i, dim) in self._along("all_gather"):
+        for conversion, i, dim in self._along("all_gather"):
             steps = self._that_gather(conversion, i, dim)
             if steps and not readers.keys() & steps.keys():
-                arrivals[_forms(conversion)] = Arrival(Ring(self.plan.axes[i]), dim)
+                arrivals[_before(conversion), _after(conversion)] = Arrival(Ring(self.plan.axes[i]), dim)
                 readers |= steps
-        for conversion, (i, dim) in self._along("reduce_scatter"):
+        for conversion, i, dim in self._along("reduce_scatter"):
             size = self.plan.flat.avals[conversion.value].shape[dim] // self.plan.axes[i].size
             for steps in self._that_scatter(conversion, i, dim):
                 if not (later | readers.keys()).intersection(steps):
-                    departures[_forms(conversion)] = Departure(Ring(self.plan.axes[i]), size, tuple(steps.values()))
+                    departure = Departure(Ring(self.plan.axes[i]), size, tuple(steps.values()))
+                    departures[_before(conversion), _after(conversion)] = departure
                     later |= {*steps}
                     break
         return Rings(arrivals, readers, departures, frozenset(later))
 
-    def _along(self, kind: str) -> Iterator[tuple[Conversion, tuple[int, int]]]:
-        """The conversions that are one collective of a kind, which may go by a ring, each with (axis, dimension)."""
+    def _along(self, kind: str) -> Iterator[tuple[Conversion, int, int]]:
+        """The conversions that are one collective of a kind along a ring, each with the axis and the dimension."""
         axes = self.plan.axes
-        for conversion in self._conversions:
+        for conversion in self.conversions:
             path = hops(axes, conversion.now, conversion.wanted)
-            if len(path) != 1 or len(path[0].over) != 1 or collective_of(axes, path[0]) != kind:
-                continue
-            (i,) = path[0].over
-            shard = (conversion.now if kind == "all_gather" else conversion.wanted)[i]
-            others = [s for j, s in enumerate(conversion.now) if j != i]
-            is_split_twice = any(
-                isinstance(a, Shard) and isinstance(shard, Shard) and a.dim == shard.dim for a in others
-            )
-            if axes[i].ring and not axes[i].is_part and isinstance(shard, Shard) and not is_split_twice:
-                yield conversion, (i, shard.dim)
+            if len(path) == 1 and len(path[0].over) == 1 and collective_of(axes, path[0]) == kind:
+                (i,), split = path[0].over, conversion.now if kind == "all_gather" else conversion.wanted
+                shard = split[i]
+                if axes[i].ring and isinstance(shard, Shard) and _is_one_run(split, i):
+                    yield conversion, i, shard.dim
 
     def _that_gather(self, conversion: Conversion, i: int, dim: int) -> dict[int, PieceStep]:
         """The products that read what a ring gathers, by the index of their equations; none if it isn't worth it."""
-        gathered, found = _forms(conversion)[1], dict[int, PieceStep]()
-        for at, planned in enumerate(self.plan.equations):
-            if _is_product(planned) and _read(planned).count(gathered) == 1:
-                step = self._step(planned, i, {gathered: dim})
+        readers, found = self.readers[_after(conversion)], dict[int, PieceStep]()
+        for at in readers:
+            if at < len(self.plan.equations) and _is_product(self.plan.equations[at]) and readers.count(at) == 1:
+                step = self._step(self.plan.equations[at], i, {_after(conversion): dim})
                 found |= {} if step is None else {at: step}
-        least = LEAST_FLOPS if self._readers[gathered] == len(found) else LEAST_IF_SHARED
+        least = LEAST_FLOPS if len(readers) == len(found) else LEAST_IF_SHARED
         return found if self._is_worth(conversion, found, least) else {}
 
     def _that_scatter(self, conversion: Conversion, i: int, dim: int) -> Iterator[dict[int, PieceStep]]:
         """The steps of a sum that a ring scatters, by the index of their equations, in order, if it is worth it."""
-        for steps in self._back_to_products(_forms(conversion)[0], dim, i):
+        for steps in self._back_to_products(_before(conversion), dim, i):
             if self._is_worth(conversion, steps, LEAST_OF_SUMS):
                 yield dict(sorted(steps.items()))
 
@@ -106,8 +110,8 @@ class _Finder:
 
         What is added to them is there whole.
         """
-        at = self._maker.get(form)
-        if at is None or self._readers[form] != 1:
+        at = self.maker.get(form)
+        if at is None or len(self.readers[form]) != 1:
             return
         planned = self.plan.equations[at]
         forms = dict.fromkeys(_read(planned))
@@ -122,7 +126,7 @@ class _Finder:
         if step is not None and step.dim == dim and any(before):
             yield {k: one for steps in before for k, one in steps.items()} | {at: step}
 
-    def _step(self, planned: PlannedEquation, i: int, dims: dict[Form, int]) -> PieceStep | None:
+    def _step(self, planned: PlannedEquation, i: int, dims: Mapping[Form, int]) -> PieceStep | None:
         """The equation on pieces of some operands; None if it can't be done so, or its result isn't in pieces."""
         equation, way, reads = planned.flat.equation, planned.way, _read(planned)
         if equation.primitive.name not in RULES or way.sends or way.plans or len(way.results) != 1:
@@ -132,34 +136,27 @@ class _Finder:
         found = way_by_rule(equation, lying, axes)
         (makes,), along = found.results, found.results[0][-1]
         is_way = found.operands == lying and makes[:-1] == way.results[0] and not found.sends
-        if not is_way or not isinstance(along, Shard) or not all(map(_is_one_run_alone, (*lying, makes))):
+        if not is_way or not isinstance(along, Shard) or not all(_is_one_run(s, -1) for s in (*lying, makes)):
             return None
-        forms = [form if form in dims or not _is_product(planned) else self._before_cast(form) for form in reads]
-        shape = part_shape(self.plan.flat.avals[planned.flat.makes[0]].shape, makes, axes)
-
-        def run(operands: Sequence[jax.Array], count: int) -> jax.Array:
-            made = tuple(size * count if dim == along.dim else size for dim, size in enumerate(shape))
-            params = part_params(equation, [np.shape(x) for x in operands], [made])
-            if forms == reads:
-                return carry_out(equation, operands, params)[0]
-            params |= {"precision": lax.Precision.DEFAULT, "preferred_element_type": np.dtype(np.float32)}
-            return carry_out(equation, operands, params)[0].astype(aval_of(equation.outvars[0]).dtype)
-
-        operands = tuple((form, dims.get(before)) for form, before in zip(forms, reads, strict=True))
+        taken = [form if form in dims else self._before_cast(planned, form) for form in reads]
+        piece = part_shape(self.plan.flat.avals[planned.flat.makes[0]].shape, makes, axes)
+        run = _run_of_pieces(planned, piece, along.dim, before_casts=taken != reads)
+        operands = tuple((form, dims.get(read)) for form, read in zip(taken, reads, strict=True))
         return PieceStep(operands, _made(planned)[0], along.dim, run)
 
-    def _before_cast(self, form: Form) -> Form:
-        """Finds what was cast from float32 to bfloat16, as a weight is; the form itself, if nothing was.
+    def _before_cast(self, planned: PlannedEquation, form: Form) -> Form:
+        """Finds the float32 weight that was cast to the bfloat16 operand of a product; else the operand itself.
 
         A TPU's product of float32 and bfloat16 multiplies bfloat16 (`Precision.DEFAULT`). A cast that the products of
         all pieces read its compiler carries out apart, which takes longer than the transfer.
         """
-        planned = self.plan.equations[self._maker[form]] if form in self._maker else None
-        if planned is None or planned.flat.equation.primitive.name != "convert_element_type":
+        cast = self.plan.equations[self.maker[form]] if form in self.maker and _is_product(planned) else None
+        if cast is None or cast.flat.equation.primitive.name != "convert_element_type":
             return form
-        (before,) = _read(planned)
-        casts = [self.plan.flat.avals[value].dtype.name for value, _ in (before, form)] == ["float32", "bfloat16"]
-        return before if casts and before[1] == form[1] else form
+        (wide,) = _read(cast)
+        dtypes = [self.plan.flat.avals[value].dtype.name for value, _ in (wide, form)]
+        is_weight = wide[0] in self.plan.flat.arguments and dtypes == ["float32", "bfloat16"]
+        return wide if is_weight and wide[1] == form[1] else form
 
     def _is_worth(self, conversion: Conversion, steps: Mapping[int, PieceStep], least: float) -> bool:
         """Whether so many operations a byte that is sent are done meanwhile."""
@@ -169,21 +166,48 @@ class _Finder:
         return work > 0 and work >= least * float((SENT + SCATTERED) @ sent)
 
 
+def _run_of_pieces(
+    planned: PlannedEquation, piece: Shape, dim: int, *, before_casts: bool
+) -> Callable[[Sequence[jax.Array], int], jax.Array]:
+    """Makes `PieceStep.run`.
+
+    Args:
+      planned: the equation.
+      piece: the shape of the result of one piece.
+      dim: its dimension in pieces.
+      before_casts: it is a product, and some operands come as they were before their cast to bfloat16.
+    """
+    flat = planned.flat
+    equation, result = within(flat.equation, flat.callers), aval_of(flat.equation.outvars[0])
+
+    def run(operands: Sequence[jax.Array], count: int) -> jax.Array:
+        made = (*piece[:dim], piece[dim] * count, *piece[dim + 1 :])
+        params = part_params(equation, [np.shape(x) for x in operands], [made])
+        if before_casts:
+            params |= {"precision": lax.Precision.DEFAULT, "preferred_element_type": np.dtype(np.float32)}
+        return carry_out(equation, operands, params)[0].astype(result.dtype)
+
+    return run
+
+
 def _is_product(planned: PlannedEquation) -> bool:
     return planned.flat.equation.primitive.name == "dot_general"
 
 
-def _is_one_run_alone(sharding: Sharding) -> bool:
-    """Whether pieces are of one run of elements, and no axis splits the same dimension."""
-    along = sharding[-1]
-    if not isinstance(along, Shard):
+def _is_one_run(sharding: Sharding, i: int) -> bool:
+    """Whether an axis's parts are of one run of elements, and no other axis splits the same dimension."""
+    shard, others = sharding[i], [s for j, s in enumerate(sharding) if j != i % len(sharding)]
+    if not isinstance(shard, Shard):
         return True
-    return along.outer == 1 and not any(isinstance(s, Shard) and s.dim == along.dim for s in sharding[:-1])
+    return shard.outer == 1 and not any(isinstance(s, Shard) and s.dim == shard.dim for s in others)
 
 
-def _forms(conversion: Conversion) -> tuple[Form, Form]:
-    """The forms before and after it."""
-    return (conversion.value, conversion.now), (conversion.value, conversion.wanted)
+def _before(conversion: Conversion) -> Form:
+    return conversion.value, conversion.now
+
+
+def _after(conversion: Conversion) -> Form:
+    return conversion.value, conversion.wanted
 
 
 def _read(planned: PlannedEquation) -> list[Form]:

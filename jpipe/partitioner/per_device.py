@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -41,7 +40,7 @@ def per_device(
     out_specs: Specs,
     *,
     data_axes: Sequence[str] = (),
-    rings: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    rings: Mapping[str, Sequence[int]] | None = None,
 ) -> Callable[..., PyTree]:
     """Makes the function of one device's parts that does as `function` does on whole arrays, for `jax.shard_map`.
 
@@ -60,14 +59,22 @@ def per_device(
         are added up, random bits are split at once, and sharding constraints inside of `function` change nothing.
 
       rings: mesh axes along which products may run beside the transfers that they wait for, each with its devices in
-        the order of a ring of links (`jpipe.partitioner.rings`). The transfers are permutations then.
+        the order of a ring of links (`jpipe.partitioner.rings`). For TPUs: the transfers are permutations then, which
+        other devices make all devices of the mesh wait for, and products read float32 weights that are cast to
+        bfloat16 before their cast, which TPUs round all the same.
 
     Raises:
-      ValueError: a spec names an axis that the mesh lacks; when called, a spec of a result that doesn't divide it, or a
-        call outside of such a `jax.shard_map`.
+      ValueError: a spec names an axis that the mesh lacks; `rings` a data axis, or one that the mesh lacks, or not each
+        of its devices once. When called, a spec of a result that doesn't divide it, or a call outside of such a
+        `jax.shard_map`.
     """
     for name in sorted({*named(jax.tree.leaves((in_specs, out_specs))), *data_axes} - {*mesh.axis_names}):
         raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
+    rings = rings or {}
+    for name, order in rings.items():
+        if name in data_axes or sorted(order) != list(range(mesh.shape.get(name, 0))):
+            fault = f"rings={{{name!r}: {tuple(order)}}} is no order of the devices 0, 1, ... of an axis"
+            raise ValueError(f"{fault} of the mesh {dict(mesh.shape)} that isn't a data axis; name each once")
     axes = tuple(
         Axis((n,), (mesh.shape[n],), n in data_axes, ring=tuple(rings.get(n, ())))
         for n in mesh.axis_names

@@ -28,6 +28,8 @@ them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 
 AMONG_ZEROS = 16 * WRITTEN
 """The cost of a byte of a shard that is written among zeros, to be added to a partial sum: no other operation does that
 on its way. 16 MiB take 105,000 cycles on a v5p."""
+HIDDEN = 0.75
+"""The part of what goes by rings beside products that nobody waits for, about as seen in programs for a v5p."""
 SPLIT_SUMS = SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8
 """Prices that prefer a split sum to a whole one, because a later reader can use it split."""
 

@@ -3,24 +3,23 @@
 A product whose operand has to be gathered along an axis can begin with the part that its device has, while the parts of
 its neighbours arrive. A product whose sum is scattered can hand on what it has added up, while it computes more (Wang
 et al., 2023, "Overlap communication with dependent computation via decomposition"). So an array is in *pieces* along
-the dimension that is gathered or scattered, one for each device of the axis. They go round the ring both ways: piece -1
-of device i is that of device i - 1, on its left. Of four devices:
+the dimension that is gathered or scattered, one for each device of the axis. A device numbers them from itself: piece 0
+is its own, piece -1 that of the device on its left. They go round the ring both ways. Of four devices:
 
-    arriving        pieces that travel      -1, 1 ---| -2 -----------|
-                    products                0        | -1      1     | -2
-    leaving         products                -2       | -1      1     | 0
-                    sums that travel                 | -2 ---------- | -2 and -1, 1: they end where they belong
+    gathered     links       1 and -1 arrive           -2 arrives, from the left
+                 products    0                         -1 and 1                     -2
 
-Nothing here makes a device wait: products depend on the pieces that they read and no more, and what a compiler puts
-beside a permutation is its own choice. Which conversions of a plan go by rings, `jpipe.partitioner.find_rings` says;
-`DevicePlan.run` (`jpipe.partitioner.way`) asks for them.
+    scattered    products    -2                        -1 and 1                     0
+                 links                                 to the left: the sum of -2   that of -2 and -1; to the right: 1
+
+Products depend on the pieces that they read and on no more; what a compiler puts beside a permutation is its own
+choice. Which conversions of a plan go by rings, `jpipe.partitioner.find_rings` says; `DevicePlan.run` asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -30,49 +29,51 @@ from jpipe.partitioner.shardings import Axis, Sharding
 
 Form = tuple[int, Sharding]
 """A value as it lies on devices: its number in the `FlatJaxpr`, and a sharding."""
-HIDDEN = 0.75
-"""The part of what goes by rings that nobody waits for, about as seen in programs compiled for a v5p."""
+LEFT, RIGHT = -1, 1
 LEAST_ROWS = 512
-"""The length of pieces in elements from which each is multiplied alone. Shorter pieces that arrive together are joined:
-a product of r rows reads a weight in less time than it takes if r is above 330 (float32) or 170 (bfloat16) on a v5p."""
+"""The length of pieces from which each is multiplied alone. Shorter pieces that arrive together are joined: a product
+of r rows reads a weight in less time than it takes if r is above 330 (float32) or 170 (bfloat16) on a v5p."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The devices of an axis on a ring. To the right is 1, to the left -1."""
+    """The devices of an axis on a ring (`Axis.ring`), in which the next one is on the right."""
 
     axis: Axis
 
-    def farthest(self, way: int) -> int:
-        """How many devices a piece passes that goes one way: together they reach all others."""
-        return self.axis.size // 2 if way == 1 else (self.axis.size - 1) // 2
+    @property
+    def on_left(self) -> int:
+        """The number of pieces that come from the left: of an even number of devices one more than from the right."""
+        return self.axis.size // 2
+
+    @property
+    def on_right(self) -> int:
+        """The number of pieces that come from the right."""
+        return (self.axis.size - 1) // 2
 
     @property
     def outwards(self) -> list[tuple[int, ...]]:
-        """The pieces of all devices as seen from one, in the order in which they arrive: those on its left first."""
-        far = range(1, self.farthest(1) + 1)
-        return [(0,), *((-j, j) if j <= self.farthest(-1) else (-j,) for j in far)]
+        """The pieces in the order in which they arrive; the pieces of a tuple arrive together."""
+        return [(0,), *((-k, k) if k <= self.on_right else (-k,) for k in range(1, self.on_left + 1))]
 
     def groups(self, size: int) -> list[tuple[int, ...]]:
-        """The same, of which those of a tuple are multiplied together; `size` is a piece's length."""
-        if size < LEAST_ROWS:
-            return self.outwards
-        return [(k,) for pieces in self.outwards for k in pieces]
+        """The pieces in the same order; the pieces of a tuple are multiplied together. A piece has that length."""
+        return self.outwards if size < LEAST_ROWS else [(k,) for pieces in self.outwards for k in pieces]
 
-    def shifted(self, x: jax.Array, way: int) -> jax.Array:
-        """The array of the neighbour from which that way leads here."""
+    def send(self, x: jax.Array, way: int) -> jax.Array:
+        """Sends an array to the neighbour on the `LEFT` or `RIGHT`: the result is what the other neighbour has sent."""
         order = self.axis.ring
         return lax.ppermute(x, self.axis.names, [(i, order[(k + way) % len(order)]) for k, i in enumerate(order)])
 
-    def taken(self, whole: jax.Array, dim: int, pieces: Sequence[int]) -> jax.Array:
-        """Pieces of an array that a device has whole, one after the other."""
+    def take(self, whole: jax.Array, dim: int, pieces: Sequence[int]) -> jax.Array:
+        """Cuts pieces, one after the other, out of an array that a device has whole."""
         size = whole.shape[dim] // self.axis.size
         return _joined([lax.dynamic_slice_in_dim(whole, self._begin(size, k), size, dim) for k in pieces], dim)
 
-    def whole(self, results: Iterable[tuple[Sequence[int], jax.Array]], dim: int) -> jax.Array:
-        """The whole array of all pieces, which are given as `(pieces, an array of them, one after the other)`."""
+    def put_together(self, results: Iterable[tuple[Sequence[int], jax.Array]], dim: int) -> jax.Array:
+        """Makes the whole array from all pieces, which are given as `(pieces, these, one after the other)`."""
         pairs = [(k, one) for ks, joined in results for k, one in zip(ks, _apart(joined, dim, len(ks)), strict=True)]
-        size, shape = pairs[0][1].shape[dim], list(pairs[0][1].shape)
+        shape, size = list(pairs[0][1].shape), pairs[0][1].shape[dim]
         shape[dim] *= self.axis.size
         whole = lax.empty(tuple(shape), pairs[0][1].dtype)
         for k, piece in pairs:
@@ -95,39 +96,42 @@ def _apart(joined: jax.Array, dim: int, count: int) -> list[jax.Array]:
     return [lax.slice_in_dim(joined, i * size, (i + 1) * size, axis=dim) for i in range(count)]
 
 
-@dataclass(frozen=True, eq=False)
 class Arriving:
-    """An array that arrives in pieces; each is sent when it is first read.
+    """An array that arrives in pieces. A piece is sent when it is first asked for.
 
     Attributes:
       ring: the devices.
-      own: the piece that the device has.
       dim: the dimension that is in pieces.
+      size: the length of a piece.
     """
 
-    ring: Ring
-    own: jax.Array
-    dim: int
-    _pieces: dict[int, jax.Array] = field(default_factory=dict)
+    def __init__(self, ring: Ring, own: jax.Array, dim: int):
+        self.ring, self.dim, self.size = ring, dim, own.shape[dim]
+        self._pieces, self._whole = {0: own}, None
 
     def piece(self, k: int) -> jax.Array:
-        """Piece k, of which the neighbour on its side has a nearer one."""
-        if k == 0:
-            return self.own
+        """Piece k. The neighbour on that side has it too: it is the piece before it there."""
         if k not in self._pieces:
-            self._pieces[k] = self.ring.shifted(self.piece(k + 1 if k < 0 else k - 1), 1 if k < 0 else -1)
+            before, way = (k + 1, RIGHT) if k < 0 else (k - 1, LEFT)
+            self._pieces[k] = self.ring.send(self.piece(before), way)
         return self._pieces[k]
 
-    @cached_property
+    @property
     def whole(self) -> jax.Array:
         """All pieces in order."""
-        pieces = [k for ks in self.ring.outwards for k in ks]
-        return self.ring.whole([((k,), self.piece(k)) for k in pieces], self.dim)
+        if self._whole is None:
+            pieces = [k for together in self.ring.outwards for k in together]
+            self._whole = self.ring.put_together([((k,), self.piece(k)) for k in pieces], self.dim)
+        return self._whole
 
 
 def all_of(value: jax.Array | Arriving) -> jax.Array:
     """The array, when all of it is there."""
     return value.whole if isinstance(value, Arriving) else value
+
+
+AtHand = dict[Form, jax.Array | Arriving]
+"""A device's part of each form that it has so far."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +150,7 @@ class PieceStep:
     dim: int
     run: Callable[[Sequence[jax.Array], int], jax.Array]
 
-    def as_pieces_arrive(self, at_hand: Mapping[Form, jax.Array | Arriving]) -> jax.Array:
+    def as_pieces_arrive(self, at_hand: AtHand) -> jax.Array:
         """The whole result of the step on all pieces of an operand that arrives."""
         (arriving,) = [at_hand[form] for form, dim in self.reads if dim is not None]
         assert isinstance(arriving, Arriving)
@@ -156,8 +160,8 @@ class PieceStep:
             operands = [all_of(at_hand[form]) if dim is None else arrived for form, dim in self.reads]
             return self.run(operands, len(pieces))
 
-        groups = arriving.ring.groups(arriving.own.shape[arriving.dim])
-        return arriving.ring.whole([(pieces, result(pieces)) for pieces in groups], self.dim)
+        groups = arriving.ring.groups(arriving.size)
+        return arriving.ring.put_together([(pieces, result(pieces)) for pieces in groups], self.dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,19 +195,23 @@ class Departure:
     size: int
     steps: tuple[PieceStep, ...]
 
-    def run(self, at_hand: Mapping[Form, jax.Array | Arriving]) -> jax.Array:
-        """A device's own part of the sum."""
+    def run(self, at_hand: AtHand) -> jax.Array:
+        """A device's own part of the sum.
+
+        Piece k is for the device that is k to the right. Of four devices piece -2 goes to the left first; there the
+        device adds its piece -1, which is for the same device, and sends the sum on; that device adds its own piece 0,
+        and what comes from the device on its left, whose piece 1 is for it.
+        """
         sums = {k: x for pieces in reversed(self.ring.groups(self.size)) for k, x in self._of(pieces, at_hand).items()}
         total = sums[0]
-        for way in (-1, 1):
-            going = None
-            for k in range(self.ring.farthest(-way), 0, -1):  # it was numbered as what comes from there
-                going = sums[way * k] if going is None else going + sums[way * k]
-                going = self.ring.shifted(going, way)
+        for way, farthest in ((LEFT, self.ring.on_left), (RIGHT, self.ring.on_right)):
+            going: jax.Array | None = None
+            for k in range(farthest, 0, -1):
+                going = self.ring.send(sums[way * k] if going is None else going + sums[way * k], way)
             total = total if going is None else total + going
         return total
 
-    def _of(self, pieces: Sequence[int], at_hand: Mapping[Form, jax.Array | Arriving]) -> dict[int, jax.Array]:
+    def _of(self, pieces: Sequence[int], at_hand: AtHand) -> dict[int, jax.Array]:
         """The device's sums of some pieces."""
         made: dict[Form, jax.Array] = {}
 
@@ -211,7 +219,7 @@ class Departure:
             if form in made:
                 return made[form]
             value = all_of(at_hand[form])
-            return value if dim is None else self.ring.taken(value, dim, pieces)
+            return value if dim is None else self.ring.take(value, dim, pieces)
 
         for step in self.steps:
             made[step.makes] = step.run([read(*operand) for operand in step.reads], len(pieces))
@@ -234,3 +242,14 @@ class Rings:
     readers: Mapping[int, PieceStep] = field(default_factory=dict)
     departures: Mapping[tuple[Form, Form], Departure] = field(default_factory=dict)
     later: frozenset[int] = frozenset()
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The indices of all equations that are carried out on pieces."""
+        return self.later.union(self.readers)
+
+    def depart(self, conversions: Iterable[tuple[int, Sharding, Sharding]], at_hand: AtHand) -> None:
+        """Carries out the departures among conversions. Their steps know their scopes, so no other is to be around."""
+        for value, now, wanted in conversions:
+            if departure := self.departures.get(((value, now), (value, wanted))):
+                at_hand[value, wanted] = departure.run(at_hand)

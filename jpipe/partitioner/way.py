@@ -26,7 +26,7 @@ import jax
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.prices import NOTHING, Cost
-from jpipe.partitioner.rings import Arriving, Form, Rings, all_of
+from jpipe.partitioner.rings import AtHand, Rings, all_of
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
 from jpipe.seam.inside import at_line_of, scope_of
@@ -156,33 +156,36 @@ class DevicePlan:
 
     def run(self, *parts: jax.Array) -> list[jax.Array]:
         """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program."""
-        # The device's part of each form, or an array that arrives; each form of a value is converted once.
-        at_hand: dict[Form, jax.Array | Arriving] = {}
-        at_hand |= {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
+        at_hand: AtHand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
-
-        def take(conversions: Sequence[Conversion]) -> None:
-            for value, now, wanted in conversions:
-                before, after = forms = (value, now), (value, wanted)
-                if forms in self.rings.departures:
-                    at_hand[after] = self.rings.departures[forms].run(at_hand)
-                elif forms in self.rings.arrivals:
-                    at_hand[after] = self.rings.arrivals[forms].start(all_of(at_hand[before]))
-                else:
-                    at_hand[after] = convert(all_of(at_hand[before]), self.axes, now, wanted)
-
-        for at, (flat, conversions, way) in enumerate(self.equations):
+        for at, (flat, conversions, _) in enumerate(self.equations):
+            with at_line_of(flat.equation, flat.callers):
+                self.rings.depart(conversions, at_hand)
             with ExitStack() as scopes:
                 for caller in flat.callers:
                     scopes.enter_context(scope_of(caller))
                 with at_line_of(flat.equation, flat.callers):
-                    take(conversions)
-                if at in self.rings.later:
-                    continue  # where its sum is scattered
-                step, reads = self.rings.readers.get(at), list(zip(flat.reads, way.operands, strict=True))
-                results = (
-                    [step.as_pieces_arrive(at_hand)] if step else way.run(*(all_of(at_hand[form]) for form in reads))
-                )
-            at_hand.update(zip(zip(flat.makes, way.results, strict=True), results, strict=True))
-        take(self.conversions)
+                    self._convert(conversions, at_hand)
+                if at not in self.rings.steps:
+                    self._carry_out(at, at_hand)
+            if at in self.rings.readers:
+                step = self.rings.readers[at]
+                at_hand[step.makes] = step.as_pieces_arrive(at_hand)
+        self.rings.depart(self.conversions, at_hand)
+        self._convert(self.conversions, at_hand)
         return [all_of(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]
+
+    def _convert(self, conversions: Sequence[Conversion], at_hand: AtHand) -> None:
+        """Converts values that are at hand; each form of a value is converted once."""
+        for value, now, wanted in conversions:
+            before, after = (value, now), (value, wanted)
+            if arrival := self.rings.arrivals.get((before, after)):
+                at_hand[after] = arrival.start(all_of(at_hand[before]))
+            elif after not in at_hand:  # a sum that has departed is
+                at_hand[after] = convert(all_of(at_hand[before]), self.axes, now, wanted)
+
+    def _carry_out(self, at: int, at_hand: AtHand) -> None:
+        """Carries out the equation of that index, whose operands are at hand, and adds its results."""
+        flat, _, way = self.equations[at]
+        operands = [all_of(at_hand[form]) for form in zip(flat.reads, way.operands, strict=True)]
+        at_hand.update(zip(zip(flat.makes, way.results, strict=True), way.run(*operands), strict=True))

@@ -25,6 +25,20 @@ def attention(x, w):
     return x + jnp.einsum("bhts,bshd->bthd", scores, v).reshape(b, t, -1) @ w["o"]
 
 
+def flat(x, w):
+    """A feed-forward of tokens in one row, of which a device then has several runs."""
+    h = jnp.tanh(x).reshape(-1, x.shape[-1])
+    return (h + jax.nn.silu(h @ w["g"]) @ w["d"]).reshape(x.shape)
+
+
+def shared(x, w):
+    """What is gathered is read by products of several kinds, piece by piece and whole."""
+    h = jnp.tanh(x)
+    weights = jax.nn.softmax(h @ w["g"])
+    mixed = jnp.einsum("bsf,bsd->bfd", weights, h)
+    return x + weights @ mixed + jnp.cumsum(h, 1) @ w["q"] @ w["o"]
+
+
 def block(x, w):
     return feed_forward(attention(x, w), w)
 

@@ -15,7 +15,7 @@ KINDS = ("all_gather", "reduce_scatter", "collective_permute", "all_reduce")
 OVER = P(None, "model")
 
 
-def lowered(function, out_specs=OVER, ring=(0, 1, 2, 3), *, tokens=16, times=1, dtype=jnp.float32):
+def lowered(function, out_specs=OVER, ring=(0, 1, 2, 3), *, tokens=16, times=1, dtype=jnp.float32, **options):
     """The text of a program of four devices, whose weights are some times as long and wide."""
     mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,), devices=jax.devices()[:4])
     specs = {"in_specs": (OVER, SPECS), "out_specs": out_specs}
@@ -23,7 +23,7 @@ def lowered(function, out_specs=OVER, ring=(0, 1, 2, 3), *, tokens=16, times=1, 
     shapes = {name: (times * a, times * b) for name, (a, b) in SHAPES.items()}
     weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((1, tokens, times * WIDTH), dtype)
-    return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs)).lower(x, weights).as_text()
+    return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs)).lower(x, weights).as_text(**options)
 
 
 def count(text):
@@ -84,3 +84,17 @@ def test_a_weight_is_read_as_it_was_before_its_cast(however_small):
 
     assert products(()) == [["bf16", "bf16"]] * 3
     assert products((0, 1, 2, 3)) == [["f32", "f32"]] * 9  # three pieces, of which one is of two
+
+
+def test_scopes_stay(however_small):
+    """A product whose sum departs is carried out where the sum is read, but it stays in its own scope."""
+
+    def named(x, w):
+        with jax.named_scope("first"):
+            y = jax.jit(feed_forward)(x, w)
+        with jax.named_scope("second"):
+            return jax.jit(jnp.tanh)(y)
+
+    for ring in ((), (0, 1, 2, 3)):
+        names = re.findall(r'loc\("([^"]*dot_general)"', lowered(named, ring=ring, debug_info=True))
+        assert len(set(names)) == 1 and "first/" in names[0] and "second" not in names[0]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from blocks import SHAPES, SPECS, WIDTH, attention, block, feed_forward, gradients
+from blocks import SHAPES, SPECS, WIDTH, attention, block, feed_forward, flat, gradients, shared
 from jpipe.partitioner import find_rings, per_device, rings
 from jpipe.partitioner.rings import Ring
 from jpipe.partitioner.shardings import Axis
@@ -22,10 +22,9 @@ def however_small(monkeypatch):
         monkeypatch.setattr(find_rings, least, 0.0)
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["piece by piece", "joined"])
-@pytest.mark.parametrize("devices", [2, 3, 4])
-@pytest.mark.parametrize("between", [P("data", "model"), P("data", None)], ids=["sequence", "whole"])
-@pytest.mark.parametrize("function", [feed_forward, attention, block])
+@pytest.mark.parametrize(("devices", "alone"), [(2, True), (3, False), (4, True), (4, False)])
+@pytest.mark.parametrize("between", [P("data", "model"), P("data", None), P(None, "model")], ids=str)
+@pytest.mark.parametrize("function", [feed_forward, attention, block, flat, shared])
 def test_values_and_gradients(monkeypatch, however_small, function, between, devices, alone):
     monkeypatch.setattr(rings, "LEAST_ROWS", 0 if alone else 512)
     mesh = jax.make_mesh((2, devices), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[: 2 * devices])
@@ -40,6 +39,16 @@ def test_values_and_gradients(monkeypatch, however_small, function, between, dev
             expected = of(x, weights)
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "rings", [{"model": (0, 1)}, {"model": (0, 1, 1, 2)}, {"modle": (0, 1, 2, 3)}, {"data": (0, 1)}]
+)
+def test_no_order_of_an_axis(rings):
+    """They gave wrong numbers."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"is no order of the devices 0, 1, ... of an axis of the mesh"):
+        per_device(jnp.sin, mesh, P("data"), P("data"), data_axes=["data"], rings=rings)
 
 
 @pytest.mark.parametrize(
