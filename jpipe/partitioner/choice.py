@@ -30,7 +30,7 @@ from functools import cache, partial
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.early_conversions import Early, added_to_whole, summed_twice, summed_wide
-from jpipe.partitioner.find_rings import find_rings, hidden
+from jpipe.partitioner.find_rings import find_rings
 from jpipe.partitioner.prices import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Shard, Sharding, is_possible, replicated
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
@@ -78,7 +78,7 @@ def cheapest_plan(
         plans += [Chooser(parts, handlers, *choices).make_plan(flat, lying, wishes) for choices in ROUNDS]
     if any(axis.ring for axis in axes):
         plans = [replace(plan, rings=find_rings(plan)) for plan in plans]
-    return min(plans, key=lambda plan: price(PRICES, plan.cost - hidden(plan)))
+    return min(plans, key=lambda plan: price(PRICES, plan.cost - plan.rings.hidden))
 
 
 def _along_parts(wish: Wanted, axes: Axes, parts: Axes) -> Wanted:

@@ -30,15 +30,6 @@ def find_rings(plan: DevicePlan) -> Rings:
     return _Finder(plan).found()
 
 
-def hidden(plan: DevicePlan) -> Cost:
-    """Counts what a plan sends by rings and nobody waits for."""
-    cost = NOTHING
-    for (value, now), (_, wanted) in (*plan.rings.arrivals, *plan.rings.departures):
-        aval = plan.flat.avals[value]
-        cost = cost + cost_of_conversion(plan.axes, aval.shape, itemsize(aval.dtype), now, wanted)
-    return HIDDEN * cost
-
-
 class _Finder:
     """Looks through a plan.
 
@@ -63,11 +54,13 @@ class _Finder:
         """Finds what is worth it; an equation is a step of one conversion at most."""
         arrivals, readers = dict[tuple[Form, Form], Arrival](), dict[int, PieceStep]()
         departures, later = dict[tuple[Form, Form], Departure](), set[int]()
+        hidden = NOTHING
         for conversion, i, dim in self._along("all_gather"):
             steps = self._that_gather(conversion, i, dim)
             if steps and not readers.keys() & steps.keys():
                 arrivals[_before(conversion), _after(conversion)] = Arrival(Ring(self.plan.axes[i]), dim)
                 readers |= steps
+                hidden = hidden + self._hidden(conversion, steps)
         for conversion, i, dim in self._along("reduce_scatter"):
             size = self.plan.flat.avals[conversion.value].shape[dim] // self.plan.axes[i].size
             for steps in self._that_scatter(conversion, i, dim):
@@ -75,8 +68,9 @@ class _Finder:
                     departure = Departure(Ring(self.plan.axes[i]), size, tuple(steps.values()))
                     departures[_before(conversion), _after(conversion)] = departure
                     later |= {*steps}
+                    hidden = hidden + self._hidden(conversion, steps)
                     break
-        return Rings(arrivals, readers, departures, frozenset(later))
+        return Rings(arrivals, readers, departures, frozenset(later), hidden)
 
     def _along(self, kind: str) -> Iterator[tuple[Conversion, int, int]]:
         """The conversions that are one collective of a kind along a ring, each with the axis and the dimension."""
@@ -158,12 +152,18 @@ class _Finder:
         is_weight = wide[0] in self.plan.flat.arguments and dtypes == ["float32", "bfloat16"]
         return wide if is_weight and wide[1] == form[1] else form
 
+    def _hidden(self, conversion: Conversion, steps: Mapping[int, PieceStep]) -> Cost:
+        """What is sent by a ring and nobody waits for: nothing, if too little is done meanwhile."""
+        return HIDDEN * self._sent(conversion) if self._is_worth(conversion, steps, LEAST_FLOPS) else NOTHING
+
+    def _sent(self, conversion: Conversion) -> Cost:
+        aval = self.plan.flat.avals[conversion.value]
+        return cost_of_conversion(self.plan.axes, aval.shape, itemsize(aval.dtype), conversion.now, conversion.wanted)
+
     def _is_worth(self, conversion: Conversion, steps: Mapping[int, PieceStep], least: float) -> bool:
         """Whether so many operations a byte that is sent are done meanwhile."""
-        aval = self.plan.flat.avals[conversion.value]
-        sent = cost_of_conversion(self.plan.axes, aval.shape, itemsize(aval.dtype), conversion.now, conversion.wanted)
         work = sum(float(self.plan.equations[at].way.cost @ FLOPS) for at in steps)
-        return work > 0 and work >= least * float((SENT + SCATTERED) @ sent)
+        return work > 0 and work >= least * float((SENT + SCATTERED) @ self._sent(conversion))
 
 
 def _run_of_pieces(

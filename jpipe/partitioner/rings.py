@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe.partitioner.prices import NOTHING, Cost
 from jpipe.partitioner.shardings import Axis, Sharding
 
 Form = tuple[int, Sharding]
@@ -236,12 +237,14 @@ class Rings:
       readers: the index of an equation -> the step on pieces of what arrives; all others read it whole.
       departures: the form of a sum, and that of a device's part of it -> the scatter.
       later: the indices of the equations that are steps of departures.
+      hidden: the cost of what nobody waits for.
     """
 
     arrivals: Mapping[tuple[Form, Form], Arrival] = field(default_factory=dict)
     readers: Mapping[int, PieceStep] = field(default_factory=dict)
     departures: Mapping[tuple[Form, Form], Departure] = field(default_factory=dict)
     later: frozenset[int] = frozenset()
+    hidden: Cost = field(default_factory=NOTHING.copy)
 
     @property
     def steps(self) -> frozenset[int]:
