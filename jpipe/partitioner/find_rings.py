@@ -153,7 +153,7 @@ class _Finder:
         return wide if is_weight and wide[1] == form[1] else form
 
     def _hidden(self, conversion: Conversion, steps: Mapping[int, PieceStep]) -> Cost:
-        """What is sent by a ring and nobody waits for: nothing, if too little is done meanwhile."""
+        """The cost of what is sent by a ring and nobody waits for: none, if too little is done meanwhile."""
         return HIDDEN * self._sent(conversion) if self._is_worth(conversion, steps, LEAST_FLOPS) else NOTHING
 
     def _sent(self, conversion: Conversion) -> Cost:
