@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from jpipe.costs.gpus import A100, B200, H100, H200, Gpu, StandIn
+from jpipe.costs.gpus import A100, B200, H100, H200, Gpu
 from jpipe.seam.runtime import register_gpu_compiler
 from jpipe.types import Device
 
@@ -147,10 +149,10 @@ CHIPS = {
 }
 """The chips by name."""
 
-KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5p": "v5p", "v5": "v5p"} | {
+KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5": "v5p"} | {
     name: name for name, chip in CHIPS.items() if chip.clock
 }
-"""TPUs by a part of what JAX calls them, those first that begin like others."""
+"""TPUs by a part of what JAX calls them, those first that begin like others, and JAX's own before others."""
 GPUS = {chip.gpu.kind.lower(): name for name, chip in CHIPS.items() if chip.gpu}
 """SXM modules by what JAX calls them: of a PCIe or NVL card, or of a part of a GPU, memory and links are others."""
 MOST_GPUS = 8
@@ -183,11 +185,14 @@ class Topology:
         return math.prod(self.shape) * self.chip.cores
 
     def stand_ins(self) -> list[Device]:
-        """GPUs to plan for, in place of `devices`; empty for TPUs, for which it doesn't matter what stands for them."""
-        if self.chip.gpu is None:
-            return []
-        kind, number = self.chip.gpu.kind, self.shape[-1]
-        return cast("list[Device]", [StandIn(i, i // number, kind) for i in range(self.num_devices)])
+        """Devices to plan for, in place of `devices`."""
+        chip, number = self.chip, self.shape[-1]
+        if chip.gpu is not None:
+            return cast("list[Device]", [StandIn(i, i // number, chip.gpu.kind) for i in range(self.num_devices)])
+        places = itertools.product(*map(range, (*reversed(self.shape), chip.cores)))  # the first dimension first
+        where = [((*reversed(chips), *[0] * (3 - len(chips))), core) for *chips, core in places]
+        kind = "TPU " + next(word for word, name in KINDS.items() if name == chip.name)
+        return cast("list[Device]", [StandIn(i, 0, kind, "tpu", *place) for i, place in enumerate(where)])
 
     def devices(self) -> list[Device]:
         """Devices for which programs compile, whether or not they are there.
@@ -263,6 +268,34 @@ def parse_topology(name: str) -> Topology:
             f"GPUs of each, such as {chip.name}:{hosts}x{MOST_GPUS}"
         )
     return Topology(chip, tuple(shape))
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """As much of a device as planning looks at: a mesh of such needs neither the devices nor their compiler.
+
+    Attributes:
+      id: its number.
+      process_index: the number of its host.
+      device_kind: what JAX calls it.
+      platform: "gpu" or "tpu".
+      coords: of a TPU, its chip's place on the torus.
+      core_on_chip: of a TPU, its number on its chip.
+    """
+
+    id: int
+    process_index: int
+    device_kind: str
+    platform: str = "gpu"
+    coords: tuple[int, ...] = ()
+    core_on_chip: int = 0
+
+
+def stand_ins_of(devices: Sequence[Device]) -> list[Device]:
+    """Devices at hand to plan for: GPUs, and what stands in for TPUs, for which nothing is compiled then; not CPUs."""
+    tpus = [device for device in devices if device.platform == "tpu"]
+    there = [StandIn(d.id, 0, d.device_kind, "tpu", tuple(d.coords), d.core_on_chip) for d in tpus]
+    return [*cast("list[Device]", there), *(device for device in devices if device.platform == "gpu")]
 
 
 def chip_of(device: Device) -> Chip | None:

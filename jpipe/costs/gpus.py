@@ -71,22 +71,6 @@ class Gpu:
         """
 
 
-@dataclass(frozen=True)
-class StandIn:
-    """As much of a GPU as planning looks at: a mesh of such needs neither the GPUs nor their compiler.
-
-    Attributes:
-      id: its number.
-      process_index: the number of its host.
-      device_kind: what JAX calls it.
-    """
-
-    id: int
-    process_index: int
-    device_kind: str
-    platform: str = "gpu"
-
-
 _HOPPER = {"capability": (9, 0), "multiprocessors": 132, "cores": 128, "clock": 1.98e9, "cache": 52428800}
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41e9, 85100068864, 2039040000000, 41943040, 167936)

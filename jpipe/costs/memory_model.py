@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import optax
@@ -18,6 +18,8 @@ from jpipe.costs.step_cost import Parts
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
+from jpipe.model.layer_function import LayerFunction
+from jpipe.model.traced_layer import DeviceLayer
 from jpipe.partitioner.shardings import part_structs
 from jpipe.planning.narrow_weights import narrow_dtypes, weight_uses
 from jpipe.planning.planner import Planner
@@ -159,7 +161,18 @@ def compiler_for(chip: Chip | None) -> Compiler:
 
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
     """The most that a forward or backward action holds for one layer of a group."""
-    layer, function = step.layers[g], step.functions[g]
+    # One of several layers' weights is a slice of a buffer.
+    storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
+    places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
+    weights = tuple(i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1)
+    return _working(step.layers[g], step.functions[g], mesh, compiler, weights)
+
+
+@lru_cache(maxsize=256)  # a search asks for each under many schedules
+def _working(
+    layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
+) -> int:
+    """The most that a layer's forward or backward holds, if the weights of these indices are slices."""
     layer = replace(layer, backward_program=layer.backward_jaxpr)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
     arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
@@ -169,10 +182,7 @@ def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
         backward, _ = with_named_axes(layer.backward, mesh.shape)(arguments, layer.residuals, outputs)
     if compiler.into_products:  # they read slices as they lie
         return max(working_bytes(jaxpr, (), compiler) for jaxpr in (layer.forward.jaxpr, backward))
-    # One of several layers' weights, and residuals in a row, are slices of buffers.
-    storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
-    places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
-    weights = [i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1]
+    # Residuals in a row are slices too.
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
     copied = (layer.forward.jaxpr, weights), (backward, [*weights, *residuals])
     return max(working_bytes(jaxpr, slices, compiler) for jaxpr, slices in copied)

@@ -167,7 +167,7 @@ def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def advice_on(choice: Choice, rated: Sequence[Choice], remarks: Iterable[str]) -> tuple[str, ...]:
-    """Advises on a choice: its bubble, the size of its micro-batches, and what planning it remarked.
+    """Advises on a choice: its bubble, the size of its micro-batches, whether to pipeline, what planning it remarked.
 
     Args:
       choice: the choice.
@@ -187,5 +187,12 @@ def advice_on(choice: Choice, rated: Sequence[Choice], remarks: Iterable[str]) -
         advice.append(
             f"{microbatch} are too small to fill the device: of twice the size (M={count // 2}) layers take {less:.0%} "
             f"less time, and stages wait {half.bubble_fraction:.0%} of the time"
+        )
+    apart = [one for one in rated if one.fits and one.setting.num_stages > 1]
+    if setting.num_stages == 1 and apart:
+        other = min(apart, key=lambda one: one.seconds)
+        advice.append(
+            f"no pipeline is fastest here: the best of several stages ({other.words}) takes {1e3 * other.seconds:,.1f} "
+            "ms a step"
         )
     return tuple(dict.fromkeys([*advice, *remarks]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -15,14 +15,14 @@ import optax
 
 from jpipe.arrays.trees import bytes_of
 from jpipe.batches.microbatches import batch_size, cut_for_evaluation
-from jpipe.costs.chips import Chip, Topology, chip_of, parse_topology
+from jpipe.costs.chips import Chip, Topology, chip_of, parse_topology, stand_ins_of
 from jpipe.costs.communication import words_of
 from jpipe.costs.memory_model import predict_host_memory, predict_memory
 from jpipe.costs.time_model import bearable_share, layer_seconds, predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import check_one, forecast
 from jpipe.forecasting.measured_chip import measure_chip
-from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
+from jpipe.forecasting.settings import COUNTS, HEAVY, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.memory.offload import Offload, as_offload
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.users_mesh import make_mesh
@@ -42,6 +42,8 @@ OFFLOADED = 4
 """The number of settings that are tried with `offload=`: the fastest of those that may fit so."""
 IMPROVED = 8
 """The number of ways to share out the devices of which the settings are varied: the best by their first settings."""
+FAR = 1.25
+"""Settings that take so many times as long as the best are left: varying M, schedule and remat gains less."""
 
 
 def plan(
@@ -96,8 +98,8 @@ def plan(
     chip = away.chip if away else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
-    gpus = away.stand_ins() if away else [device for device in at_hand if device.platform == "gpu"]
-    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options, gpus)
+    targets = away.stand_ins() if away else stand_ins_of(at_hand)
+    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options, targets)
     rated = search.run(number, axes)
     fitting = [choice for choice in rated if choice.fits]
     if not fitting:
@@ -164,7 +166,7 @@ class Search:
       chip: one device.
       room: the bytes that a device has for a step.
       options: the user's arguments of the pipeline.
-      gpus: the devices, if they are GPUs, or what stands for them.
+      devices: GPUs, or what stands for GPUs and TPUs; none if it doesn't matter which devices they are.
       remarks: by setting, the warnings that its planning gave.
     """
 
@@ -174,7 +176,7 @@ class Search:
     chip: Chip
     room: int
     options: Mapping[str, object]
-    gpus: Sequence[Device] = ()
+    devices: Sequence[Device] = ()
     remarks: dict[Setting, list[str]] = field(default_factory=dict, init=False)
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
@@ -190,15 +192,20 @@ class Search:
         """
         space, possible = self._space(num_devices, [axes] if isinstance(axes, str) else axes), list[Setting]()
         starts = space.starts()
+        refused = set[tuple[int, str]]()  # K, ends: to find out takes as long as a setting
         with task("comparing meshes", total=len(starts), unit="meshes") as advance:
             for start in starts:
                 others = () if self._rate(start) else space.instead(start)
-                possible += list(filter(self._rate, [start, *others]))[:1]
+                for first in list(filter(self._rate, [start, *others]))[:1]:
+                    ends = [one for one in space.ends(first) if (one.num_stages, one.ends) not in refused]
+                    refused |= {(one.num_stages, one.ends) for one in ends if self._rate(one) is None}
+                    possible.append(min([first, *filter(self._rate, ends)], key=self._rank))
                 advance()
         ranked = sorted(possible, key=self._rank)[:IMPROVED]
         with task("varying settings", total=len(ranked), unit="meshes") as advance:
+            best = ranked[:1]
             for start in ranked:
-                self._improve(start, space)
+                best = [min(*best, self._improve(start, best[0], space), key=self._rank)]
                 advance()
         self._offload(space)
         if not possible:
@@ -228,7 +235,7 @@ class Search:
     def pipeline(self, setting: Setting, balance: object) -> Pipeline:
         """The pipeline of a setting, on devices that aren't there."""
         axes = dict(setting.axes)
-        mesh = make_mesh(devices=self.gpus, axis_types=None, **axes) if self.gpus else mesh_of_nowhere(axes)
+        mesh = make_mesh(devices=self.devices, axis_types=None, **axes) if self.devices else mesh_of_nowhere(axes)
         return self.make(mesh=mesh, balance=balance, **setting.options, **self._unsearched)
 
     @property
@@ -250,13 +257,37 @@ class Search:
         pinned = _pinned(self.options)
         return Space(num_devices, data, others, batch_size(self.batch), len(request.layers), pinned)
 
-    def _improve(self, best: Setting, space: Space) -> None:
-        """Varies a setting in one way after the other, until nothing gains."""
+    def _improve(self, setting: Setting, best: Setting, space: Space) -> Setting:
+        """Varies a setting in one way after the other, until nothing gains, or it stays far behind the best so far."""
         before = None
-        while before != best:
-            before = best
-            for others in space.moves(best):
-                best = min([best, *filter(self._rate, others)], key=self._rank)
+        while before != setting:
+            before = setting
+            for others in space.moves(setting):
+                setting = min([setting, *self._possible(others)], key=self._rank)
+                if self._is_far(setting, best):
+                    return setting
+        return setting
+
+    def _possible(self, settings: Iterable[Setting]) -> Iterator[Setting]:
+        """Those that are possible. Modes of remat that compute most anew are left where another one fits."""
+        fit = set[Setting]()  # whatever their remat
+        for setting in settings:
+            alike = replace(setting, remat="")
+            if setting.remat in HEAVY and alike in fit:
+                continue
+            if choice := self._rate(setting):
+                fit.update([alike] * choice.fits)
+                yield setting
+
+    def _is_far(self, setting: Setting, best: Setting) -> bool:
+        """Whether a setting takes much longer than the best so far, or on its mesh nothing fits, nor on that one's."""
+        one, other = self._rate(setting), self._rate(best)
+        assert one is not None and other is not None
+        if other.fits:
+            return one.seconds > FAR * other.seconds
+        held, is_apart = one.cost.bytes, bool(self.chip.host.memory)
+        least = held.parameters + held.gradients + held.optimizer * (not is_apart)
+        return setting.axes != best.axes and least > self.room
 
     def _offload(self, space: Space) -> None:
         """Tries with `offload=` what is faster than all that fits, and would fit without what can go to the hosts."""
@@ -324,10 +355,11 @@ class Search:
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:
         """The pipeline of a setting; it takes the traces of settings like it."""
         pipe = self.pipeline(setting, balance)
-        pipe.planner.trace_like(self._traced.setdefault(_alike(setting), pipe).planner)
+        for alike in (_alike(setting)[:-1], _alike(setting)):
+            pipe.planner.trace_like(self._traced.setdefault(alike, pipe).planner)
         return pipe
 
 
 def _alike(setting: Setting) -> tuple[object, ...]:
-    """The settings that decide how layers are traced, and how their weights lie."""
-    return setting.axes, setting.num_microbatches, setting.remat, setting.shard_over
+    """The settings that decide how layers are traced, and how their weights lie; remat, which the forward hasn't."""
+    return setting.axes, setting.num_microbatches, setting.shard_over, setting.remat

@@ -25,6 +25,8 @@ PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "
 """The pipeline's arguments that a search varies; where one is given, it stays as it is."""
 COUNTS = ("num_stages", "num_microbatches", "num_chunks")
 """Those of them that are numbers."""
+HEAVY = tuple(name for name, mode in MODES.items() if mode.keep_inputs)
+"""The modes of remat that compute most anew, and keep least."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,18 @@ class Space:
 
     def instead(self, start: Setting) -> list[Setting]:
         """Settings to begin with where a start isn't possible: a pinned schedule may need another V or remat."""
-        return list(self.moves(start))[1] if {"schedule", "num_chunks"} & self.pinned.keys() else []
+        return list(self.moves(start))[2] if {"schedule", "num_chunks"} & self.pinned.keys() else []
+
+    def ends(self, setting: Setting) -> list[Setting]:
+        """Settings that differ in where the first and the last layer run."""
+        words = ENDS if setting.num_stages > 1 else ENDS[:1]
+        return list(dict.fromkeys(self._with_pinned(replace(setting, ends=word)) for word in words))
 
     def moves(self, setting: Setting) -> Iterator[list[Setting]]:
-        """Settings that differ in M, by one divisor of the batch; in schedule and remat; in where parameters lie."""
+        """Settings that differ in where parameters lie; in M, by one divisor of the batch; in schedule and remat."""
+        splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
+        over = [replace(setting, shard_over=names) for names in dict.fromkeys([(), splitting])]
+        yield [other for one in over for other in self.ends(one)]
         counts = self._counts(setting)
         at = counts.index(setting.num_microbatches)
         yield [replace(setting, num_microbatches=m) for m in counts[max(0, at - 1) : at + 2]]
@@ -107,12 +117,6 @@ class Space:
             self._with_pinned(replace(setting, schedule=name, num_chunks=V, remat=remat))
             for name, V in self._ways(setting.num_stages)
             for remat in MODES
-        ]
-        splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
-        yield [
-            self._with_pinned(replace(setting, ends=ends, shard_over=names))
-            for ends in (ENDS if setting.num_stages > 1 else ENDS[:1])
-            for names in dict.fromkeys([(), splitting])
         ]
 
     def why_empty(self) -> str:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import ShapedArray, Tracer
 from jax.sharding import AbstractMesh
 
-from jpipe.seam.inside import called_by, replaced, scan_counts, within
+from jpipe.seam.inside import called_by, new_variables, replaced, scan_counts, within
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
 from jpipe.seam.primitives import CALLS, NUMPY
 from jpipe.types import Leaf
@@ -274,8 +274,7 @@ def jaxpr_of(
     read = dict.fromkeys([*(number for equation in equations for number in equation.reads), *gives])
     constants = [number for number in read if number in flat.constants] if constants is None else constants
     numbers = list(dict.fromkeys([*takes, *constants, *(n for equation in equations for n in equation.makes)]))
-    shapes = [jax.ShapeDtypeStruct(flat.avals[n].shape, flat.avals[n].dtype) for n in numbers]
-    variables = dict(zip(numbers, jax.make_jaxpr(lambda *x: x)(*shapes).jaxpr.invars, strict=True))
+    variables = dict(zip(numbers, new_variables([flat.avals[n] for n in numbers]), strict=True))
     chosen = lambda numbers: [variables[i] for i in numbers]
     jaxpr = replaced(
         jax.make_jaxpr(lambda: 0)().jaxpr,

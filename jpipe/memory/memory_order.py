@@ -46,7 +46,8 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     shapes = [shape.shape for shape in shapes_of(outputs)]
     chosen = [i for i in results if len(shapes[i]) > 1 and outputs[i] not in inputs]
     orders: dict[int, Order | None] = {i: tuple(range(n)) if (n := len(shapes[i])) > 1 else None for i in results}
-    if mesh.devices.flat[0].platform == "tpu" and chosen:
+    device = mesh.devices.flat[0]
+    if device.platform == "tpu" and isinstance(device, jax.Device) and chosen:  # not one that stands in for a TPU
         orders |= _compiled_orders(jaxpr, chosen, mesh)
     return [orders[i] for i in results]
 

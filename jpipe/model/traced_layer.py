@@ -18,12 +18,13 @@ code runs once for both. Names that end in `_at` hold shardings: how arrays lie 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Literal as OneOf
 from typing import NamedTuple, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.jaxprs.rewriting import depends_on, equations_in, uses, without_equations, without_prints, without_roundings
@@ -298,13 +299,12 @@ def trace_forward(function: LayerFunction, splits: Splits = WHOLE) -> DeviceForw
     return _partition_forward(jaxpr, results, [], function.shardings(splits), splits.axes)
 
 
-def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: bool = False) -> DeviceLayer:
+def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
     """Makes the programs that one device of a stage runs of a traced layer.
 
     Args:
       layer: the forward and backward on whole arrays.
       splits: the mesh axes that split arrays.
-      in_parts: whether the backward may run in two parts.
     """
     shardings, axes = layer.function.shardings(splits), splits.axes
     forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
@@ -312,27 +312,63 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     residuals_at = _chosen(forward.results_at, forward.residual_indices)
     leaves_at = _picked(layer.sources, argument=shardings.arguments, remade=remake.shardings, residual=residuals_at)
     backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
-    programs, split = [backward.jaxpr], None
-    if in_parts:
-        # Other stages wait for all results of the backward but parameters' gradients.
-        urgent = range(len(layer.gradients.params), len(backward.jaxpr.jaxpr.outvars))
-        residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
-        split = split_in_two(backward.jaxpr, urgent, residuals, len(layer.sources))
-        programs += [split.inputs, split.weights]
-    backward_program, *split_programs = map(weight_products_as_they_lie, programs) if splits.on_cpu else programs
     return DeviceLayer(
         forward=forward,
         remake=remake.jaxpr,
         backward_jaxpr=backward.jaxpr,
-        backward_program=backward_program,
+        backward_program=_as_computed(backward.jaxpr, splits),
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residual_indices)),
         gradients_at=backward.shardings[: len(layer.function.arguments.params)],
-        split=split,
-        split_programs=tuple(split_programs),
+        split=None,
+        split_programs=(),
         unsplit=remake.unsplit + backward.unsplit,
     )
+
+
+def in_two_parts(layer: DeviceLayer, splits: Splits) -> DeviceLayer:
+    """The same layer with a backward that may run in two parts.
+
+    Other stages wait for all that the backward gives but parameters' gradients.
+    """
+    urgent = range(len(layer.gradients.params), len(layer.backward_jaxpr.jaxpr.outvars))
+    residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
+    split = split_in_two(layer.backward_jaxpr, urgent, residuals, len(layer.sources))
+    programs = _as_computed(split.inputs, splits), _as_computed(split.weights, splits)
+    return replace(layer, split=split, split_programs=programs)
+
+
+def _as_computed(backward: ClosedJaxpr, splits: Splits) -> ClosedJaxpr:
+    """A backward, or a part of it, as this kind of device computes it."""
+    return weight_products_as_they_lie(backward) if splits.on_cpu else backward
+
+
+class DevicePrograms:
+    """What devices run of layers, each made once, for all steps that have it.
+
+    Attributes:
+      forward: function, splits -> its forward alone (`trace_forward`).
+      lying: function, specs by collection -> the function of a layer whose variables lie so.
+      of: traced layer, function -> the layer with this function.
+    """
+
+    def __init__(self) -> None:
+        self.forward, self.lying, self.of = cache(trace_forward), cache(_lying), cache(_of)
+        self._partition, self._in_two_parts = cache(partition_layer), cache(in_two_parts)
+
+    def layer(self, layer: TracedLayer, splits: Splits, *, in_parts: bool) -> DeviceLayer:
+        """Forward and backward; `in_parts` says whether the backward may run in two parts."""
+        whole = self._partition(layer, splits)
+        return self._in_two_parts(whole, splits) if in_parts else whole
+
+
+def _lying(function: LayerFunction, specs: tuple[tuple[str, tuple[PartitionSpec, ...]], ...]) -> LayerFunction:
+    return replace(function, group=replace(function.group, specs={name: list(leaves) for name, leaves in specs}))
+
+
+def _of(layer: TracedLayer, function: LayerFunction) -> TracedLayer:
+    return replace(layer, function=function)
 
 
 def _partition_forward(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ from jpipe.mesh.specs import on_all_stages
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
-from jpipe.model.traced_layer import DeviceLayer, TracedLayer
+from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer
 from jpipe.planning.unsplit import warn_of_unsplit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
@@ -112,7 +112,11 @@ def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep
 
 
 def as_they_lie(
-    model: Model, layouts: dict[str, Layout], functions: Sequence[LayerFunction], trained: Sequence[TracedLayer]
+    model: Model,
+    layouts: dict[str, Layout],
+    functions: Sequence[LayerFunction],
+    trained: Sequence[TracedLayer],
+    programs: DevicePrograms,
 ) -> tuple[list[LayerFunction], list[TracedLayer]]:
     """Functions and traced layers of all groups, those of the ends with weights that are split as at rest.
 
@@ -122,10 +126,10 @@ def as_they_lie(
     lying = list(functions)
     for g, group in ((0, model.groups[0]), (len(lying) - 1, model.groups[model.last])):
         if (v := group.variable_set) is not None:
-            specs = {name: list(layouts[name].storage.record_types[v].specs) for name in group.specs}
-            lying[g] = replace(lying[g], group=replace(lying[g].group, specs=specs))
+            specs = tuple((name, layouts[name].storage.record_types[v].specs) for name in group.specs)
+            lying[g] = programs.lying(lying[g], specs)
     # `trained` is empty if the step is forward only.
-    return lying, [replace(layer, function=function) for layer, function in zip(trained, lying, strict=False)]
+    return lying, [programs.of(layer, function) for layer, function in zip(trained, lying, strict=False)]
 
 
 def check_layers(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer], *, shared: bool) -> None:

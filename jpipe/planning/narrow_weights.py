@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import jax
 import numpy as np
 
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.planning.step import Step
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, shapes_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Var, shapes_of
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,25 @@ def weight_uses(step: Step) -> WeightUses:
         leaves = zip(record.buffers, record.leaves, strict=True)
         buffers = [(name, layout.storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
         for closed, params, num_results in _programs(step, g, len(buffers)):
-            jaxpr = without_calls(closed).jaxpr
-            names = {jaxpr.invars[i]: buffers[number] for i, number in params.items()}
-            uses.whole.update(names[v][0] for v in jaxpr.outvars[:num_results] if v in names)
-            for equation in jaxpr.eqns:
-                for name in [names[v] for v in equation.invars if not isinstance(v, Literal) and v in names]:
-                    if cast_once and equation.primitive.name == "convert_element_type":
-                        uses.casts.add((*name, shapes_of(equation.outvars)[0].dtype))
-                    else:
-                        uses.whole.add(name[0])
+            for i, dtype in _readers(closed, num_results):
+                if i in params and cast_once and dtype is not None:
+                    uses.casts.add((*buffers[params[i]], dtype))
+                elif i in params:
+                    uses.whole.add(buffers[params[i]][0])
     return uses
+
+
+@lru_cache(maxsize=256)  # a search asks for each under many schedules
+def _readers(closed: ClosedJaxpr, num_results: int) -> set[tuple[int, np.dtype | None]]:
+    """What reads each argument: (its index, the dtype of a cast; None of what isn't one, such as a result)."""
+    jaxpr = without_calls(closed).jaxpr
+    index = {v: i for i, v in enumerate(jaxpr.invars)}
+    readers = {(index[v], None) for v in jaxpr.outvars[:num_results] if v in index}
+    for equation in jaxpr.eqns:
+        is_cast = equation.primitive.name == "convert_element_type"
+        dtype = shapes_of(equation.outvars)[0].dtype if is_cast else None
+        readers |= {(index[v], dtype) for v in equation.invars if isinstance(v, Var) and v in index}
+    return readers
 
 
 def narrow_dtypes(step: Step) -> dict[str, np.dtype]:

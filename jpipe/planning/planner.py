@@ -37,7 +37,7 @@ from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
-from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
+from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
 from jpipe.planning.balance import as_balance, measure_of
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, early_partition, make_plan
@@ -62,7 +62,7 @@ class Planner:
       pieces: micro-batch -> the pieces of a model that is one module, as layers for its shapes.
       layers: micro-batch, type of random keys -> the layers of each group in training.
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
-      on_device: such a layer, splits -> as a device runs it (`partition_layer`).
+      programs: what devices run of such layers.
       step: micro-batch, type of random keys -> the step of training.
       evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
         `known_loss`.
@@ -74,29 +74,23 @@ class Planner:
         self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
-        self.layers, self.on_device = cache(self._layers), cache(partition_layer)
+        self.layers, self.programs = cache(self._layers), DevicePrograms()
         self._whole: WholeModel | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
         self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        steps = self.step, self.evaluation_step
-        for kept in (
-            self.model,
-            self._modes,
-            self.pieces,
-            self.loss,
-            self.output_axes,
-            self.layers,
-            self.on_device,
-            *steps,
-        ):
+        traced = self.model, self._modes, self.pieces, self.loss, self.output_axes, self.layers
+        for kept in (*traced, self.step, self.evaluation_step):
             kept.cache_clear()
+        self.programs = DevicePrograms()
 
     def trace_like(self, other: Planner) -> None:
-        """Takes over what another planner traces, of the same layers, loss, mesh, `shard_over`, M and remat."""
-        self.model, self.loss, self.layers, self.on_device = other.model, other.loss, other.layers, other.on_device
+        """Takes over what another planner traces, of the same layers, loss, mesh, `shard_over` and M."""
+        self.model, self.loss = other.model, other.loss
+        if self.request.remat == other.request.remat:
+            self.layers, self.programs = other.layers, other.programs
         if other.cut is not None:
             self.cut, self.pieces = other.cut, other.pieces
             self.request = replace(self.request, layers=other.request.layers)
@@ -313,8 +307,15 @@ class Planner:
         layers = self.layers(micro, key)
         functions = [layer.function for layer in layers]
         with self.tracing():
-            schedule, make, idles = self.request.schedule, self.on_device, self.request.splits.on_gpu
-            return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make, idles_work=idles)
+            return build_step(
+                self.known_plan(),
+                self.model(micro),
+                self.request.schedule,
+                functions,
+                layers,
+                self.programs,
+                idles_work=self.request.splits.on_gpu,
+            )
 
     def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
         if with_loss:

@@ -7,7 +7,7 @@ S virtual stages, M micro-batches, G groups, T ticks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from jpipe.model.groups import Model, role_of
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import Merging, make_merging
-from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
+from jpipe.model.traced_layer import DeviceForward, DeviceLayer, DevicePrograms, TracedLayer
 from jpipe.partitioner.shardings import Sharding
 from jpipe.planning.ends import Ends, as_they_lie, check_layers, make_shared_ends
 from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
@@ -136,7 +136,7 @@ def build_step(
     schedule: Schedule,
     functions: Sequence[LayerFunction],
     trained: Sequence[TracedLayer] = (),
-    on_device: Callable[..., DeviceLayer] = partition_layer,
+    programs: DevicePrograms | None = None,
     *,
     idles_work: bool = False,
 ) -> Step:
@@ -148,8 +148,7 @@ def build_step(
       schedule: the order of actions.
       functions: what the layers of each group of `traced` compute.
       trained: their forward and backward, in the same order; empty for a step without backward.
-      on_device: `partition_layer`, or a cached one, so that steps that share a layer partition it once
-        (`Planner.on_device`).
+      programs: what devices run of layers; default: nothing is there yet.
       idles_work: whether idle stages may compute along (`jpipe.planning.idle_work`).
 
     Raises:
@@ -158,7 +157,7 @@ def build_step(
     Warns:
       UserWarning: as `check_layers`.
     """
-    request, bounds = plan.request, plan.partition.bounds
+    request, bounds, programs = plan.request, plan.partition.bounds, programs or DevicePrograms()
     # With `unroll` groups are taken apart: a virtual stage has at most one layer of each; `traced_as` says of which.
     model, splits = plan.arranged(traced), request.splits
     stores_residuals = schedule.trains and not request.remat.keep_inputs
@@ -169,13 +168,13 @@ def build_step(
 
     cuts, over_stages = [stop - 1 for _, stop in bounds[:-1]], plan.shares_ends
     if over_stages:
-        functions, trained = as_they_lie(model, plan.layouts, functions, trained)
+        functions, trained = as_they_lie(model, plan.layouts, functions, trained, programs)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
     over = lambda g: replace(splits, over_stages=over_stages and g in (0, traced.last))
-    layers = [on_device(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
+    layers = [programs.layer(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
     check_layers(trained, layers, shared=over_stages)
-    alone = lambda: [trace_forward(function, over(g)) for g, function in enumerate(functions)]
+    alone = lambda: [programs.forward(function, over(g)) for g, function in enumerate(functions)]
     forwards = [layer.forward for layer in layers] if stores_residuals else alone()
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks) if idles_work else IdleWork()

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -262,10 +263,19 @@ def _traced_here(closed: ClosedJaxpr) -> ClosedJaxpr:
 _EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
 
 
+def new_variables(shapes: Sequence[jax.ShapeDtypeStruct | ShapedArray]) -> list[Var]:
+    """Makes variables of a jaxpr.
+
+    Uses the constructor of `jax.extend.core.Var`, which no page describes. Tracing a function that gives its arguments
+    makes them too, and takes ten times as long.
+    """
+    return [Var(ShapedArray(a.shape, a.dtype)) for a in shapes]
+
+
 @cache
-def _variables(count: int) -> list[Var | Literal]:
-    """Makes variables of a jaxpr. Their names don't matter, nor the shape that they once had."""
-    return list(jax.make_jaxpr(lambda *x: x)(*[0.0] * count).jaxpr.invars)
+def _variables(count: int) -> list[Var]:
+    """Makes variables whose shapes don't matter."""
+    return new_variables([ShapedArray((), np.dtype(np.float32))] * count)
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------

@@ -3,10 +3,13 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import CHIPS, EXAMPLES, HOSTS, chip_of, parse_topology
+from jpipe.costs.chips import CHIPS, EXAMPLES, HOSTS, chip_of, parse_topology, stand_ins_of
+from jpipe.costs.network import rings_of
+from jpipe.mesh.users_mesh import make_mesh
 from tpu_program import needs_tpu_compiler
 
 PAGE = (Path(__file__).parents[2] / "docs" / "time-model.md").read_text()
@@ -82,7 +85,6 @@ def test_a_device_is_known_by_its_kind_and_not_taken_for_another(kind, name):
 def test_hosts_of_gpus():
     assert parse_topology("h100:4x8").num_devices == 32
     assert [device.process_index for device in parse_topology("h100:2x3").stand_ins()] == [0, 0, 0, 1, 1, 1]
-    assert parse_topology("v5e:2x4").stand_ins() == []
     with pytest.raises(ValueError, match=r"topology='h200:16' has 16 GPUs in a host, .*; pass .* such as h200:2x8"):
         parse_topology("h200:16")
 
@@ -102,6 +104,18 @@ def test_gpus_compile_without_a_device():
     for device, other in zip(devices, parse_topology("h100:2x4").stand_ins(), strict=True):
         for name in ("id", "process_index", "platform", "device_kind"):
             assert getattr(device, name) == getattr(other, name)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v3:2x2", "v6e:4x4", "v4:2x2x4"])
+def test_what_stands_in_for_tpus_lies_and_is_called_as_they_are(name):
+    there = parse_topology(name).devices()
+    for devices in (parse_topology(name).stand_ins(), stand_ins_of(there)):
+        facts = lambda d: (tuple(d.coords), d.core_on_chip, d.device_kind, d.platform)
+        assert sorted(map(facts, devices)) == sorted(map(facts, there))
+        meshes = [make_mesh(stage=2, model=len(there) // 2, devices=each) for each in (devices, there)]
+        assert np.array_equal(*([[d.coords for d in mesh.devices.flat] for mesh in meshes]))
+        assert rings_of(meshes[0]) == rings_of(meshes[1])
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

@@ -72,3 +72,11 @@ def test_what_shared_ends_compute_is_no_waiting(choice):
     own = choice.cost.timeline.bubble_fraction
     assert choice.bubble_fraction == pytest.approx(own)
     assert but(choice, computation=2 * choice.time.computation).bubble_fraction == pytest.approx(own / (2 - own))
+
+
+def test_one_stage_is_said_to_be_better_than_a_pipeline(choice):
+    alone = replace(choice, setting=Setting((("stage", 1), ("data", 2)), 2))
+    slow = slower(choice, 1.0, 100)
+    said = "no pipeline is fastest here: the best of several stages (stage=2, M=2, 1f1b, remat=layer, ends=own) takes "
+    assert any(note.startswith(said) and note.endswith(" ms a step") for note in advice_on(alone, [alone, slow], []))
+    assert not any("no pipeline" in note for note in advice_on(slow, [alone, slow], []))

@@ -28,7 +28,7 @@ def test_a_start_has_no_more_stages_than_layers_and_a_batch_that_its_axes_split(
 
 def test_moves_change_one_thing_at_a_time():
     given = Setting((("stage", 2), ("data", 4)), 4)
-    counts, ways, lying = space().moves(given)
+    lying, counts, ways = space().moves(given)
     assert [s.num_microbatches for s in counts] == [2, 4]  # the next ones, and 8 would give parts of half an example
     assert {(s.schedule, s.num_chunks, s.remat) for s in ways} == {
         (*way, remat) for way in [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("v", 2)] for remat in MODES
@@ -39,7 +39,7 @@ def test_moves_change_one_thing_at_a_time():
 
 
 def test_one_stage_has_one_schedule_and_no_ends():
-    _, ways, lying = space(num_devices=1).moves(Setting((("stage", 1), ("data", 1)), 4))
+    lying, _, ways = space(num_devices=1).moves(Setting((("stage", 1), ("data", 1)), 4))
     assert {(s.schedule, s.ends) for s in (*ways, *lying)} == {("1f1b", "own")}
 
 
