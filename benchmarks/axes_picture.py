@@ -10,13 +10,14 @@ import matplotlib.pyplot as plt
 from axes import devices_of, programs
 from axes_models import ROWS, Sizes
 from axes_programs import Case, lower_pipeline
-from axes_traffic import Program, in_time
+from axes_traffic import Program
 from common import on_cpu
 from matplotlib.axes import Axes
 
 from jpipe.costs.chips import chip_of
 from jpipe.costs.network import Network
 from jpipe.forecasting.compiled_program import is_product
+from jpipe.forecasting.waits import in_time
 from tpu_program import compile_with_text, read
 
 COLOURS = {"product": "#3b6fb6", "other": "#b9c9de", "way": "#e0a030", "wait": "#c0392b"}
@@ -41,8 +42,9 @@ def main(path: str) -> None:
 def draw(ax: Axes, program: Program, text: str, case: Case) -> None:
     """One program: what the chip does, and each way what is on a link, by the compiler's cycles and the links."""
     chip = chip_of(case.mesh.devices.flat[0])
-    takes = program.takes(text, Network.of(chip, case.mesh))
-    loops = [loop for loop in read(text).find("F", "LinenBlock.1") if loop.has_products]
+    whole = read(text)
+    takes = program.takes(whole, Network.of(chip, case.mesh))
+    loops = [loop for loop in whole.find("F", "LinenBlock.1") if loop.has_products]
     begun, transfers = in_time(loops[0], takes, chip)
     bar = lambda row, begin, end, colour: ax.broken_barh([(1e3 * begin, 1e3 * (end - begin))], (row, 0.8), color=colour)
     for begin, operation in begun:

@@ -4,19 +4,18 @@ Bytes are those that a device sends on a ring of p devices. Of n bytes (the larg
 an all-reduce sends 2 n (p - 1) / p, an all-gather, a reduce-scatter and an all-to-all n (p - 1) / p, a permute n.
 """
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from collectives import Collective, axes_of, read
-from jpipe.costs.chips import Chip
 from jpipe.costs.network import Network
-from tpu_program import Loop, Operation
+from jpipe.forecasting.waits import in_time, transfer_seconds
+from tpu_program import Loop
 from tpu_program import read as read_loops
 
 PLACES = ("forward", "backward", "micro-batch", "step")
@@ -96,20 +95,20 @@ class Program:
                 found[_as_sent(collective, place[0])] += place[1]
         return found
 
-    def takes(self, text: str, network: Network) -> dict[str, float]:
-        """By the name of each collective but those along `stage`, the seconds that it takes by itself."""
-        over = {collective: axes_of(collective, self.mesh) for collective in read(text)}
-        return {c.name: seconds(c, network, axes) for c, axes in over.items() if axes and axes != ("stage",)}
-
     def waits(self, text: str, network: Network) -> dict[str, float]:
-        """By place, the seconds each time that it is run once in which a chip waits for what it sends (`waited`)."""
-        found, takes = dict.fromkeys(PLACES, 0.0), self.takes(text, network)
-        waiting = {name: s for loop in read_loops(text).walk() for name, s in waited(loop, takes, network.chip).items()}
-        for collective in read(text):
-            place = self.place(collective.scopes, collective.op_name)
-            if place:
-                found[place[0]] += place[1] * waiting.get(collective.name, 0.0)
+        """By place, the seconds each time that it is run once in which a chip waits for what it sends."""
+        found, loops = dict.fromkeys(PLACES, 0.0), read_loops(text)
+        takes, over = self.takes(loops, network), {collective.name: collective for collective in read(text)}
+        for loop in loops.walk():
+            for one in in_time(loop, takes, network.chip)[1]:
+                place = self.place(over[one.name].scopes, over[one.name].op_name)
+                if place:
+                    found[place[0]] += place[1] * one.waited
         return found
+
+    def takes(self, loops: Loop, network: Network) -> dict[str, float]:
+        """By the name of each collective but those along `stage`, the seconds that it takes by itself."""
+        return transfer_seconds(loops, network, self.mesh, beside=("stage",))
 
     def cycles(self, text: str) -> dict[str, float]:
         """By place, the TPU compiler's estimate each time that it is run once, without what it waits for transfers."""
@@ -144,75 +143,6 @@ def moved(collective: Collective) -> float:
         return collective.bytes
     share = (p - 1) / p
     return collective.bytes * share * (2 if collective.kind == "all-reduce" else 1)
-
-
-def seconds(collective: Collective, network: Network, over: tuple[str, ...]) -> float:
-    """How long it takes by itself: a permute goes over one link, others over all that there are along the axes."""
-    if collective.kind == "collective-permute":
-        return moved(collective) / network.chip.link_bandwidth
-    return moved(collective) / network.bandwidth(over, collective.kind.replace("-", "_"))
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A transfer in time.
-
-    Attributes:
-      name: the collective's.
-      begin, end: in seconds, from when it is on its way to when it has arrived.
-      waited: how many of them the chip waits for its end.
-    """
-
-    name: str
-    begin: float
-    end: float
-    waited: float
-
-
-def in_time(loop: Loop, takes: dict[str, float], chip: Chip) -> tuple[list[tuple[float, Operation]], list[Transfer]]:
-    """When the operations of one turn of a loop begin, and its transfers.
-
-    The operations follow each other in time, by the compiler's cycles. A transfer begins with its start, when the one
-    before it that goes the same way has ended; one that has no start is waited for in full. A loop within the loop
-    hides what is under way.
-
-    Args:
-      loop: of a compiled program.
-      takes: by transfer, its seconds.
-      chip: whose clock counts the cycles.
-    """
-    now, free, under_way = 0.0, dict[str, float](), dict[str, Transfer]()
-    begun, found = list[tuple[float, Operation]](), list[Transfer]()
-    for operation in loop.operations:
-        name = _transfer(operation, loop, takes)
-        if name and operation.opcode.endswith("-start"):
-            way = re.search(r"source_target_pairs=({{\d+,\d+)|$", operation.line)[1] or ""
-            begin = max(free.get(way, 0.0), now)
-            free[way] = begin + takes[name]
-            under_way[operation.name] = Transfer(name, begin, free[way], 0.0)
-        elif name:
-            found.append(Transfer(name, now, now + takes[name], takes[name]))
-            now += takes[name]
-        elif operation.opcode.endswith("-done") and operation.operands[0] in under_way:
-            one = under_way[operation.operands[0]]
-            found.append(replace(one, waited=max(0.0, one.end - now)))
-            now = max(now, one.end)
-        elif operation.opcode == "while":
-            now = max(now, *free.values(), 0.0)
-        begun.append((now, operation))
-        now += operation.cycles / chip.clock
-    return begun, found
-
-
-def waited(loop: Loop, takes: dict[str, float], chip: Chip) -> dict[str, float]:
-    """By transfer, the seconds in which a chip waits for it in one turn of a loop (`in_time`)."""
-    return {one.name: one.waited for one in in_time(loop, takes, chip)[1]}
-
-
-def _transfer(operation: Operation, loop: Loop, takes: dict[str, float]) -> str:
-    """Which transfer an operation is, or holds, as a fusion does; empty for none."""
-    called = operation.attribute("calls")
-    return next((one.name for one in (operation, *loop.computations.get(called or "", ())) if one.name in takes), "")
 
 
 def total(counts: Counts, place: str, choose: Callable[[Sent], bool] = lambda sent: True) -> float:

@@ -5,7 +5,8 @@ the kernels that read them, but on chips whose products are calls of a library. 
 
 - A product takes its FLOPs, of dimensions padded to the matrix unit's, at the chip's peak, and the bytes that it reads
   and writes, but for those of arrays made here that fit on the chip. A convolution reads and writes all of them: on a
-  TPU its images lie with channels along the lanes and examples along the sublanes, and are padded to these.
+  TPU its images lie with channels along the lanes and examples along the sublanes, and are padded to these. What
+  several products of the same sizes read whole, such as the pieces of one (`jpipe.partitioner.rings`), counts once.
 - A *pass* reads and writes each element once, as 32 bits on a TPU whatever its dtype. A reduction takes one, shared by
   all of the same arrays; none, if it can be done while a product makes its operand; half of one on a GPU, as it writes
   next to nothing. Each result takes one: it is written to a buffer of residuals, added to a sum of gradients, or
@@ -75,7 +76,7 @@ class _Kernels:
         self.chip, self.inputs, self.seconds = chip, {*jaxpr.invars, *jaxpr.constvars}, 0.0
         self.roots = {v: frozenset([v]) for v in self.inputs}
         self.depth: dict[Var, int] = {}
-        self.of_products, self.turned = set[Var](), set[Var]()
+        self.of_products, self.turned, self.read = set[Var](), set[Var](), set[tuple[Var, tuple[int, ...]]]()
         self.swept = set[tuple[frozenset[Var], int]]()
         convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" and chip.fuses]
         self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
@@ -123,13 +124,14 @@ class _Kernels:
             moved = sum(_bytes(v) * self._padded(v) for v in [*equation.invars, *equation.outvars])
             self.seconds += _convolution_flops(equation) / self.chip.flops + moved / self.chip.memory_bandwidth
             return
+        sizes = tuple(map(_size, equation.invars))
+        operands = [(root, v) for v in equation.invars if isinstance(v, Var) for root in self.roots[v]]
         read = sum(
             min(_size(root), _size(v)) * _itemsize(root)
-            for v in equation.invars
-            if isinstance(v, Var)
-            for root in self.roots[v]
-            if not self._on_chip(root)
+            for root, v in operands
+            if not self._on_chip(root) and not ((root, sizes) in self.read and _size(v) >= _size(root))
         )
+        self.read |= {(root, sizes) for root, _ in operands}
         written = sum(_bytes(v) for v in equation.outvars if not self._on_chip(v))
         self.seconds += _product_flops(equation, self.chip) / self.chip.flops
         self.seconds += (read + written) / self.chip.pass_bandwidth

@@ -30,7 +30,7 @@ from jpipe.partitioner.conversions import ring_bytes
 from jpipe.partitioner.traffic import sent_in
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.schedules.simulate import Work, in_time
+from jpipe.schedules.simulate import Work, busy_times, in_time
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, PyTree
@@ -42,8 +42,8 @@ def predict_time(
     """Predicts how long a step of training takes; nothing is compiled, and nothing said of bytes.
 
     The slices are `computation` (the stages' actions, of a stage on average, and ends that all compute together),
-    `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (once a step, over axes
-    other than `stage`, and of ends that all stages compute together; those of other layers are in their computation),
+    `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (what devices wait for
+    transfers that have no work beside them: of layers, of ends that all stages compute together, and once a step),
     and `update` (the optimiser's, by the bytes that it reads and writes). With `offload=` there is `host`, too: what
     devices wait for rows and the optimiser's state on their way to the hosts and back; a note says how long they travel
     in all. The timeline is in seconds.
@@ -56,23 +56,26 @@ def predict_time(
     """
     step = planner.training_step(planner.for_training(batch))
     plan, schedule, network = step.plan, step.schedule, Network.of(chip, planner.request.mesh)
-    work, by_layer = _work(step, network)
+    work, links, by_layer = _work(step, network)
     shared, apart = 0.0, _sent_once(step, network)
     if step.ends.shared:
-        shared, links = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
-        apart += links + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
+        shared, of_ends = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
+        apart += of_ends + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     hop, moves = bytes_of(crossing) / network.hop, _moves(step, chip)
     timeline = in_time(schedule, work, hop, moves)
     alone = in_time(schedule, work, hop) if any(moves) else timeline
-    busy = float(np.mean(timeline.busy))
+    busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
     passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
     held, hosted = optimizer_bytes(planner, batch, tx)
     update = (passes * holdings(plan).device["params"].bytes + 2 * (held + hosted)) / chip.pass_bandwidth
     goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
     waits = timeline.makespan - alone.makespan + max(0.0, of_state - update)
     seconds = Parts(
-        computation=busy + float(shared), bubble=alone.makespan - busy, collectives=float(apart), update=update
+        computation=busy - of_layers + float(shared),
+        bubble=alone.makespan - busy,
+        collectives=of_layers + float(apart),
+        update=update,
     )
     if goes or of_state:
         seconds = Parts(seconds, host=waits)
@@ -83,7 +86,7 @@ def predict_time(
 def bearable_share(planner: Planner, batch: Batch, chip: Chip) -> float:
     """The part of the residuals that go now that could go while no tick in which all stages work takes longer."""
     step = planner.training_step(planner.for_training(batch))
-    work, _ = _work(step, Network.of(chip, planner.request.mesh))
+    work, *_ = _work(step, Network.of(chip, planner.request.mesh))
     *beside, after = _moves(step, chip)
     longest = {kind: max(np.add(times, work.anew) if kind in "BI" else times) for kind, times in work.times.items()}
     slots = [min(longest[kind] for kind in slot.kinds) for slot in step.table.slots]
@@ -102,16 +105,21 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     return seconds.tolist()
 
 
-def _work(step: Step, network: Network) -> tuple[Work, np.ndarray]:
-    """The times of the stages' actions; and `_by_layer`, with ends that all stages compute together."""
+def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
+    """The times of the stages' actions, those of their transfers alone; and `_by_layer`, with ends of all stages."""
     by_layer = _by_layer(step, network)
     of_actions = by_layer.copy()
     if step.ends.shared:
         of_actions[[0, -1]] = 0.0
-    by_stage = np.array([of_actions[start:stop].sum(axis=(0, 1)) for start, stop in step.plan.partition.bounds])
-    forward, backward, again, weight, stashing = by_stage.T
-    times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
-    return Work({kind: seconds.tolist() for kind, seconds in times.items()}, again.tolist()), by_layer
+    by_stage = np.array([of_actions[start:stop].sum(axis=0) for start, stop in step.plan.partition.bounds])
+
+    def work(seconds: np.ndarray) -> Work:
+        """Makes it of `[stages, 5]`."""
+        forward, backward, again, weight, stashing = seconds.T
+        times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
+        return Work({kind: of_stages.tolist() for kind, of_stages in times.items()}, again.tolist())
+
+    return work(by_stage.sum(axis=1)), work(by_stage[:, 1]), by_layer
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:

@@ -20,10 +20,12 @@ from jpipe.costs.chips import DEFAULT, FRACTION, Chip, chip_of, parse_topology
 from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.costs.gpus import ABSENT
 from jpipe.costs.holdings import on_device
+from jpipe.costs.network import Network
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.costs.time_model import predict_time
-from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
+from jpipe.forecasting.compiled_program import Loop, compile_with_text, read
 from jpipe.forecasting.step_cycles import count_cycles
+from jpipe.forecasting.waits import with_waits
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline
@@ -108,9 +110,11 @@ class Forecast(Tabular):
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step by the compiler's cycles at the chip's clock, and of unhidden transfers at a link's speed.
+        """Seconds of a step by the compiler's cycles at the chip's clock, and of transfers that are waited for.
 
-        Latencies, the network's load, input from the host and what is wrong in the compiler's estimates are left out.
+        A transfer takes the time of its bytes on the links along its axes, and is waited for unless the program has
+        enough other work between its start and its end. Latencies, the network's load, input from the host and what is
+        wrong in the compiler's estimates are left out.
         On GPUs they aren't the compiler's, but those that `jpipe.plan` predicts.
         """
         return self.cost.step if self.cost.seconds else None
@@ -148,6 +152,7 @@ class Forecast(Tabular):
         rows += self.cost.rows_of_seconds()
         if self.cost.seconds:
             rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
+            rows.append(("waits for links", f"{self.cost.seconds.links / self.cost.step:.1%}"))
         limit = f"; {self.limit} limits" if self.limit else ""
         notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
         notes += [*self.cost.notes, *[ROOFLINE] * (self.seconds_by == "roofline")]
@@ -187,7 +192,7 @@ def forecast(
     parts = {"parameters": state.variables["params"], "optimizer": state.opt_state, "other_variables": others}
     held = Parts({name: on_device(tree) for name, tree in parts.items()})
     title = f"A step of {pipe!r} on {topology or device.device_kind}"
-    sent, crossing = _collectives(planner, shapes, title)
+    sent = _collectives(planner, shapes, title)
     cost = StepCost("compiled", Parts(), held)
     predicted = Forecast(title, True, cost, _flops(planner, shapes), None, sent)
     with task(f"compiling for {topology or device.device_kind}"):
@@ -215,7 +220,7 @@ def forecast(
     if not text:
         return predicted
     step = planner.training_step(planner.for_training(shapes))
-    predicted = _with_cycles(predicted, step, read(text), chip, crossing)
+    predicted = _with_cycles(predicted, step, read(text), chip, there.mesh)
     if chip is None or not predicted.cost.host:
         return predicted
     time = predict_time(planner, shapes, chip, tx=tx)  # the compiler's cycles have nothing of the host's link
@@ -266,24 +271,24 @@ def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
         raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
 
 
-def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | None, crossing: float) -> Forecast:
-    """Adds cycles, and seconds if the chip's clock is known; transfers beside work take no time."""
+def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | None, mesh: Mesh) -> Forecast:
+    """Adds cycles, and seconds if the chip's clock is known; transfers take as long as the chip waits for them."""
     cycles = count_cycles(step, program)
     by_kind = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}
     others = {"ticks": cycles.ticks, "ends": cycles.ends, "update": cycles.update}
-    seconds = Parts()
+    seconds, timeline = Parts(), cycles.timeline
     if chip is not None and chip.clock is not None:
-        hidden = crossing if all(move.loops for move in transfers(program.find("ticks")[0])) else 0.0
-        bubble = cycles.timeline.bubble_fraction * cycles.timeline.makespan
+        whole = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
+        timeline = whole.timeline
         slices = {
-            "layers": cycles.timeline.makespan - bubble,
-            "bubble": bubble,
+            "layers": cycles.of_layers,
+            "bubble": whole.bubble,
             "between layers": cycles.ticks + cycles.ends,
             "update": cycles.update,
+            "links": (whole.total - whole.bubble) - (cycles.total - cycles.bubble),
         }
-        links = (sum(predicted.collectives.values()) - hidden) / chip.link_bandwidth
-        seconds = Parts({name: count / chip.clock for name, count in slices.items()}, links=links)
-    cost = replace(predicted.cost, seconds=seconds, timeline=cycles.timeline)
+        seconds = Parts({name: count / chip.clock for name, count in slices.items()})
+    cost = replace(predicted.cost, seconds=seconds, timeline=timeline)
     return replace(predicted, cycles=by_kind | others, cost=cost)
 
 
@@ -330,20 +335,19 @@ def _flops(planner: Planner, batch: Batch) -> float:
     return sum(cost.total for cost in costs) * planner.request.schedule.num_microbatches / mesh.size
 
 
-def _collectives(planner: Planner, batch: Batch, title: str) -> tuple[dict[tuple[str, ...], float], float]:
-    """Counts the bytes that a device sends in a step: by mesh axes, and those among them that cross boundaries.
+def _collectives(planner: Planner, batch: Batch, title: str) -> dict[tuple[str, ...], float]:
+    """Counts the bytes that a device sends in a step, by mesh axes.
 
     Of a kind of layer it counts as many as the stage has that has the most of them.
     """
-    step, sent, crossing = planner.training_step(planner.for_training(batch)), dict[tuple[str, ...], float](), 0.0
+    step, sent = planner.training_step(planner.for_training(batch)), dict[tuple[str, ...], float]()
     count, chunks = step.schedule.num_microbatches, step.schedule.num_chunks
     layers = {words_of(group): int(most) for group, most in zip(step.model.groups, step.ranges.most, strict=True)}
     for one in communication(planner, batch, title).transfers:
         of_layers = count * chunks * layers.get(one.layer, 1)
         turns = {FORWARD: of_layers, BACKWARD: of_layers, ENDS: count, TICK: step.table.num_ticks, STEP: 1}[one.loop]
         sent[one.axes] = sent.get(one.axes, 0.0) + turns * one.bytes
-        crossing += turns * one.bytes * (one.loop == TICK)
-    return sent, crossing
+    return sent
 
 
 def _advice(pipe: Pipeline, held: int, temporaries: int) -> tuple[str, ...]:

@@ -183,6 +183,8 @@ class Search:
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
     _groups: tuple[LayerGroup, ...] = field(default=(), init=False)
     _refusal: Exception | None = field(default=None, init=False)
+    _refused: set[tuple[int, str]] = field(default_factory=set, init=False)
+    """K with `ends` that the layers don't permit where fewer axes split them; to find out takes as long as a setting."""
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
         """All that could be rated on so many devices, on meshes of `stage` and these axes, or those that layers name.
@@ -192,20 +194,20 @@ class Search:
         """
         space, possible = self._space(num_devices, [axes] if isinstance(axes, str) else axes), list[Setting]()
         starts = space.starts()
-        refused = set[tuple[int, str]]()  # K, ends: to find out takes as long as a setting
         with task("comparing meshes", total=len(starts), unit="meshes") as advance:
             for start in starts:
                 others = () if self._rate(start) else space.instead(start)
                 for first in list(filter(self._rate, [start, *others]))[:1]:
-                    ends = [one for one in space.ends(first) if (one.num_stages, one.ends) not in refused]
-                    refused |= {(one.num_stages, one.ends) for one in ends if self._rate(one) is None}
-                    possible.append(min([first, *filter(self._rate, ends)], key=self._rank))
+                    ends = space.ends(first)
+                    possible.append(min([first, *self._possible(ends)], key=self._rank))
+                    self._refused |= {(one.num_stages, one.ends) for one in ends if not self._rated.get(one)}
                 advance()
         ranked = sorted(possible, key=self._rank)[:IMPROVED]
         with task("varying settings", total=len(ranked), unit="meshes") as advance:
-            best = ranked[:1]
+            improved = list[Setting]()
             for start in ranked:
-                best = [min(*best, self._improve(start, best[0], space), key=self._rank)]
+                best = min(improved or [start], key=self._rank)
+                improved.append(self._improve(start, best, space))
                 advance()
         self._offload(space)
         if not possible:
@@ -258,7 +260,15 @@ class Search:
         return Space(num_devices, data, others, batch_size(self.batch), len(request.layers), pinned)
 
     def _improve(self, setting: Setting, best: Setting, space: Space) -> Setting:
-        """Varies a setting in one way after the other, until nothing gains, or it stays far behind the best so far."""
+        """Varies a setting in one way after the other, until nothing gains.
+
+        It is left where it stays far behind the best so far: with fewer, larger micro-batches, which small layers need,
+        and wherever its parameters lie.
+        """
+        before = None
+        while before != setting:
+            before = setting
+            setting = min([setting, *self._possible(space.fewer(setting))], key=self._rank)
         before = None
         while before != setting:
             before = setting
@@ -273,7 +283,7 @@ class Search:
         fit = set[Setting]()  # whatever their remat
         for setting in settings:
             alike = replace(setting, remat="")
-            if setting.remat in HEAVY and alike in fit:
+            if (setting.num_stages, setting.ends) in self._refused or (setting.remat in HEAVY and alike in fit):
                 continue
             if choice := self._rate(setting):
                 fit.update([alike] * choice.fits)

@@ -85,7 +85,7 @@ class Space:
     pinned: Mapping[str, object]
 
     def starts(self) -> list[Setting]:
-        """A setting of each way to share the devices out, to be improved."""
+        """A setting of each way to share the devices out, to be improved; those first whose layers are split least."""
         starts = []
         for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
             setting = Setting(axes, 1)
@@ -94,7 +94,7 @@ class Space:
             if setting.num_stages in self._allowed("num_stages", range(1, self.num_layers + 1)) and counts and ways:
                 count, (name, V) = max([m for m in counts if m <= most] or counts[:1]), ways[0]
                 starts.append(self._with_pinned(replace(setting, num_microbatches=count, schedule=name, num_chunks=V)))
-        return starts
+        return sorted(starts, key=lambda start: math.prod(dict(start.axes)[name] for name in self.others))
 
     def instead(self, start: Setting) -> list[Setting]:
         """Settings to begin with where a start isn't possible: a pinned schedule may need another V or remat."""
@@ -110,14 +110,22 @@ class Space:
         splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
         over = [replace(setting, shard_over=names) for names in dict.fromkeys([(), splitting])]
         yield [other for one in over for other in self.ends(one)]
-        counts = self._counts(setting)
-        at = counts.index(setting.num_microbatches)
-        yield [replace(setting, num_microbatches=m) for m in counts[max(0, at - 1) : at + 2]]
+        yield [*self.fewer(setting), setting, *self._beside(setting, 1)]
         yield [
             self._with_pinned(replace(setting, schedule=name, num_chunks=V, remat=remat))
             for name, V in self._ways(setting.num_stages)
             for remat in MODES
         ]
+
+    def fewer(self, setting: Setting) -> list[Setting]:
+        """The setting with the next smaller M; none below."""
+        return self._beside(setting, -1)
+
+    def _beside(self, setting: Setting, steps: int) -> list[Setting]:
+        """The setting with the M that is so many divisors of the batch further; none beyond the last."""
+        counts = self._counts(setting)
+        at = counts.index(setting.num_microbatches) + steps
+        return [replace(setting, num_microbatches=counts[at])] if 0 <= at < len(counts) else []
 
     def why_empty(self) -> str:
         """Why there is no setting, in words."""

@@ -36,6 +36,16 @@ class StepCycles:
         """All cycles of the step."""
         return self.timeline.makespan + self.ticks + self.ends + self.update
 
+    @property
+    def of_layers(self) -> float:
+        """The cycles of a stage's actions, the mean of all stages."""
+        return sum(self.timeline.busy) / len(self.timeline.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The cycles in which a stage idles, the mean of all stages."""
+        return self.timeline.makespan - self.of_layers
+
 
 def count_cycles(step: Step, program: Loop) -> StepCycles:
     """The cycles of a training step.

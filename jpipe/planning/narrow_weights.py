@@ -56,7 +56,7 @@ def _readers(closed: ClosedJaxpr, num_results: int) -> set[tuple[int, np.dtype |
     """What reads each argument: (its index, the dtype of a cast; None of what isn't one, such as a result)."""
     jaxpr = without_calls(closed).jaxpr
     index = {v: i for i, v in enumerate(jaxpr.invars)}
-    readers = {(index[v], None) for v in jaxpr.outvars[:num_results] if v in index}
+    readers = set[tuple[int, np.dtype | None]]((index[v], None) for v in jaxpr.outvars[:num_results] if v in index)
     for equation in jaxpr.eqns:
         is_cast = equation.primitive.name == "convert_element_type"
         dtype = shapes_of(equation.outvars)[0].dtype if is_cast else None

@@ -274,22 +274,28 @@ def in_time(
         whose end waits for it, and then after the last slot. Empty for nothing.
       lockstep: as of `simulate`.
     """
+    takes = _takes(schedule, work)
+    spans = _in_lockstep(schedule, takes, hop, moves) if lockstep else _asynchronously(schedule, takes, hop)
+    makespan = max(span.end for span in spans)
+    return Timeline(schedule, spans, makespan, busy_times(schedule, work), transfer=hop)
+
+
+def busy_times(schedule: Schedule, work: Work) -> tuple[float, ...]:
+    """K numbers, the time for which each stage works."""
+    takes = _takes(schedule, work)
+    return tuple(sum(sum(takes(stage, action)) for action in order) for stage, order in enumerate(schedule.actions))
+
+
+def _takes(schedule: Schedule, work: Work) -> Takes:
+    """A function: stage, action -> (the time in which the action computes things anew, its time without that)."""
     ahead = {placed for placed in schedule.placed if placed[1].kind == "R"}
 
     def takes(stage: int, action: Action) -> tuple[float, float]:
-        """The time in which an action computes things anew, and its time without that."""
         s = schedule.placement.virtual_stage(stage, action.chunk)
         recomputes = action.kind in "BI" and (stage, action._replace(kind="R")) not in ahead
         return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
 
-    spans = _in_lockstep(schedule, takes, hop, moves) if lockstep else _asynchronously(schedule, takes, hop)
-    return Timeline(
-        schedule=schedule,
-        spans=spans,
-        makespan=max(span.end for span in spans),
-        busy=tuple(sum(sum(takes(stage, action)) for action in order) for stage, order in enumerate(schedule.actions)),
-        transfer=hop,
-    )
+    return takes
 
 
 def _in_lockstep(schedule: Schedule, takes: Takes, hop: float, moves: Sequence[float]) -> tuple[Span, ...]:

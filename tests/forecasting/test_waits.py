@@ -1,0 +1,115 @@
+"""What a chip waits for, of a program in text whose times are simple numbers."""
+
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jpipe
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.network import Network
+from jpipe.forecasting.compiled_program import read
+from jpipe.forecasting.waits import in_time, transfer_seconds, type_bytes, with_waits
+from tpu_program import needs_tpu_compiler
+
+MESH = Mesh(np.full((2, 4), jax.devices()[0]), ("stage", "model"))
+CHIP = replace(CHIPS["v5p"], clock=1.0, link_bandwidth=1.0)  # a byte takes a cycle, which is a second
+NETWORK = Network(CHIP, (("stage", 2), ("model", 4)))  # two links along `model`, one along `stage`
+
+PROGRAM = """HloModule step
+
+%body (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  %ring = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %back = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{1,0},{2,1},{3,2},{0,3}}
+  %same = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %work = bf16[8,128]{1,0} fusion(%p), calls=%inner, backend_config={"estimated_cycles":"1500"}
+  %ring.done = bf16[8,128]{1,0} collective-permute-done(%ring)
+  %back.done = bf16[8,128]{1,0} collective-permute-done(%back)
+  %same.done = bf16[8,128]{1,0} collective-permute-done(%same)
+  ROOT %sum = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%inner
+}
+
+ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  %hop = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,4},{4,0}}
+  %loop = bf16[8,128]{1,0} while(%p), condition=%c, body=%body
+  ROOT %hop.done = bf16[8,128]{1,0} collective-permute-done(%hop)
+}
+
+%inner (p: bf16[8,128]) -> bf16[8,128] {
+  ROOT %p = bf16[8,128]{1,0} parameter(0)
+}
+"""
+SIZE = 8 * 128 * 2
+
+
+def test_a_transfer_takes_the_time_of_its_bytes_on_its_links():
+    permutes = dict.fromkeys(["ring", "back", "same", "hop"], float(SIZE))
+    reduced = {"sum": 2 * SIZE * 3 / 4 / 2}
+    assert transfer_seconds(read(PROGRAM), NETWORK, MESH) == permutes | reduced
+    within = transfer_seconds(read(PROGRAM), NETWORK, MESH, beside=("stage",))
+    assert "hop" not in within and len(within) == 4
+
+
+def test_what_work_leaves_of_a_transfer_is_waited_for():
+    """Two go at once, each its way; the third goes after the one before it; a sum has no start."""
+    program = read(PROGRAM)
+    takes = transfer_seconds(program, NETWORK, MESH)
+    begun, transfers = in_time(program.inner[0], takes, CHIP)
+    found = {one.name: (one.begin, one.end, one.waited, one.at) for one in transfers}
+    assert found == {
+        "ring": (0, SIZE, SIZE - 1500, "ring.done"),
+        "back": (0, SIZE, 0, "back.done"),
+        "same": (SIZE, 2 * SIZE, SIZE, "same.done"),
+        "sum": (2 * SIZE, 3.5 * SIZE - SIZE * 0.75, 0.75 * SIZE, "sum"),
+    }
+    assert next(at for at, operation in begun if operation.name == "work") == 0
+
+
+def test_a_loop_hides_what_is_under_way():
+    (hop,) = in_time(read(PROGRAM), transfer_seconds(read(PROGRAM), NETWORK, MESH), CHIP)[1]
+    assert hop.waited == 0
+
+
+def test_operations_that_wait_take_longer():
+    program, waiting = read(PROGRAM), with_waits(read(PROGRAM), NETWORK, MESH)
+    waited = (SIZE - 1500) + SIZE + 0.75 * SIZE
+    assert waiting.own == program.own == 0
+    assert waiting.inner[0].own == program.inner[0].own + waited == 1500 + waited
+
+
+def test_bytes_of_types():
+    assert type_bytes("f8e4m3fn[16]{0}") == 16
+    assert type_bytes("(s32[], pred[3]{0})") == 7
+
+
+@needs_tpu_compiler
+def test_a_forecast_says_which_part_of_a_step_waits_for_links():
+    """Tensor-parallel layers whose sums nothing is beside: what they take is what bytes and links say."""
+    split = lambda *names: nn.with_partitioning(nn.initializers.lecun_normal(), names)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.gelu(nn.Dense(8192, use_bias=False, kernel_init=split(None, "model"), dtype=jnp.bfloat16)(x))
+            return x + nn.Dense(1024, use_bias=False, kernel_init=split("model", None), dtype=jnp.bfloat16)(h)
+
+    batch = {"inputs": jax.ShapeDtypeStruct((4 * 2048, 1024), jnp.bfloat16)}
+    seconds = {}
+    for rings in (False, True):
+        mesh = jpipe.make_mesh(stage=2, model=4, devices=jax.devices()[:8])
+        layers, loss_fn = [Block() for _ in range(4)], lambda y, _: jnp.mean(y.astype(jnp.float32) ** 2)
+        pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh, rings=rings)
+        found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="v5p:2x2x2")
+        seconds[rings] = found.slices["links"]
+        assert "waits for links" in str(found)
+    # Without rings each layer sums its result and its input's cotangent, [2048, 1024] each, by 2 n 3/4 on two links.
+    each = 2 * 2048 * 1024 * 2 * 3 / 4 / (2 * CHIPS["v5p"].link_bandwidth)
+    assert seconds[False] == pytest.approx(4 * 2 * 2 * each, rel=0.3)
+    assert seconds[True] <= seconds[False]
