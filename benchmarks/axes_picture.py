@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from jpipe.costs.chips import chip_of
 from jpipe.costs.network import Network
 from jpipe.forecasting.compiled_program import is_product
-from jpipe.forecasting.waits import in_time
+from jpipe.forecasting.waits import turn_in_time
 from tpu_program import compile_with_text, read
 
 COLOURS = {"product": "#3b6fb6", "other": "#b9c9de", "way": "#e0a030", "wait": "#c0392b"}
@@ -45,7 +45,7 @@ def draw(ax: Axes, program: Program, text: str, case: Case) -> None:
     whole = read(text)
     takes = program.takes(whole, Network.of(chip, case.mesh))
     loops = [loop for loop in whole.find("F", "LinenBlock.1") if loop.has_products]
-    begun, transfers = in_time(loops[0], takes, chip)
+    begun, transfers = turn_in_time(loops[0], takes, chip)
     bar = lambda row, begin, end, colour: ax.broken_barh([(1e3 * begin, 1e3 * (end - begin))], (row, 0.8), color=colour)
     for begin, operation in begun:
         kind = "product" if is_product(operation, loops[0].computations) else "other"

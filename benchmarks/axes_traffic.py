@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from collectives import Collective, axes_of, read
 from jpipe.costs.network import Network
-from jpipe.forecasting.waits import in_time, transfer_seconds
+from jpipe.forecasting.waits import transfer_seconds, turn_in_time
 from tpu_program import Loop
 from tpu_program import read as read_loops
 
@@ -100,7 +100,7 @@ class Program:
         found, loops = dict.fromkeys(PLACES, 0.0), read_loops(text)
         takes, over = self.takes(loops, network), {collective.name: collective for collective in read(text)}
         for loop in loops.walk():
-            for one in in_time(loop, takes, network.chip)[1]:
+            for one in turn_in_time(loop, takes, network.chip)[1]:
                 place = self.place(over[one.name].scopes, over[one.name].op_name)
                 if place:
                     found[place[0]] += place[1] * one.waited

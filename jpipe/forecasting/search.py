@@ -184,7 +184,7 @@ class Search:
     _groups: tuple[LayerGroup, ...] = field(default=(), init=False)
     _refusal: Exception | None = field(default=None, init=False)
     _refused: set[tuple[int, str]] = field(default_factory=set, init=False)
-    """K with `ends` that the layers don't permit where fewer axes split them; to find out takes as long as a setting."""
+    """K with `ends` that layers don't permit where fewer axes split them; to find out takes as long as a setting."""
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
         """All that could be rated on so many devices, on meshes of `stage` and these axes, or those that layers name.

@@ -47,7 +47,7 @@ def with_waits(program: Loop, network: Network, mesh: Mesh) -> Loop:
       mesh: the devices that it runs on.
     """
     takes, clock = transfer_seconds(program, network, mesh), network.chip.clock or 0.0
-    waits = {one.at: one.waited for loop in program.walk() for one in in_time(loop, takes, network.chip)[1]}
+    waits = {one.at: one.waited for loop in program.walk() for one in turn_in_time(loop, takes, network.chip)[1]}
 
     def later(loop: Loop) -> Loop:
         operations = [replace(o, cycles=o.cycles + round(waits.get(o.name, 0.0) * clock)) for o in loop.operations]
@@ -57,7 +57,7 @@ def with_waits(program: Loop, network: Network, mesh: Mesh) -> Loop:
 
 
 def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tuple[str, ...] = ()) -> dict[str, float]:
-    """By the name of each collective of a program, the seconds that it takes by itself.
+    """The seconds that each collective of a program takes by itself, by its name.
 
     A permute goes over one link, others over all that there are along their axes.
 
@@ -89,7 +89,7 @@ def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tup
     return found
 
 
-def in_time(
+def turn_in_time(
     loop: Loop, takes: dict[str, float], chip: Chip
 ) -> tuple[list[tuple[float, Operation]], list[TransferInTime]]:
     """When the operations of one turn of a loop begin, and its transfers.

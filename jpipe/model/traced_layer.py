@@ -345,7 +345,7 @@ def _as_computed(backward: ClosedJaxpr, splits: Splits) -> ClosedJaxpr:
 
 
 class DevicePrograms:
-    """What devices run of layers, each made once, for all steps that have it.
+    """Programs that devices run of layers, each made once, for all steps that have it.
 
     Attributes:
       forward: function, splits -> its forward alone (`trace_forward`).

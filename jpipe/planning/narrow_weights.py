@@ -53,7 +53,7 @@ def weight_uses(step: Step) -> WeightUses:
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
 def _readers(closed: ClosedJaxpr, num_results: int) -> set[tuple[int, np.dtype | None]]:
-    """What reads each argument: (its index, the dtype of a cast; None of what isn't one, such as a result)."""
+    """Finds what reads each argument: (its index, the dtype of a cast; None of what isn't one, such as a result)."""
     jaxpr = without_calls(closed).jaxpr
     index = {v: i for i, v in enumerate(jaxpr.invars)}
     readers = set[tuple[int, np.dtype | None]]((index[v], None) for v in jaxpr.outvars[:num_results] if v in index)

@@ -14,7 +14,7 @@ import jpipe
 from jpipe.costs.chips import CHIPS
 from jpipe.costs.network import Network
 from jpipe.forecasting.compiled_program import read
-from jpipe.forecasting.waits import in_time, transfer_seconds, type_bytes, with_waits
+from jpipe.forecasting.waits import transfer_seconds, turn_in_time, type_bytes, with_waits
 from tpu_program import needs_tpu_compiler
 
 MESH = Mesh(np.full((2, 4), jax.devices()[0]), ("stage", "model"))
@@ -61,7 +61,7 @@ def test_what_work_leaves_of_a_transfer_is_waited_for():
     """Two go at once, each its way; the third goes after the one before it; a sum has no start."""
     program = read(PROGRAM)
     takes = transfer_seconds(program, NETWORK, MESH)
-    begun, transfers = in_time(program.inner[0], takes, CHIP)
+    begun, transfers = turn_in_time(program.inner[0], takes, CHIP)
     found = {one.name: (one.begin, one.end, one.waited, one.at) for one in transfers}
     assert found == {
         "ring": (0, SIZE, SIZE - 1500, "ring.done"),
@@ -73,7 +73,7 @@ def test_what_work_leaves_of_a_transfer_is_waited_for():
 
 
 def test_a_loop_hides_what_is_under_way():
-    (hop,) = in_time(read(PROGRAM), transfer_seconds(read(PROGRAM), NETWORK, MESH), CHIP)[1]
+    (hop,) = turn_in_time(read(PROGRAM), transfer_seconds(read(PROGRAM), NETWORK, MESH), CHIP)[1]
     assert hop.waited == 0
 
 
