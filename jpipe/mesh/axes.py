@@ -9,6 +9,7 @@ split weights as the layers' metadata asks. What a device does with its parts of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -64,12 +65,15 @@ def stage_axes(
       batch_axes: its data axes.
       jointly: whether the data axes are one.
       over_stages: `stage` is one of the others, the last.
-      rings: the `Axis.ring` of some of the others, by name.
+      rings: the `Axis.ring` of some axes, by name.
     """
     of_several_devices = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
     data = of_several_devices(batch_axes)
     others = [name for name in mesh.axis_names if name not in (AXIS, *batch_axes)] + [AXIS] * over_stages
     together = [data] * bool(data) if jointly else [(name,) for name in data]
     data_axes = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in together]
-    along = of_several_devices(others)
-    return (*data_axes, *[Axis((name,), (mesh.shape[name],), ring=dict(rings).get(name, ())) for name in along])
+    along = [Axis((name,), (mesh.shape[name],)) for name in of_several_devices(others)]
+    order = {(name,): devices for name, devices in rings}
+    on_rings = [*([] if jointly else data_axes), *along]  # along data axes that are one, all goes once a step
+    on_rings = [replace(axis, ring=order.get(axis.names, ())) for axis in on_rings]
+    return (*(data_axes if jointly else ()), *on_rings)

@@ -64,17 +64,17 @@ def per_device(
         bfloat16 before their cast, which TPUs round all the same.
 
     Raises:
-      ValueError: a spec names an axis that the mesh lacks; `rings` a data axis, or one that the mesh lacks, or not each
-        of its devices once. When called, a spec of a result that doesn't divide it, or a call outside of such a
+      ValueError: a spec names an axis that the mesh lacks; `rings` one that the mesh lacks, or not each of its devices
+        once. When called, a spec of a result that doesn't divide it, or a call outside of such a
         `jax.shard_map`.
     """
     for name in sorted({*named(jax.tree.leaves((in_specs, out_specs))), *data_axes} - {*mesh.axis_names}):
         raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
     rings = rings or {}
     for name, order in rings.items():
-        if name in data_axes or sorted(order) != list(range(mesh.shape.get(name, 0))):
+        if sorted(order) != list(range(mesh.shape.get(name, 0))):
             fault = f"rings={{{name!r}: {tuple(order)}}} is no order of the devices 0, 1, ... of an axis"
-            raise ValueError(f"{fault} of the mesh {dict(mesh.shape)} that isn't a data axis; name each once")
+            raise ValueError(f"{fault} of the mesh {dict(mesh.shape)}; name each once")
     axes = tuple(
         Axis((n,), (mesh.shape[n],), n in data_axes, ring=tuple(rings.get(n, ())))
         for n in mesh.axis_names

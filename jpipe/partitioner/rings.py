@@ -18,6 +18,8 @@ choice. Which conversions of a plan go by rings, `jpipe.partitioner.find_rings` 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -142,27 +144,35 @@ class PieceStep:
     Attributes:
       reads: each operand, and its dimension in pieces; None if it is read whole.
       makes: its one result.
-      dim: the result's dimension in pieces.
+      dim: the result's dimension in pieces; None of a product that sums along the pieces.
       run: a device's operands, of some pieces, and their number -> the result of these pieces.
+      arrives: which operand arrives in pieces; None of what departs.
     """
 
     reads: tuple[tuple[Form, int | None], ...]
     makes: Form
-    dim: int
+    dim: int | None
     run: Callable[[Sequence[jax.Array], int], jax.Array]
+    arrives: int | None = None
 
     def as_pieces_arrive(self, at_hand: AtHand) -> jax.Array:
         """The whole result of the step on all pieces of an operand that arrives."""
-        (arriving,) = [at_hand[form] for form, dim in self.reads if dim is not None]
+        assert self.arrives is not None
+        arriving = at_hand[self.reads[self.arrives][0]]
         assert isinstance(arriving, Arriving)
+        ring = arriving.ring
 
         def result(pieces: Sequence[int]) -> jax.Array:
             arrived = _joined([arriving.piece(k) for k in pieces], arriving.dim)
-            operands = [all_of(at_hand[form]) if dim is None else arrived for form, dim in self.reads]
+            others = [(all_of(at_hand[form]), dim) for form, dim in self.reads if at_hand[form] is not arriving]
+            operands = [whole if dim is None else ring.take(whole, dim, pieces) for whole, dim in others]
+            operands.insert(self.arrives, arrived)
             return self.run(operands, len(pieces))
 
-        groups = arriving.ring.groups(arriving.size)
-        return arriving.ring.put_together([(pieces, result(pieces)) for pieces in groups], self.dim)
+        results = [(pieces, result(pieces)) for pieces in ring.groups(arriving.size)]
+        if self.dim is not None:
+            return ring.put_together(results, self.dim)
+        return functools.reduce(operator.add, [one for _, one in results])
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ ORDERS = {2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 3, 2)}
 
 @pytest.fixture
 def however_small(monkeypatch):
-    for least in ("LEAST_FLOPS", "LEAST_IF_SHARED", "LEAST_OF_SUMS"):
+    for least in ("LEAST_FLOPS", "LEAST_IF_SHARED", "LEAST_OF_SUMS", "LEAST_OF_WEIGHTS"):
         monkeypatch.setattr(find_rings, least, 0.0)
 
 
@@ -41,8 +41,37 @@ def test_values_and_gradients(monkeypatch, however_small, function, between, dev
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("between", [P("data", "model"), P("data", None)], ids=str)
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("function", [feed_forward, attention, block, shared])
+def test_weights_split_over_data_axes_arrive_beside_the_products_that_read_them(
+    monkeypatch, however_small, function, devices, between, rows
+):
+    """Along the dimension that a product sums over, its pieces are added up; along the other they are put together."""
+    monkeypatch.setattr(rings, "LEAST_ROWS", 0)
+    sizes = {"data": devices, "model": 8 // devices}
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    with_data = lambda spec: P(*("data" if name is None else name for name in spec))
+    lying = {name: with_data(SPECS[name]) if rows else P("model", "data") for name in SHAPES}
+    with jax.enable_x64():
+        weights = {name: jnp.asarray(rng.normal(size=(8, 8)) / 4) for name in SHAPES}
+        x = jnp.asarray(rng.normal(size=(4, 16, 8)))
+        for of, results in ((function, between), (gradients(function), (between, lying))):
+            specs, texts = {"in_specs": (between, lying), "out_specs": results}, []
+            for orders in ({}, {name: ORDERS[n] for name, n in sizes.items()}):
+                run = per_device(of, mesh, **specs, data_axes=["data"], rings=orders)
+                run = jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
+                texts.append(run.lower(x, weights).as_text())
+            for a, b in zip(jax.tree.leaves(run(x, weights)), jax.tree.leaves(of(x, weights)), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+            of_weights = rows and between == P("data", None)  # elsewhere products read another ring's pieces, or whole
+            assert texts[0].count("all_gather") >= texts[1].count("all_gather") + of_weights
+
+
 @pytest.mark.parametrize(
-    "rings", [{"model": (0, 1)}, {"model": (0, 1, 1, 2)}, {"modle": (0, 1, 2, 3)}, {"data": (0, 1)}]
+    "rings", [{"model": (0, 1)}, {"model": (0, 1, 1, 2)}, {"modle": (0, 1, 2, 3)}, {"data": (0, 2)}]
 )
 def test_no_order_of_an_axis(rings):
     """They gave wrong numbers."""
