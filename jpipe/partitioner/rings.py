@@ -1,10 +1,11 @@
 """Products beside the transfers that they wait for, piece by piece, on a ring of devices.
 
 A product whose operand has to be gathered along an axis can begin with the part that its device has, while the parts of
-its neighbours arrive. A product whose sum is scattered can hand on what it has added up, while it computes more (Wang
-et al., 2023, "Overlap communication with dependent computation via decomposition"). So an array is in *pieces* along
-the dimension that is gathered or scattered, one for each device of the axis. A device numbers them from itself: piece 0
-is its own, piece -1 that of the device on its left. They go round the ring both ways. Of four devices:
+its neighbours arrive: each makes a part of the result, or is added to it, if the product sums along them. A product
+whose sum is scattered can hand on what it has added up, while it computes more (Wang et al., 2023, "Overlap
+communication with dependent computation via decomposition"). So an array is in *pieces* along the dimension that is
+gathered or scattered, one for each device of the axis. A device numbers them from itself: piece 0 is its own, piece -1
+that of the device on its left. They go round the ring both ways. Of four devices:
 
     gathered     links       1 and -1 arrive           -2 arrives, from the left
                  products    0                         -1 and 1                     -2
@@ -157,8 +158,9 @@ class PieceStep:
 
     def as_pieces_arrive(self, at_hand: AtHand) -> jax.Array:
         """The whole result of the step on all pieces of an operand that arrives."""
-        assert self.arrives is not None
-        arriving = at_hand[self.reads[self.arrives][0]]
+        at = self.arrives
+        assert at is not None
+        arriving = at_hand[self.reads[at][0]]
         assert isinstance(arriving, Arriving)
         ring = arriving.ring
 
@@ -166,7 +168,7 @@ class PieceStep:
             arrived = _joined([arriving.piece(k) for k in pieces], arriving.dim)
             others = [(all_of(at_hand[form]), dim) for form, dim in self.reads if at_hand[form] is not arriving]
             operands = [whole if dim is None else ring.take(whole, dim, pieces) for whole, dim in others]
-            operands.insert(self.arrives, arrived)
+            operands.insert(at, arrived)
             return self.run(operands, len(pieces))
 
         results = [(pieces, result(pieces)) for pieces in ring.groups(arriving.size)]
@@ -235,6 +237,7 @@ class Departure:
         for step in self.steps:
             made[step.makes] = step.run([read(*operand) for operand in step.reads], len(pieces))
         last = self.steps[-1]
+        assert last.dim is not None
         return dict(zip(pieces, _apart(made[last.makes], last.dim, len(pieces)), strict=True))
 
 
