@@ -248,7 +248,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
         # 4. Arrivals are written last: the action has read its row by then, so they may take it.
         for flow, arrived in crossing.items():
-            carry = _receive(flow, slot, now, arrived, carry)
+            carry = _receive(stage, flow, slot, now, arrived, carry)
     return carry
 
 
@@ -260,20 +260,22 @@ def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
     return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]
 
 
-def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[int, Buffers]:
-    """The values that arrive in this slot along a flow, by route, if any ever do."""
-    columns = slot.activation_in if flow > 0 else slot.cotangent_in
-    return {i: _send(stage, flow, i, carry) for i, column in enumerate(columns) if (column >= 0).any()}
+def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[tuple[int, bool], Buffers]:
+    """The values that arrive in this slot along a flow, if any ever do: by route, and whether they stay on their stage.
 
-
-def _send(stage: Stage, flow: int, route: int, carry: TickCarry) -> Buffers:
-    """The values that a neighbour, or this stage itself, left at its boundary, sent here by a route of a flow."""
-    step = stage.step
+    They are what a neighbour, or this stage itself, left at its boundary.
+    """
+    step, columns = stage.step, slot.activation_in if flow > 0 else slot.cotangent_in
     if flow > 0:
         sent = step.activations.crossing(carry.forward.activation)
     else:
         sent = step.cotangents.crossing(carry.backward.cotangent)
-    return moved(sent, step.schedule.placement.routes(flow)[route], stage.device)
+    arriving = {}
+    for i, route in enumerate(step.schedule.placement.routes(flow)):
+        for stays in (False, True) if (columns[i] >= 0).any() else ():
+            if pairs := [(a, b) for a, b in route if (a == b) == stays]:
+                arriving[i, stays] = moved(sent, pairs, stage.device)
+    return arriving
 
 
 def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
@@ -299,11 +301,14 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
     return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=apart, rocm=apart), sent)
 
 
-def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], carry: TickCarry) -> TickCarry:
+def _receive(
+    stage: Stage, flow: int, slot: SlotTable, now: Now, arrived: dict[tuple[int, bool], Buffers], carry: TickCarry
+) -> TickCarry:
     """The carry with what arrived by each route in its row.
 
     A single route always writes: where nothing arrived, the table names a row that is no longer needed. Where there
-    are two routes, each writes only what arrived by it.
+    are two routes, each writes only what arrived by it; and of one with the turn of a chain what stays and what came
+    from another stage are written each by itself: to choose between the two would copy them.
     """
 
     def put(arrival: tuple[Index, Buffers], waiting: Buffers) -> Buffers:
@@ -311,10 +316,13 @@ def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], 
         return jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
 
     name, arrivals = ("waiting_activations", "activation_in") if flow > 0 else ("waiting_cotangents", "cotangent_in")
-    waiting = getattr(carry, name)
-    for route, values in arrived.items():
+    waiting, routes = getattr(carry, name), stage.step.schedule.placement.routes(flow)
+    for (route, stays), values in arrived.items():
         row = getattr(now, arrivals)[route]
         writes = bool((getattr(slot, arrivals)[route] >= 0).all()) or row >= 0
+        if {(route, True), (route, False)} <= arrived.keys():
+            turns = reduce(or_, [stage.device == a for a, b in routes[route] if a == b])
+            writes = jnp.logical_and(writes, turns if stays else ~turns)
         waiting = when(writes, (row, values), put, waiting)
     return carry._replace(**{name: waiting})
 
