@@ -42,8 +42,8 @@ OFFLOADED = 4
 """The number of settings that are tried with `offload=`: the fastest of those that may fit so."""
 IMPROVED = 8
 """The number of ways to share out the devices of which the settings are varied: the best by their first settings."""
-FAR = 1.25
-"""Settings that take so many times as long as the best are left: varying M, schedule and remat gains less."""
+FAR = 1.2
+"""Settings that take so many times as long as the best without their bubble are left: M and remat gain less."""
 
 
 def plan(
@@ -183,8 +183,8 @@ class Search:
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
     _groups: tuple[LayerGroup, ...] = field(default=(), init=False)
     _refusal: Exception | None = field(default=None, init=False)
-    _refused: set[tuple[int, str]] = field(default_factory=set, init=False)
-    """K with `ends` that layers don't permit where fewer axes split them; to find out takes as long as a setting."""
+    _refused: list[Setting] = field(default_factory=list, init=False)
+    """Starts whose `ends` the layers don't permit; to find out takes as long as a setting."""
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
         """All that could be rated on so many devices, on meshes of `stage` and these axes, or those that layers name.
@@ -199,8 +199,8 @@ class Search:
                 others = () if self._rate(start) else space.instead(start)
                 for first in list(filter(self._rate, [start, *others]))[:1]:
                     ends = space.ends(first)
-                    possible.append(min([first, *self._possible(ends)], key=self._rank))
-                    self._refused |= {(one.num_stages, one.ends) for one in ends if not self._rated.get(one)}
+                    possible.append(min([first, *self._possible(ends, space)], key=self._rank))
+                    self._refused += [one for one in ends if not self._rated.get(one)]
                 advance()
         ranked = sorted(possible, key=self._rank)[:IMPROVED]
         with task("varying settings", total=len(ranked), unit="meshes") as advance:
@@ -268,22 +268,24 @@ class Search:
         before = None
         while before != setting:
             before = setting
-            setting = min([setting, *self._possible(space.fewer(setting))], key=self._rank)
+            setting = min([setting, *self._possible(space.fewer(setting), space)], key=self._rank)
         before = None
         while before != setting:
             before = setting
             for others in space.moves(setting):
-                setting = min([setting, *self._possible(others)], key=self._rank)
+                setting = min([setting, *self._possible(others, space)], key=self._rank)
                 if self._is_far(setting, best):
                     return setting
         return setting
 
-    def _possible(self, settings: Iterable[Setting]) -> Iterator[Setting]:
+    def _possible(self, settings: Iterable[Setting], space: Space) -> Iterator[Setting]:
         """Those that are possible. Modes of remat that compute most anew are left where another one fits."""
         fit = set[Setting]()  # whatever their remat
         for setting in settings:
             alike = replace(setting, remat="")
-            if (setting.num_stages, setting.ends) in self._refused or (setting.remat in HEAVY and alike in fit):
+            if any(space.splits_more(setting, one) for one in self._refused if one.ends == setting.ends):
+                continue
+            if setting.remat in HEAVY and alike in fit:
                 continue
             if choice := self._rate(setting):
                 fit.update([alike] * choice.fits)
@@ -294,7 +296,7 @@ class Search:
         one, other = self._rate(setting), self._rate(best)
         assert one is not None and other is not None
         if other.fits:
-            return one.seconds > FAR * other.seconds
+            return one.seconds - one.time.bubble > FAR * other.seconds
         held, is_apart = one.cost.bytes, bool(self.chip.host.memory)
         least = held.parameters + held.gradients + held.optimizer * (not is_apart)
         return setting.axes != best.axes and least > self.room

@@ -76,7 +76,7 @@ def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tup
                 continue
             if computation.startswith("all-reduce-scatter"):  # a fusion with the slice that a device keeps
                 kind = "reduce-scatter"
-            groups = groups_of(operation.line) or (tuple(range(mesh.size)),)
+            groups = tuple(filter(None, groups_of(operation.line))) or (tuple(range(mesh.size)),)
             axes, p = axes_along(groups, mesh), max(map(len, groups))
             taken = sum(type_bytes(types.get(name, "")) for name in operation.operands)
             given = type_bytes(operation.type)
@@ -115,6 +115,8 @@ def turn_in_time(
         elif name:
             found.append(TransferInTime(name, now, now + takes[name], takes[name], operation.name))
             now += takes[name]
+        elif operation.opcode == "async-update" and operation.operands[0] in under_way:
+            under_way[operation.name] = under_way[operation.operands[0]]
         elif operation.opcode.endswith("-done") and operation.operands[0] in under_way:
             one = under_way[operation.operands[0]]
             found.append(replace(one, waited=max(0.0, one.end - now), at=operation.name))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from jpipe.arrays.dtypes import is_float
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.conversions import collective_of, hops
@@ -82,7 +83,8 @@ class _Finder:
             if len(path) == 1 and len(path[0].over) == 1 and collective_of(axes, path[0]) == kind:
                 (i,), split = path[0].over, conversion.now if kind == "all_gather" else conversion.wanted
                 shard = split[i]
-                if axes[i].ring and isinstance(shard, Shard) and _is_one_run(split, i):
+                is_whole = kind != "all_gather" or conversion.wanted[i] == REPLICATED
+                if axes[i].ring and isinstance(shard, Shard) and _is_one_run(split, i) and is_whole:
                     yield conversion, i, shard.dim
 
     def _that_gather(self, conversion: Conversion, i: int, dim: int) -> dict[int, PieceStep]:
@@ -99,18 +101,18 @@ class _Finder:
     def _that_reads(self, product: PlannedEquation, i: int, form: Form, dim: int) -> PieceStep | None:
         """The product on pieces of an operand, which may be pieces of its sum; None if it can't be done so.
 
-        A device adds these up in the order in which they arrive. So the sum has to be of its own part of something:
-        what several devices have is to be the same on all of them, to the last bit.
+        What several devices have is to be the same on all of them, to the last bit. So a device adds pieces up, in the
+        order in which they arrive, or joins some, only for a result that is its own part of something.
         """
-        at = _read(product).index(form)
+        at, is_own = _read(product).index(form), product.way.results[0][i] != REPLICATED
         dims, (contracted, _) = {form: dim}, product.flat.equation.params["dimension_numbers"]
         if dim in contracted[at]:
             other = contracted[1 - at][contracted[at].index(dim)]
             dims[_read(product)[1 - at]] = other
-            if not isinstance(product.way.results[0][i], Shard):
-                return None
         step = self._step(product, i, dims)
-        return None if step is None or (step.dim is None) != (len(dims) > 1) else replace(step, arrives=at)
+        if step is None or (step.dim is None) != (len(dims) > 1) or not (is_own or step.dim is not None):
+            return None
+        return replace(step, arrives=at, joins=is_own)
 
     def _that_scatter(self, conversion: Conversion, i: int, dim: int) -> Iterator[dict[int, PieceStep]]:
         """The steps of a sum that a ring scatters, by the index of their equations, in order, if it is worth it."""
@@ -135,7 +137,7 @@ class _Finder:
             return
         partial = [one for one in forms if one[1][i] == PARTIAL]
         whole = [len(self.plan.flat.avals[value].shape) for value, _ in partial]
-        for k in dict.fromkeys([dim, *range(min(whole, default=0))]):  # a transpose has it elsewhere
+        for k in sorted(range(min(whole, default=0)), key=lambda k: k != dim):  # a transpose has it elsewhere
             step = self._step(planned, i, dict.fromkeys(partial, k))
             before = [next(self._back_to_products(one, k, i), {}) for one in partial]
             if step is not None and step.dim == dim and any(before):
@@ -159,7 +161,8 @@ class _Finder:
         made_along = along.dim if isinstance(along, Shard) else None
         run = _run_of_pieces(planned, piece, made_along, before_casts=taken != reads)
         operands = tuple((form, dims.get(read)) for form, read in zip(taken, reads, strict=True))
-        return PieceStep(operands, _made(planned)[0], made_along, run)
+        made = _made(planned)[0]
+        return PieceStep(operands, made, self.plan.flat.avals[made[0]].dtype, made_along, run)
 
     def _before_cast(self, planned: PlannedEquation, form: Form) -> Form:
         """Finds the float32 weight that was cast to the bfloat16 operand of a product; else the operand itself.
@@ -208,7 +211,10 @@ def _run_of_pieces(
         params = part_params(equation, [np.shape(x) for x in operands], [made])
         if before_casts:
             params |= {"precision": lax.Precision.DEFAULT, "preferred_element_type": np.dtype(np.float32)}
-        return carry_out(equation, operands, params)[0].astype(result.dtype)
+        if dim is None and is_float(result):  # whoever adds the pieces up rounds their sum
+            params |= {"preferred_element_type": np.promote_types(result.dtype, np.float32)}
+        made = carry_out(equation, operands, params)[0]
+        return made if dim is None else made.astype(result.dtype)
 
     return run
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jpipe.partitioner.prices import NOTHING, Cost
@@ -145,16 +146,21 @@ class PieceStep:
     Attributes:
       reads: each operand, and its dimension in pieces; None if it is read whole.
       makes: its one result.
+      dtype: the result's.
       dim: the result's dimension in pieces; None of a product that sums along the pieces.
-      run: a device's operands, of some pieces, and their number -> the result of these pieces.
+      run: a device's operands, of some pieces, and their number -> the result of these pieces; of a part of a sum at
+        least in float32.
       arrives: which operand arrives in pieces; None of what departs.
+      joins: whether short pieces that arrive together are multiplied together.
     """
 
     reads: tuple[tuple[Form, int | None], ...]
     makes: Form
+    dtype: np.dtype
     dim: int | None
     run: Callable[[Sequence[jax.Array], int], jax.Array]
     arrives: int | None = None
+    joins: bool = True
 
     def as_pieces_arrive(self, at_hand: AtHand) -> jax.Array:
         """The whole result of the step on all pieces of an operand that arrives."""
@@ -171,10 +177,11 @@ class PieceStep:
             operands.insert(at, arrived)
             return self.run(operands, len(pieces))
 
-        results = [(pieces, result(pieces)) for pieces in ring.groups(arriving.size)]
+        groups = ring.groups(arriving.size if self.joins else LEAST_ROWS)
+        results = [(pieces, result(pieces)) for pieces in groups]
         if self.dim is not None:
             return ring.put_together(results, self.dim)
-        return functools.reduce(operator.add, [one for _, one in results])
+        return functools.reduce(operator.add, [one for _, one in results]).astype(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
