@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.arrays.dtypes import is_float
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.conversions import collective_of, hops
@@ -211,7 +211,7 @@ def _run_of_pieces(
         params = part_params(equation, [np.shape(x) for x in operands], [made])
         if before_casts:
             params |= {"precision": lax.Precision.DEFAULT, "preferred_element_type": np.dtype(np.float32)}
-        if dim is None and is_float(result):  # whoever adds the pieces up rounds their sum
+        if dim is None and jnp.issubdtype(result.dtype, jnp.floating):  # whoever adds the pieces up rounds their sum
             params |= {"preferred_element_type": np.promote_types(result.dtype, np.float32)}
         made = carry_out(equation, operands, params)[0]
         return made if dim is None else made.astype(result.dtype)
