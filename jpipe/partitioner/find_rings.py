@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -21,7 +19,7 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shape, Shard,
 from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation
 from jpipe.seam.inside import carry_out, within
 
-LEAST_FLOPS, LEAST_IF_SHARED, LEAST_OF_SUMS, LEAST_OF_WEIGHTS = 4500.0, 9000.0, 1000.0, 1000.0
+LEAST_FLOPS, LEAST_IF_SHARED, LEAST_OF_SUMS, LEAST_OF_WEIGHTS = 4500.0, 9000.0, 1000.0, 2000.0
 """The operations of products for each byte that a ring gathers, of one that others read whole, too, of a sum's, and of
 weights' that are gathered along a data axis: many bytes, whose pieces nobody joins. In the time of a byte, over the two
 links of an axis, a TPU v5p does 2,300. Products of pieces take about a tenth longer, and what is read whole is copied
@@ -92,27 +90,11 @@ class _Finder:
         readers, found = self.readers[_after(conversion)], dict[int, PieceStep]()
         for at in readers:
             if at < len(self.plan.equations) and _is_product(self.plan.equations[at]) and readers.count(at) == 1:
-                step = self._that_reads(self.plan.equations[at], i, _after(conversion), dim)
+                step = self._step(self.plan.equations[at], i, {_after(conversion): dim})
                 found |= {} if step is None else {at: step}
         least = LEAST_OF_WEIGHTS if self.plan.axes[i].is_data else LEAST_FLOPS
         least = least if len(readers) == len(found) else LEAST_IF_SHARED
         return found if self._is_worth(conversion, found, least) else {}
-
-    def _that_reads(self, product: PlannedEquation, i: int, form: Form, dim: int) -> PieceStep | None:
-        """The product on pieces of an operand, which may be pieces of its sum; None if it can't be done so.
-
-        What several devices have is to be the same on all of them, to the last bit. So a device adds pieces up, in the
-        order in which they arrive, or joins some, only for a result that is its own part of something.
-        """
-        at, is_own = _read(product).index(form), product.way.results[0][i] != REPLICATED
-        dims, (contracted, _) = {form: dim}, product.flat.equation.params["dimension_numbers"]
-        if dim in contracted[at]:
-            other = contracted[1 - at][contracted[at].index(dim)]
-            dims[_read(product)[1 - at]] = other
-        step = self._step(product, i, dims)
-        if step is None or (step.dim is None) != (len(dims) > 1) or not (is_own or step.dim is not None):
-            return None
-        return replace(step, arrives=at, joins=is_own)
 
     def _that_scatter(self, conversion: Conversion, i: int, dim: int) -> Iterator[dict[int, PieceStep]]:
         """The steps of a sum that a ring scatters, by the index of their equations, in order, if it is worth it."""
@@ -154,15 +136,14 @@ class _Finder:
         found = way_by_rule(equation, lying, axes)
         (makes,), along = found.results, found.results[0][-1]
         is_way = found.operands == lying and makes[:-1] == way.results[0] and not found.sends
-        if not is_way or along == REPLICATED or not all(_is_one_run(s, -1) for s in (*lying, makes)):
+        if not is_way or not isinstance(along, Shard) or not all(_is_one_run(s, -1) for s in (*lying, makes)):
             return None
         taken = [form if form in dims else self._before_cast(planned, form) for form in reads]
         piece = part_shape(self.plan.flat.avals[planned.flat.makes[0]].shape, makes, axes)
-        made_along = along.dim if isinstance(along, Shard) else None
-        run = _run_of_pieces(planned, piece, made_along, before_casts=taken != reads)
+        run = _run_of_pieces(planned, piece, along.dim, before_casts=taken != reads)
         operands = tuple((form, dims.get(read)) for form, read in zip(taken, reads, strict=True))
-        made = _made(planned)[0]
-        return PieceStep(operands, made, self.plan.flat.avals[made[0]].dtype, made_along, run)
+        joins = way.results[0][i] != REPLICATED  # else what all devices have would differ in its last bits
+        return PieceStep(operands, _made(planned)[0], along.dim, run, joins)
 
     def _before_cast(self, planned: PlannedEquation, form: Form) -> Form:
         """Finds the float32 weight that was cast to the bfloat16 operand of a product; else the operand itself.
@@ -193,28 +174,25 @@ class _Finder:
 
 
 def _run_of_pieces(
-    planned: PlannedEquation, piece: Shape, dim: int | None, *, before_casts: bool
+    planned: PlannedEquation, piece: Shape, dim: int, *, before_casts: bool
 ) -> Callable[[Sequence[jax.Array], int], jax.Array]:
     """Makes `PieceStep.run`.
 
     Args:
       planned: the equation.
       piece: the shape of the result of one piece.
-      dim: its dimension in pieces; None if it is summed along the pieces.
+      dim: its dimension in pieces.
       before_casts: it is a product, and some operands come as they were before their cast to bfloat16.
     """
     flat = planned.flat
     equation, result = within(flat.equation, flat.callers), aval_of(flat.equation.outvars[0])
 
     def run(operands: Sequence[jax.Array], count: int) -> jax.Array:
-        made = piece if dim is None else (*piece[:dim], piece[dim] * count, *piece[dim + 1 :])
+        made = (*piece[:dim], piece[dim] * count, *piece[dim + 1 :])
         params = part_params(equation, [np.shape(x) for x in operands], [made])
         if before_casts:
             params |= {"precision": lax.Precision.DEFAULT, "preferred_element_type": np.dtype(np.float32)}
-        if dim is None and jnp.issubdtype(result.dtype, jnp.floating):  # whoever adds the pieces up rounds their sum
-            params |= {"preferred_element_type": np.promote_types(result.dtype, np.float32)}
-        made = carry_out(equation, operands, params)[0]
-        return made if dim is None else made.astype(result.dtype)
+        return carry_out(equation, operands, params)[0].astype(result.dtype)
 
     return run
 

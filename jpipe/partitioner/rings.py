@@ -1,11 +1,10 @@
 """Products beside the transfers that they wait for, piece by piece, on a ring of devices.
 
 A product whose operand has to be gathered along an axis can begin with the part that its device has, while the parts of
-its neighbours arrive: each makes a part of the result, or is added to it, if the product sums along them. A product
-whose sum is scattered can hand on what it has added up, while it computes more (Wang et al., 2023, "Overlap
-communication with dependent computation via decomposition"). So an array is in *pieces* along the dimension that is
-gathered or scattered, one for each device of the axis. A device numbers them from itself: piece 0 is its own, piece -1
-that of the device on its left. They go round the ring both ways. Of four devices:
+its neighbours arrive. A product whose sum is scattered can hand on what it has added up, while it computes more (Wang
+et al., 2023, "Overlap communication with dependent computation via decomposition"). So an array is in *pieces* along
+the dimension that is gathered or scattered, one for each device of the axis. A device numbers them from itself: piece 0
+is its own, piece -1 that of the device on its left. They go round the ring both ways. Of four devices:
 
     gathered     links       1 and -1 arrive           -2 arrives, from the left
                  products    0                         -1 and 1                     -2
@@ -19,14 +18,11 @@ choice. Which conversions of a plan go by rings, `jpipe.partitioner.find_rings` 
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jpipe.partitioner.prices import NOTHING, Cost
@@ -146,42 +142,29 @@ class PieceStep:
     Attributes:
       reads: each operand, and its dimension in pieces; None if it is read whole.
       makes: its one result.
-      dtype: the result's.
-      dim: the result's dimension in pieces; None of a product that sums along the pieces.
-      run: a device's operands, of some pieces, and their number -> the result of these pieces; of a part of a sum at
-        least in float32.
-      arrives: which operand arrives in pieces; None of what departs.
+      dim: the result's dimension in pieces.
+      run: a device's operands, of some pieces, and their number -> the result of these pieces.
       joins: whether short pieces that arrive together are multiplied together.
     """
 
     reads: tuple[tuple[Form, int | None], ...]
     makes: Form
-    dtype: np.dtype
-    dim: int | None
+    dim: int
     run: Callable[[Sequence[jax.Array], int], jax.Array]
-    arrives: int | None = None
-    joins: bool = True
+    joins: bool
 
     def as_pieces_arrive(self, at_hand: AtHand) -> jax.Array:
         """The whole result of the step on all pieces of an operand that arrives."""
-        at = self.arrives
-        assert at is not None
-        arriving = at_hand[self.reads[at][0]]
+        (arriving,) = [at_hand[form] for form, dim in self.reads if dim is not None]
         assert isinstance(arriving, Arriving)
-        ring = arriving.ring
 
         def result(pieces: Sequence[int]) -> jax.Array:
             arrived = _joined([arriving.piece(k) for k in pieces], arriving.dim)
-            others = [(all_of(at_hand[form]), dim) for form, dim in self.reads if at_hand[form] is not arriving]
-            operands = [whole if dim is None else ring.take(whole, dim, pieces) for whole, dim in others]
-            operands.insert(at, arrived)
+            operands = [all_of(at_hand[form]) if dim is None else arrived for form, dim in self.reads]
             return self.run(operands, len(pieces))
 
-        groups = ring.groups(arriving.size if self.joins else LEAST_ROWS)
-        results = [(pieces, result(pieces)) for pieces in groups]
-        if self.dim is not None:
-            return ring.put_together(results, self.dim)
-        return functools.reduce(operator.add, [one for _, one in results]).astype(self.dtype)
+        groups = arriving.ring.groups(arriving.size if self.joins else LEAST_ROWS)
+        return arriving.ring.put_together([(pieces, result(pieces)) for pieces in groups], self.dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +227,6 @@ class Departure:
         for step in self.steps:
             made[step.makes] = step.run([read(*operand) for operand in step.reads], len(pieces))
         last = self.steps[-1]
-        assert last.dim is not None
         return dict(zip(pieces, _apart(made[last.makes], last.dim, len(pieces)), strict=True))
 
 
