@@ -281,6 +281,7 @@ class StandIn:
       platform: "gpu" or "tpu".
       coords: of a TPU, its chip's place on the torus.
       core_on_chip: of a TPU, its number on its chip.
+      slice_index: the number of its slice, if there are several.
     """
 
     id: int
@@ -289,12 +290,15 @@ class StandIn:
     platform: str = "gpu"
     coords: tuple[int, ...] = ()
     core_on_chip: int = 0
+    slice_index: int | None = None
 
 
 def stand_ins_of(devices: Sequence[Device]) -> list[Device]:
     """Devices at hand to plan for: GPUs, and what stands in for TPUs, for which nothing is compiled then; not CPUs."""
     tpus = [device for device in devices if device.platform == "tpu"]
-    there = [StandIn(d.id, 0, d.device_kind, "tpu", tuple(d.coords), d.core_on_chip) for d in tpus]
+    slices = [getattr(device, "slice_index", None) for device in tpus]
+    where = [("tpu", tuple(device.coords), device.core_on_chip) for device in tpus]
+    there = [StandIn(d.id, 0, d.device_kind, *at, n) for d, at, n in zip(tpus, where, slices, strict=True)]
     return [*cast("list[Device]", there), *(device for device in devices if device.platform == "gpu")]
 
 
