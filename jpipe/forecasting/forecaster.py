@@ -152,7 +152,7 @@ class Forecast(Tabular):
         rows += self.cost.rows_of_seconds()
         if self.cost.seconds:
             rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
-            rows.append(("waits for links", f"{self.cost.seconds.links / self.cost.step:.1%}"))
+            rows.append(("waits for links", f"{self.cost.seconds.links / (self.cost.step or 1.0):.1%}"))
         limit = f"; {self.limit} limits" if self.limit else ""
         notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
         notes += [*self.cost.notes, *[ROOFLINE] * (self.seconds_by == "roofline")]

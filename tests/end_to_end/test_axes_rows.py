@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from jpipe.costs.chips import CHIPS
 from jpipe.forecasting.compiled_program import _computations as read_computations
+from jpipe.forecasting.waits import turn_in_time
 from timed import Worker
 from tpu_program import Loop
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import axes
 from axes_models import ROWS
-from axes_traffic import PLACES, Program, Sent, per_step, total, waited
+from axes_traffic import PLACES, Program, Sent, per_step, total
 
 TURNS = 3  # of a loop inside of a layer
 QUICK = ["experts"]
@@ -113,7 +114,7 @@ def test_chips_wait_for_what_nothing_is_done_beside():
     operations, entry = read_computations(WAITING)
     loop = Loop("", operations[entry], [], operations)
     takes = dict.fromkeys(("up-start", "again-start", "down-start", "sum", "late"), 2e-3)
-    found = waited(loop, takes, replace(CHIPS["v5p"], clock=1e6))
+    found = {one.name: one.waited for one in turn_in_time(loop, takes, replace(CHIPS["v5p"], clock=1e6))[1]}
     expected = {"up-start": 0.0, "again-start": 1e-3, "down-start": 0.0, "sum": 2e-3, "late": 2e-3}
     assert found == pytest.approx(expected)
 
