@@ -52,7 +52,7 @@ def weight_uses(step: Step) -> WeightUses:
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _readers(closed: ClosedJaxpr, num_results: int) -> set[tuple[int, np.dtype | None]]:
+def _readers(closed: ClosedJaxpr, num_results: int) -> frozenset[tuple[int, np.dtype | None]]:
     """Finds what reads each argument: (its index, the dtype of a cast; None of what isn't one, such as a result)."""
     jaxpr = without_calls(closed).jaxpr
     index = {v: i for i, v in enumerate(jaxpr.invars)}
@@ -61,7 +61,7 @@ def _readers(closed: ClosedJaxpr, num_results: int) -> set[tuple[int, np.dtype |
         is_cast = equation.primitive.name == "convert_element_type"
         dtype = shapes_of(equation.outvars)[0].dtype if is_cast else None
         readers |= {(index[v], dtype) for v in equation.invars if isinstance(v, Var) and v in index}
-    return readers
+    return frozenset(readers)
 
 
 def narrow_dtypes(step: Step) -> dict[str, np.dtype]:

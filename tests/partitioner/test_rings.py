@@ -71,6 +71,35 @@ def test_weights_split_over_data_axes_arrive_beside_the_products_that_read_them(
                 assert "collective_permute" in texts[1]
 
 
+def cut_again(x, w):
+    """A weight whose gathered dimension is cut again once it is a part of another."""
+    return x @ w.reshape(-1, w.shape[-1])
+
+
+def of_fewer_dimensions(x, w):
+    """A sum that gets a dimension more before it is scattered."""
+    return (x[0] @ w)[None] * jnp.ones((4, 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "in_specs", "out_specs"),
+    [
+        (cut_again, ((4, 16), (2, 8, 64)), (P("model", None), P(None, "model", None)), P()),
+        (cut_again, ((4, 16), (2, 8, 64)), (P("model", None), P(None, "model", None)), P("model")),
+        (of_fewer_dimensions, ((4, 8), (8, 8)), (P(None, "model"), P("model")), P(None, "model")),
+    ],
+)
+def test_shapes_that_change_on_the_way(however_small, function, shapes, in_specs, out_specs):
+    """They raised errors."""
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=jax.devices()[:2])
+    rng, specs = np.random.default_rng(0), {"in_specs": in_specs, "out_specs": out_specs}
+    with jax.enable_x64():
+        arguments = [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+        run = per_device(function, mesh, **specs, rings={"model": (0, 1)})
+        found = jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))(*arguments)
+        np.testing.assert_allclose(found, function(*arguments), rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     "rings", [{"model": (0, 1)}, {"model": (0, 1, 1, 2)}, {"modle": (0, 1, 2, 3)}, {"data": (0, 2)}]
 )
