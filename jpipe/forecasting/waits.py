@@ -96,7 +96,8 @@ def turn_in_time(
 
     The operations follow each other in time, by the compiler's cycles. A transfer begins with its start, when the one
     before it that goes the same way has ended; one that has no start is waited for in full. A loop within the loop
-    hides what is under way.
+    hides what is under way. A v5e's compiler cuts a gather into steps that it joins to products: it begins with the
+    first of them, and ends with the last.
 
     Args:
       loop: of a compiled program.
@@ -106,13 +107,20 @@ def turn_in_time(
     now, free, under_way = 0.0, dict[str, float](), dict[str, TransferInTime]()
     begun, found, clock = list[tuple[float, Operation]](), list[TransferInTime](), chip.clock or 1.0
     for operation in loop.operations:
-        name = _collective(operation, loop, takes)
-        if name and operation.opcode.endswith("-start"):
+        collective = _collective(operation, loop, takes)
+        name = collective.name if collective else ""
+        gather = re.search(r"channel_id=\d+.*chain_id", collective.line) if collective else None
+        if collective and (operation.opcode.endswith("-start") or (gather and gather[0] not in under_way)):
             way = re.search(r"source_target_pairs=({{\d+,\d+)", operation.line)
             begin = max(free.get(way[1] if way else "", 0.0), now)
             end = free[way[1] if way else ""] = begin + takes[name]
-            under_way[operation.name] = TransferInTime(name, begin, end, 0.0, "")
-        elif name:
+            under_way[gather[0] if gather else operation.name] = TransferInTime(name, begin, end, 0.0, "")
+        elif gather:
+            if operation.name.startswith("async-collective-done"):
+                one = under_way.pop(gather[0])
+                found.append(replace(one, waited=max(0.0, one.end - now), at=operation.name))
+                now = max(now, one.end)
+        elif collective:
             found.append(TransferInTime(name, now, now + takes[name], takes[name], operation.name))
             now += takes[name]
         elif operation.opcode == "async-update" and operation.operands[0] in under_way:
@@ -128,10 +136,10 @@ def turn_in_time(
     return begun, found
 
 
-def _collective(operation: Operation, loop: Loop, takes: dict[str, float]) -> str:
-    """Which collective an operation is, or holds, as a fusion does; empty for none."""
+def _collective(operation: Operation, loop: Loop, takes: dict[str, float]) -> Operation | None:
+    """Which collective an operation is, or holds, as a fusion does; None for none."""
     called = loop.computations.get(operation.attribute("calls") or "", ())
-    return next((one.name for one in (operation, *called) if one.name in takes), "")
+    return next((one for one in (operation, *called) if one.name in takes), None)
 
 
 def type_bytes(text: str) -> int:
