@@ -65,16 +65,21 @@ class Collective:
 def read(text: str) -> list[Collective]:
     """The collectives of a compiled program, from `compiled.as_text()`; of a pair -start, -done the first.
 
-    A TPU's fusion of an all-reduce with the slice that a device keeps of it is called a reduce-scatter here too.
+    A TPU's fusion of an all-reduce with the slice that a device keeps of it is called a reduce-scatter here too. Of a
+    gather that a v5e carries out in steps, joined to products, the first step counts.
     """
     computations = _computations(text)
     loops, scopes, beside = _loops(computations), _scopes(computations), _beside_work(computations)
     devices = re.search(r"num_partitions=(\d+)", text)
     everyone = tuple(range(int(devices.group(1)))) if devices else ()
+    first_steps = set(re.findall(r"%?async-collective-start[\w.]* = .*? calls=%?([\w.-]+)", text))
+    beside.update(first_steps)
     found = []
     for name, lines in computations.items():
         types = _types(lines)
         for line in lines:
+            if "chain_id=" in line and name not in first_steps:
+                continue
             match = re.search(rf" ({'|'.join(KINDS)})(-start)?\(", line)
             start = _START.match(line)
             if match and start:
@@ -189,11 +194,11 @@ def _beside_work(computations: dict[str, list[str]]) -> set[str]:
     for lines in computations.values():
         open_starts: dict[str, list[str]] = {}  # a start that hasn't ended -> it and what it calls
         for line in lines:
-            start, end = _START.match(line), re.search(r" [\w-]*-done\(%?([\w.-]+)\)|async-collective-done", line)
+            start, end = _START.match(line), re.search(r" [\w-]*-done\(%?([\w.-]+)\)", line)
             if re.search(_WORK, line):
                 found.update(name for names in open_starts.values() for name in names)
             if end:
-                open_starts.pop(end.group(1) or "", None)
+                open_starts.pop(end.group(1), None)
             elif start and re.search(rf" (?:{'|'.join(KINDS)}|async)-start\(", line):
                 open_starts[start.group(1)] = [start.group(1), *[name for name, _ in _called(line)]]
     return found
