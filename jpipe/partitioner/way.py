@@ -26,7 +26,7 @@ import jax
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.prices import NOTHING, Cost
-from jpipe.partitioner.rings import AtHand, Rings, all_of
+from jpipe.partitioner.rings import AtHand, LastSent, Rings, all_of
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
 from jpipe.seam.inside import at_line_of, scope_of
@@ -158,9 +158,10 @@ class DevicePlan:
         """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program."""
         at_hand: AtHand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
+        sent: LastSent = {}
         for at, (flat, conversions, _) in enumerate(self.equations):
             with at_line_of(flat.equation, flat.callers):
-                self.rings.depart(conversions, at_hand)
+                self.rings.depart(conversions, at_hand, sent)
             with ExitStack() as scopes:
                 for caller in flat.callers:
                     scopes.enter_context(scope_of(caller))
@@ -171,7 +172,7 @@ class DevicePlan:
             if at in self.rings.readers:
                 step = self.rings.readers[at]
                 at_hand[step.makes] = step.as_pieces_arrive(at_hand)
-        self.rings.depart(self.conversions, at_hand)
+        self.rings.depart(self.conversions, at_hand, sent)
         self._convert(self.conversions, at_hand)
         return [all_of(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]
 

@@ -81,8 +81,8 @@ def test_a_loop_hides_what_is_under_way():
 def test_a_gather_in_steps_beside_products_is_under_way_from_its_first_step_to_its_last():
     """As a v5e's compiler has it: each step is a fusion that holds the whole gather."""
     gather = (
-        "  ROOT %gather{} = bf16[8,128]{{1,0}} all-gather(%p), channel_id=3, replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, "
-        'dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
+        "  ROOT %gather{} = bf16[8,128]{{1,0}} all-gather(%p), channel_id=3, "
+        'replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
     )
     names = ("first", "async_collective_fusion.1", "last")
     steps = [f"%{name} (p: bf16[2,128]) -> bf16[8,128] {{\n{gather.format(i)}\n}}" for i, name in enumerate(names)]
