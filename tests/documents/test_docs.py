@@ -46,6 +46,8 @@ SLOW = {
     "cheat-sheet",
     "losses",
     "numerics",
+    "optimizers",
+    "out-of-memory",
 }
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step", "start"}
