@@ -47,7 +47,7 @@ PIPES = {
     "unrolled": {"num_stages": 3, "unroll": True},
     "model": {"num_stages": 2, "mesh": ((2, 2), ("stage", "model"))},
 }
-BY_DEFAULT = {("lamb", "spread"), ("masked by path", "model")}
+BY_DEFAULT = {("masked by path", "model")}
 
 
 def made(model):
