@@ -80,9 +80,9 @@ OPTIONS = {
     "spread": {"ends": "spread", "schedule": "v", "num_chunks": 2},
 }
 BY_DEFAULT = {
-    ("loop", "gpipe"), ("scan", "zero_bubble"), ("tied", "spread"), ("dropout", "1f1b"), ("resnet", "interleaved"),
+    ("scan", "zero_bubble"), ("tied", "spread"), ("dropout", "1f1b"), ("resnet", "interleaved"),
 }  # fmt: skip
-"""Each option. `test_models_train_in_stages` has U-Net and translation, `test_a_model_of_everything` remat."""
+"""`test_models_train_in_stages` has U-Net and translation, `test_a_model_of_everything` remat."""
 
 
 @pytest.mark.parametrize(

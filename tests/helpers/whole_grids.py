@@ -70,6 +70,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     # Spread ends with parameters that are split over an explicit mesh's data axis stay.
     "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
     "test_whole_models.py::test_on_meshes": ("shape0-axes0",),
+    "test_whole_tools.py::test_rules_of_state": ("mean",),
     "test_whole_models.py::test_initial_values_are_those_of_the_model": ("resnet",),
     "test_whole_checkpoints.py::test_marks_may_come_later_and_parameters_thaw": ("tx1",),
     "test_by_slices.py::test_checkpoints_go_to_pipelines_without": ("adam-from the hosts", "lamb-from the devices"),
