@@ -53,6 +53,8 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_idle_work.py::test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there": (
         *("own-zero_bubble", "own-interleaved", "shared-1f1b", "shared-v"),
     ),
+    # Each kind of devices, and both sorts of layers, stay.
+    "test_host_moves.py::test_a_step_is_the_same_to_the_bit": ("linen-case3-none-offload3-gpu",),
     "test_fsdp.py::test_gradients_where_weights_arrive_by_rings": ("none", "stage"),
     # What arrives at each use stays in the tests of gradients.
     "test_fsdp.py::test_shard_over_a_data_axis": ("use-none",),

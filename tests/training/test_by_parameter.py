@@ -52,7 +52,7 @@ BY_DEFAULT = {("masked by path", "model")}
 
 def made(model):
     batch = whole_models.tokens("inputs", "targets")
-    return batch, nn.unbox(dict(model.init(jax.random.key(0), batch["inputs"])))
+    return batch, nn.unbox(dict(jax.jit(model.init)(jax.random.key(0), batch["inputs"])))
 
 
 def drawn(tree):
