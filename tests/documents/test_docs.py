@@ -48,6 +48,7 @@ SLOW = {
     "numerics",
     "optimizers",
     "out-of-memory",
+    "custom-schedule",
 }
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step", "start"}

@@ -53,8 +53,11 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_idle_work.py::test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there": (
         *("own-zero_bubble", "own-interleaved", "shared-1f1b", "shared-v"),
     ),
-    # Each kind of devices, and both sorts of layers, stay.
-    "test_host_moves.py::test_a_step_is_the_same_to_the_bit": ("linen-case3-none-offload3-gpu",),
+    # A program for TPUs and one for GPUs stay; on CPUs nothing is moved.
+    "test_host_moves.py::test_a_step_is_the_same_to_the_bit": (
+        "linen-case3-none-offload3-gpu",
+        "linen-case0-none-residuals-cpu",
+    ),
     "test_fsdp.py::test_gradients_where_weights_arrive_by_rings": ("none", "stage"),
     # What arrives at each use stays in the tests of gradients.
     "test_fsdp.py::test_shard_over_a_data_axis": ("use-none",),
@@ -71,11 +74,17 @@ MOVED: dict[str, tuple[str, ...]] = {
     ),
     # Spread ends with parameters that are split over an explicit mesh's data axis stay.
     "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
+    # The program for TPUs stays; `test_gpu` has one for GPUs that moves to hosts.
+    "test_by_slices.py::test_programs_move_slices_beside_work": ("h100:8-adamw",),
     "test_whole_models.py::test_on_meshes": ("shape0-axes0",),
     "test_whole_tools.py::test_rules_of_state": ("mean",),
     "test_whole_models.py::test_initial_values_are_those_of_the_model": ("resnet",),
     "test_whole_checkpoints.py::test_marks_may_come_later_and_parameters_thaw": ("tx1",),
-    "test_by_slices.py::test_checkpoints_go_to_pipelines_without": ("adam-from the hosts", "lamb-from the devices"),
+    "test_by_slices.py::test_checkpoints_go_to_pipelines_without": (
+        "adam-from the hosts",
+        "lamb-from the devices",
+        "adam-from the devices",
+    ),
     # The rest of PyTorch's files are read by default, and that of the most kinds of actions is run.
     "test_csv_format.py::test_files_of_pytorch_are_run_exactly": (
         *("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
