@@ -80,7 +80,7 @@ OPTIONS = {
     "spread": {"ends": "spread", "schedule": "v", "num_chunks": 2},
 }
 BY_DEFAULT = {("tied", "spread"), ("dropout", "1f1b"), ("resnet", "interleaved")}
-"""`test_on_meshes` has a scan, `test_models_train_in_stages` U-Net and translation, `test_a_model_of_everything` remat."""
+"""`test_on_meshes` has a scan, `test_models_train_in_stages` U-Net and translation, `test_random_models` remat."""
 
 
 @pytest.mark.parametrize(

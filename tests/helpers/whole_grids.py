@@ -18,6 +18,8 @@ EXAMPLES = (
 OTHERS = (
     # `test_amoebanet_d_has_the_parameters_of_table_1` counts those of the same cells.
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
+    # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
+    "test_waits.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
     # `test_whole_decoding` has outputs that no loss reads.
     "test_registry_models.py::test_outputs_that_the_loss_does_not_read_are_none",
     "test_fuzz.py::test_a_call_that_hangs_dies_or_raises_is_a_result",
@@ -92,9 +94,17 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_meshes.py::test_default_explicit_mesh_of_stages_alone": ("True",),
     "test_meshes.py::test_a_model_without_parameters_on_an_explicit_mesh": ("shape1",),
     "test_pipeline.py::test_where_the_inputs_come_from": ("None-<lambda>1",),
-    # K=4; K=2 with V=2; orders, unrolled, spread and shared ends stay.
+    # K=2 with V=2, unrolled, and shared ends stay.
     "test_decoding.py::test_equals_the_model_without_a_cache": (
-        *("K=1-greedy", "K=2-greedy", "K=1, V=2-greedy", "v-greedy", "shared by one-greedy", "spread-greedy"),
+        *(
+            "K=4-greedy",
+            "K=1-greedy",
+            "K=2-greedy",
+            "K=1, V=2-greedy",
+            "v-greedy",
+            "shared by one-greedy",
+            "spread-greedy",
+        ),
     ),
     # Two axes at once stay.
     "test_decoding.py::test_other_axes": ("axes1", "axes2"),
@@ -138,8 +148,8 @@ MOVED: dict[str, tuple[str, ...]] = {
         *("clip-mean-M1-{}-{}", "clip-masked-M1-{}-{}", "clip-mean-M4-{}-{'remat': 'none'}"),
         "clip-two_means-M4-{}-{'schedule': 'v', 'num_chunks': 2}",
     ),
-    # Each type and each number of stages stays: 1-int64, 4-int16, 4-uint8.
-    "test_decoding.py::test_prompts_of_any_integers": ("1-uint8", "1-int16", "4-int64"),
+    # The narrowest type stays: 4-uint8.
+    "test_decoding.py::test_prompts_of_any_integers": ("1-uint8", "1-int16", "4-int64", "1-int64", "4-int16"),
     # Each schedule and each remat stays: 1f1b with none and layer, interleaved with stage, naive with full.
     "test_stage.py::test_a_stage_computes_its_own_layers_only": (
         *("1f1b-4-1-stage", "1f1b-4-1-full", "naive-1-1-none", "naive-1-1-layer", "naive-1-1-stage"),
