@@ -26,11 +26,13 @@ import pytest
 from hypothesis import settings
 from jax.sharding import AxisType, Mesh
 
+import compiled_once
 import whole_grids
 
 jax.config.update("jax_platforms", "cpu")
 jax.devices()
 os.environ["XLA_FLAGS"] = _LASTING
+compiled_once.install()
 # Traces are many small objects that live long; to look through all of them took a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -77,10 +77,16 @@ def plain_steps(tx, params, state, frozen, steps):
     """(all parameters, the optimiser's state) after some steps of plain JAX and optax."""
     kept = {(i, name): params[i, name] for i, names in enumerate(frozen) for name in names}
     trained = {place: leaf for place, leaf in params.items() if place not in kept}
-    state = tx.init(trained) if state is None else state(tx.init(trained))
-    for _ in range(steps):
+    start = jax.jit(tx.init)(trained)
+    state = start if state is None else state(start)
+
+    @jax.jit  # as one program: its operations one by one would be compiled one by one
+    def step(trained, state):
         changes, state = tx.update(jax.grad(plain_loss)(trained, kept), state, trained)
-        trained = optax.apply_updates(trained, changes)
+        return optax.apply_updates(trained, changes), state
+
+    for _ in range(steps):
+        trained, state = step(trained, state)
     return trained | kept, state
 
 

@@ -46,6 +46,9 @@ SLOW = {
     "cheat-sheet",
     "losses",
     "numerics",
+    "optimizers",
+    "out-of-memory",
+    "custom-schedule",
 }
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step", "start"}
@@ -207,7 +210,12 @@ def test_the_readme_is_short():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built site; a warning fails it."""
+    """The folder of the built site; a warning fails it.
+
+    JPIPE_SITE names the one of `make docs`, if it has just been made.
+    """
+    if built := os.environ.get("JPIPE_SITE"):
+        return ROOT / built
     pytest.importorskip("sphinx")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(folder)]

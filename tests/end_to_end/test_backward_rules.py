@@ -97,7 +97,7 @@ def check(rule, loss_fn, m, axes, **options):
             x = layer.apply(tree, x)
         return plain_loss(loss_fn, x, batch)
 
-    expected, wanted = jax.value_and_grad(plain)(trees)
+    expected, wanted = jax.jit(jax.value_and_grad(plain))(trees)
     (loss, _), grads = pipe.value_and_grad(state.variables, batch)
     assert_close(loss, expected, "loss")
     assert_close(jax.device_get(pipe.layer_variables({"params": grads})), wanted, "gradients")
@@ -165,7 +165,7 @@ def test_ends_that_all_stages_share():
                 x = layer.apply(tree, x)
             return loss_fn(x, batch)
 
-        expected, wanted = jax.value_and_grad(plain)(trees)
+        expected, wanted = jax.jit(jax.value_and_grad(plain))(trees)
         (loss, _), grads = pipe.value_and_grad(variables, batch)
         assert_close(loss, expected, "loss")
         assert_close(jax.device_get(pipe.layer_variables({"params": grads})), wanted, "gradients")

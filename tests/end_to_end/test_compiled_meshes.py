@@ -11,11 +11,8 @@ from timed import FAST, Worker
 
 QUICK = [
     ("plain layers", "data"),
-    ("scalar in a flat buffer", "data"),
     ("unbatched leaf in a flat buffer", "data"),
-    ("folded", "data"),
     ("BatchNorm", "data"),
-    ("contrastive layer", "data"),
     ("fused attention", "model"),
     ("split", "model"),
     ("tied", "fsdp and tp"),

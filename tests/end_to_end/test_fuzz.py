@@ -8,9 +8,9 @@ import fuzz
 from fuzz_layers import CHANGES, LAYOUTS, OF_LAYOUT
 from timed import Worker
 
-DEFAULT = range(2)
-FIRST = int(os.environ.get("JPIPE_FUZZ_FIRST", "2"))
-COUNT = int(os.environ.get("JPIPE_FUZZ_COUNT", "60"))
+DEFAULT = range(1)
+FIRST = int(os.environ.get("JPIPE_FUZZ_FIRST", "1"))
+COUNT = int(os.environ.get("JPIPE_FUZZ_COUNT", "61"))
 SLOW = range(FIRST, FIRST + COUNT)
 """The seeds of `make test-all`, more than three rounds of `fuzz.MESHES`. JPIPE_FUZZ_FIRST and JPIPE_FUZZ_COUNT choose
 others, for a longer search."""

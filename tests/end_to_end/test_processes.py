@@ -76,7 +76,9 @@ def run_all(directory: Path, processes: int, devices: int, cases: list[str]) -> 
     return finish(directory, workers)
 
 
-STEPS = ["stage across", "stage across, data within", "stage within, data across"]
+STEP = "stage across, data within"
+MORE_STEPS = ["stage across", "stage within, data across"]
+"""Those of `make test-all`; by default a loop and a run that goes on have the other axis across."""
 
 
 def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
@@ -120,18 +122,15 @@ def saved_run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, saved_run):
     """What two processes of two devices each found."""
-    cases = [
-        *STEPS,
-        "training",
-        "own loop",
-        "there and back",
-        "ready modules",
-        "resumed",
-        "whole model",
-        "errors",
-        "late",
-    ]
+    cases = [STEP, "training", "own loop", "there and back", "ready modules", "resumed", "errors", "late"]
     return once(tmp_path_factory, "two", lambda: run_all(saved_run[0], 2, 2, cases))
+
+
+@pytest.fixture(scope="module")
+def two_more(tmp_path_factory):
+    """What two processes found in the cases of `make test-all`."""
+    run = lambda: run_all(tmp_path_factory.mktemp("more"), 2, 2, [*MORE_STEPS, "whole model"])
+    return once(tmp_path_factory, "two_more", run)
 
 
 @pytest.fixture
@@ -155,9 +154,14 @@ def check_step(found: dict[int, Any], case: str) -> None:
         np.testing.assert_allclose(step["loss"], alone["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", STEPS)
-def test_a_step_of_two_processes_is_that_of_one(two, four_devices, case):
-    check_step(two, case)
+def test_a_step_of_two_processes_is_that_of_one(two, four_devices):
+    check_step(two, STEP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_STEPS)
+def test_so_is_a_step_with_other_axes_across(two_more, four_devices, case):
+    check_step(two_more, case)
 
 
 @pytest.mark.slow
@@ -243,11 +247,12 @@ def test_variables_go_from_mesh_to_mesh_though_no_process_has_them_whole(two):
         assert_close(ready["found"], ready["expected"])
 
 
-def test_a_model_that_is_one_module_trains_and_goes_on(two, four_devices, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_model_that_is_one_module_trains_and_goes_on(two_more, four_devices, tmp_path, monkeypatch):
     """A scan's parameters are stacked on the hosts alone, once its checkpoint is read."""
     monkeypatch.setattr(process_worker, "OUT", tmp_path)
     alone = process_worker.whole_model()
-    for by_case in two.values():
+    for by_case in two_more.values():
         found = by_case["whole model"]
         np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
         assert_equal(found["loaded"], found["trained"])

@@ -139,7 +139,7 @@ def plain(model, variables, batch):
             states.append(state)
         return sum(losses) / 2, states
 
-    return jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
 
 
 def compare(model, options):
@@ -162,7 +162,8 @@ def compare(model, options):
     assert jax.tree.structure(got) == jax.tree.structure(expected_grads)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12 * max(1.0, float(np.abs(other).max())))
-    outputs = np.concatenate([model.apply(own, *inputs(part)) for part in parts_of(data)])  # the mask sees all rows
+    apply = jax.jit(model.apply)
+    outputs = np.concatenate([apply(own, *inputs(part)) for part in parts_of(data)])  # the mask sees all rows
     np.testing.assert_allclose(pipe.apply(variables, data), outputs, rtol=1e-12, atol=1e-12)
 
 

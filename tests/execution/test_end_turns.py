@@ -32,7 +32,7 @@ def sequential(layers, trees, batch):
         total, weight = cross_entropy(x, batch)
         return total / weight, x
 
-    return jax.value_and_grad(loss, has_aux=True)(trees)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(trees)
 
 
 def wide_at_the_ends():

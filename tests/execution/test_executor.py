@@ -109,7 +109,7 @@ def test_no_permute_has_a_ring_on_gpus(make_mesh, monkeypatch, schedule):
         return jnp.mean(x**2), x
 
     trees = pipe.layer_variables(variables)
-    (expected, x), of_trees = jax.value_and_grad(sequential, has_aux=True)(trees)
+    (expected, x), of_trees = jax.jit(jax.value_and_grad(sequential, has_aux=True))(trees)
     assert_close(loss, expected, "loss")
     assert_close(outputs, x, "outputs")
     assert_close(pipe.layer_variables({"params": gradients}), of_trees, "gradients")

@@ -65,7 +65,7 @@ def called(case, variables, batch, key=None):
     mode = {"train": key is not None} if "train" in names else {}
     mode |= {"deterministic": key is None} if "deterministic" in names else {}
     if key is None:
-        return case.model.apply(variables, *arguments(case, batch), **mode), {}
+        return jax.jit(lambda *given: case.model.apply(*given, **mode))(variables, *arguments(case, batch)), {}
     mutable = [name for name in variables if name != "params"]
     return case.model.apply(variables, *arguments(case, batch), rngs={"dropout": key}, mutable=mutable, **mode)
 

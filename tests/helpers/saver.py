@@ -3,6 +3,7 @@
 import argparse
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--full-after", type=int, help="the step after which no file can grow beyond some bytes")
-    parser.add_argument("--forget", action="store_true", help="save once, and end without waiting for it")
+    parser.add_argument("--forget", type=Path, help="another directory: save there at last, and end without waiting")
     options = parser.parse_args()
     batch = {"inputs": np.zeros((4, 256), np.float32)}
     pipe = jpipe.Pipeline([nn.Dense(256)] * 4, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2)
@@ -28,10 +29,6 @@ def main() -> None:
         params = jax.tree.map(lambda leaf: jnp.full_like(leaf, step), state.variables["params"])
         return state.replace(step=jnp.int32(step), variables={"params": params})
 
-    if options.forget:
-        saved = jpipe.Checkpointer(options.directory)
-        saved.save(pipe, at(1))
-        return
     with jpipe.Checkpointer(options.directory) as saved:
         if options.full_after is None:
             for step in range(1, 10_000):
@@ -51,6 +48,10 @@ def main() -> None:
             saved.save(pipe, at(step))
         saved.wait()
         print("again: steps 3 and 9 saved")
+    if options.forget:
+        print("without with:", file=sys.stderr, flush=True)
+        saved = jpipe.Checkpointer(options.forget)
+        saved.save(pipe, at(1))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ A case is named by its file, its test and its id, never by its place. A name tha
 a case that was renamed runs by default again.
 """
 
+import itertools
+
 EXAMPLES = (
     "test_generate_example.py::test_it_trains_is_evaluated_and_goes_on",
     "test_learning.py::test_it_learns_what_it_is_shown",
@@ -16,15 +18,93 @@ EXAMPLES = (
 OTHERS = (
     # `test_amoebanet_d_has_the_parameters_of_table_1` counts those of the same cells.
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
+    # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
+    "test_waits.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
+    # `test_whole_decoding` has outputs that no loss reads.
+    "test_registry_models.py::test_outputs_that_the_loss_does_not_read_are_none",
     "test_fuzz.py::test_a_call_that_hangs_dies_or_raises_is_a_result",
     # `test_its_choices_are_pipelines_that_train` compiles choices too.
     "test_search.py::test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for",
 )
 """Tests of what only other tests need, or that others cover."""
+FUNCTIONS = ("feed_forward", "attention", "block", "flat", "shared")
+BETWEEN = ("P('data', 'model')", "P('data', None)", "P(None, 'model')")
+"""What `test_rings.py` runs, and how activations lie between: each with each runs by default, on some devices."""
+RINGS = tuple(
+    f"{function}-{between}-{devices}"
+    for (i, function), (j, between), (k, devices) in itertools.product(
+        enumerate(FUNCTIONS), enumerate(BETWEEN), enumerate(("2-True", "3-False", "4-True", "4-False"))
+    )
+    if k != (i + j) % 4
+)
+RINGS_OF_DATA = tuple(
+    f"{function}-{devices}-{between}-{rows}"
+    for (i, function), (j, devices), (k, between), (n, rows) in itertools.product(
+        enumerate(FUNCTIONS), enumerate((2, 4)), enumerate(BETWEEN[:2]), enumerate((True, False))
+    )
+    if k != (i + j) % 2 or n != i // 2 % 2
+)
 MOVED: dict[str, tuple[str, ...]] = {
-    # K=4; K=2 with V=2; orders, unrolled, spread and shared ends stay.
+    "test_rings.py::test_values_and_gradients": RINGS,
+    "test_rings.py::test_weights_split_over_data_axes_arrive_beside_the_products_that_read_them": RINGS_OF_DATA,
+    # Each remat and each place of ends stays: own-none, spread-layer, tied-full.
+    "test_narrow_weights.py::test_layers_compute_the_same_to_the_bit": (
+        *("own-layer", "own-full", "spread-none", "spread-full", "tied-none", "tied-layer"),
+    ),
+    # Each schedule stays, two with either ends: own-1f1b, own-v, shared-zero_bubble, shared-interleaved.
+    "test_idle_work.py::test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there": (
+        *("own-zero_bubble", "own-interleaved", "shared-1f1b", "shared-v"),
+    ),
+    # A program for TPUs and one for GPUs stay; on CPUs nothing is moved.
+    "test_host_moves.py::test_a_step_is_the_same_to_the_bit": (
+        "linen-case3-none-offload3-gpu",
+        "linen-case0-none-residuals-cpu",
+    ),
+    "test_fsdp.py::test_gradients_where_weights_arrive_by_rings": ("none", "stage"),
+    # What arrives at each use stays in the tests of gradients.
+    "test_fsdp.py::test_shard_over_a_data_axis": ("use-none",),
+    # The looped step of 1F1B, one stage with one chunk, and ends beside an axis that splits weights stay.
+    "test_gpu.py::test_no_loop_of_a_steady_tick_stops_the_host": ("zero_bubble-1-none",),
+    "test_gpu.py::test_one_stage": ("1-4-2",),
+    "test_gpu.py::test_shared_ends_beside_another_axis": ("data",),
+    # ViT on an axis stays; models of other kinds are in `test_whole_models`.
+    "test_registry_models.py::test_equals_the_plain_model": ("Transformer-L-interleaved", "U-Net-zero_bubble"),
+    # What is clipped, skipped and summed up over steps stays, and one by layers: lamb.
+    "test_by_slices.py::test_steps_are_the_same_to_the_bit": (
+        *("adam", "momentum", "no state", "lion", "adafactor", "ratios of moments", "finite layers"),
+        *("hyperparameters", "steps of layers"),
+    ),
+    # Spread ends with parameters that are split over an explicit mesh's data axis stay.
+    "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
+    # The program for TPUs stays; `test_gpu` has one for GPUs that moves to hosts.
+    "test_by_slices.py::test_programs_move_slices_beside_work": ("h100:8-adamw",),
+    "test_whole_models.py::test_on_meshes": ("shape0-axes0",),
+    "test_whole_tools.py::test_rules_of_state": ("mean",),
+    "test_whole_models.py::test_initial_values_are_those_of_the_model": ("resnet",),
+    "test_whole_checkpoints.py::test_marks_may_come_later_and_parameters_thaw": ("tx1",),
+    "test_by_slices.py::test_checkpoints_go_to_pipelines_without": (
+        "adam-from the hosts",
+        "lamb-from the devices",
+        "adam-from the devices",
+    ),
+    # The rest of PyTorch's files are read by default, and that of the most kinds of actions is run.
+    "test_csv_format.py::test_files_of_pytorch_are_run_exactly": (
+        *("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
+    ),
+    "test_meshes.py::test_default_explicit_mesh_of_stages_alone": ("True",),
+    "test_meshes.py::test_a_model_without_parameters_on_an_explicit_mesh": ("shape1",),
+    "test_pipeline.py::test_where_the_inputs_come_from": ("None-<lambda>1",),
+    # K=2 with V=2, unrolled, and shared ends stay.
     "test_decoding.py::test_equals_the_model_without_a_cache": (
-        *("K=1-greedy", "K=2-greedy", "K=1, V=2-greedy", "v-greedy", "shared by one-greedy", "spread-greedy"),
+        *(
+            "K=4-greedy",
+            "K=1-greedy",
+            "K=2-greedy",
+            "K=1, V=2-greedy",
+            "v-greedy",
+            "shared by one-greedy",
+            "spread-greedy",
+        ),
     ),
     # Two axes at once stay.
     "test_decoding.py::test_other_axes": ("axes1", "axes2"),
@@ -33,9 +113,14 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_transparency.py::test_equals_the_sequential_model_in_float64": (
         *("linen-interleaved-K2-M3-V3-stage", "mixed-naive-K3-M3-V1-stage", "linen-zero_bubble-K3-M6-V1-none"),
         *("mixed-ahead-K3-M6-V1-stage", "nnx modules-gpipe-K2-M3-V1-layer"),
+        *("mixed-1f1b-K4-M3-V1-layer", "mixed-one slot-K4-M6-V1-policy"),
     ),
-    # Both sizes of K and both remats stay: 4-6-none, 2-3-stage.
-    "test_transparency.py::test_stage_k_runs_k_less_forwards_ahead_in_one_slot": ("2-6-layer", "4-3-layer"),
+    # One that keeps residuals stays: 4-6-none.
+    "test_transparency.py::test_stage_k_runs_k_less_forwards_ahead_in_one_slot": (
+        "2-6-layer",
+        "4-3-layer",
+        "2-3-stage",
+    ),
     # The other chips stay; 13 s of the TPU's compiler.
     "test_step_times.py::test_predictions_are_those_kept": ("v5e, K=4, 1024 wide, 1x1024, none, zero_bubble",),
     # Continuous integration runs all pages.
@@ -57,14 +142,14 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_end_turns.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
     "test_peers.py::test_pipelines_train_that_model": ("layer,unrolled,zero_bubble",),
     # Each kind of layer, the looped and the unrolled, split backwards and whole ones stay with another kind.
-    "test_alike.py::test_a_step_and_evaluation_equal_the_sequential_model": ("linen-zero_bubble",),
-    # M=2 and M=4 stay, at which the batch is cut.
+    "test_alike.py::test_a_step_and_evaluation_equal_the_sequential_model": ("linen-zero_bubble", "linen-1f1b"),
+    # Each rule stays, with M=2 and M=4, at which the batch is cut.
     "test_backward_rules.py::test_it_sees_what_it_sees_in_the_whole_model": (
-        "clip-mean-M1-{}-{}",
-        "clip-masked-M1-{}-{}",
+        *("clip-mean-M1-{}-{}", "clip-masked-M1-{}-{}", "clip-mean-M4-{}-{'remat': 'none'}"),
+        "clip-two_means-M4-{}-{'schedule': 'v', 'num_chunks': 2}",
     ),
-    # Each type and each number of stages stays: 1-int64, 4-int16, 4-uint8.
-    "test_decoding.py::test_prompts_of_any_integers": ("1-uint8", "1-int16", "4-int64"),
+    # The narrowest type stays: 4-uint8.
+    "test_decoding.py::test_prompts_of_any_integers": ("1-uint8", "1-int16", "4-int64", "1-int64", "4-int16"),
     # Each schedule and each remat stays: 1f1b with none and layer, interleaved with stage, naive with full.
     "test_stage.py::test_a_stage_computes_its_own_layers_only": (
         *("1f1b-4-1-stage", "1f1b-4-1-full", "naive-1-1-none", "naive-1-1-layer", "naive-1-1-stage"),
@@ -74,9 +159,9 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_fsdp.py::test_gradients_of_split_parameters": ("False-step", "True-use"),
     # One stage differs from four, three and two by sizes alone.
     "test_connections.py::test_all_sorts_of_connections": ("(1, 2, '1f1b', 1, 'layer')", "(3, 4, 'gpipe', 1, 'layer')"),
-    # One even and one odd number of rows stay, on both meshes.
-    "test_meshes.py::test_evaluation_of_any_batch": ("shape1-6", "shape0-13", "shape0-7"),
-    "test_meshes.py::test_a_scalar_among_the_boundaries": ("False-4-1",),
+    # An odd number of rows stays, on the mesh of two axes.
+    "test_meshes.py::test_evaluation_of_any_batch": ("shape0-6", "shape1-6", "shape0-13", "shape1-13", "shape0-7"),
+    "test_meshes.py::test_a_scalar_among_the_boundaries": ("False-4-1", "False-2-1"),
     "test_metadata.py::test_leaves_of_one_shape_with_and_without_metadata": ("2-names1", "1-names0", "1-names2"),
     "test_frozen.py::test_running_averages_of_a_frozen_layer": ("kept",),
     "test_flops.py::test_layers_of_the_examples_take_what_the_compiler_counts": ("transformer_l-none",),
@@ -87,6 +172,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_figures.py::test_no_text_leaves_its_bar_or_the_picture": (
         "200-('1f1b', 16, 64, 1)",
         "200-('gpipe', 16, 64, 1)",
+        "80-('gpipe', 16, 64, 1)",
     ),
     "test_decoding.py::test_blocks_with_numbers_of_their_own": ("numbers1-groups1",),
     "test_decoding.py::test_the_logits_among_several_outputs": ("{'data': 2}",),
@@ -116,26 +202,30 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_kernels.py::test_layers_with_programs_inside_equal_plain_flax": ("all-layer",),
     "test_per_layer.py::test_per_layer_shows_each_layer_its_own_tree": ("multi_transform", "clipped by block"),
     "test_tpu.py::test_images_are_padded_one_micro_batch_at_a_time": ("use",),
-    "test_options.py::test_the_step_stays_that_of_the_sequential_model": ("plain-1f1b-1-3-1-full",),
+    "test_options.py::test_the_step_stays_that_of_the_sequential_model": (
+        "plain-1f1b-1-3-1-full",
+        "linen-1f1b-2-4-1-none",
+    ),
     # Each mode stays: none, layer, stage; full with one stage.
     "test_remat.py::test_every_layer_runs_as_often_as_its_mode_says_and_never_in_an_idle_tick": (
         *("none-interleaved-2-2-1", "full-1f1b-2-1-3"),
     ),
     "test_connections.py::test_a_skip_under_every_cut": ("counts1", "counts2"),
-    "test_packed_sequences.py::test_packed_documents_train_as_each_by_itself": ("interleaved",),
+    "test_packed_sequences.py::test_packed_documents_train_as_each_by_itself": ("interleaved", "zero_bubble"),
     "test_loss.py::test_a_loss_with_a_key": ("{'num_stages': 2}",),
     "test_train_state.py::test_state_lies_with_its_layers": ("adamw", "chain"),
     "test_train_state.py::test_a_loop_of_ones_own_compiles_its_step_once": ("True",),
     "test_frozen.py::test_a_checkpoint_has_all": ("nnx",),
     "test_primitives.py::test_a_layer_of_it": ("layer-{}",),
     "test_holdings.py::test_own_and_held_are_what_arrays_have": ("axes0-options0", "axes2-options2"),
-    "test_csv_format.py::test_files_of_pytorch_are_run_exactly": ("GPipe", "Interleaved1F1B"),
     "test_dit_stream.py::test_forty_blocks_are_cut_into_equal_stages": ("4",),
     "test_errors.py::test_a_metric_in_place_of_a_weight": (*("<lambda>-True1", "<lambda>-False0", "<lambda>-False1"),),
     "test_refreezing.py::test_a_layer_that_is_one_array": ("all",),
-    "test_meshes.py::test_layers_that_remember_the_mesh": ("linear solver",),
+    "test_meshes.py::test_layers_that_remember_the_mesh": ("linear solver", "weak scalars"),
     "test_meshes.py::test_one_stage_and_another_axis": ("data-None",),
-    "test_pipeline.py::test_boundaries_cross_by_permutation_alone": ("masked-gpipe-3-1-stage-3-2",),
+    "test_pipeline.py::test_boundaries_cross_by_permutation_alone": (
+        *("masked-gpipe-3-1-stage-3-2", "alternating-interleaved-2-2-none-1-1"),
+    ),
 }
 
 

@@ -71,7 +71,7 @@ def test_a_model_is_called_with_keywords(model):
         nnx.update(module, params)
         return loss_fn(module(BATCH["x"], **keywords(BATCH)), BATCH)
 
-    expected = jax.value_and_grad(plain)(pipe.model_variables(variables)["params"])
+    expected = jax.jit(jax.value_and_grad(plain))(pipe.model_variables(variables)["params"])
     got = pipe.model_variables({"params": grads})["params"]
     for one, other in zip(jax.tree.leaves((loss, got)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)

@@ -69,7 +69,7 @@ def check(pipe, by_hand):
     """Loss, every gradient and evaluation are those of `by_hand(trees of the layers)`."""
     variables = pipe.init(jax.random.key(0), BATCH)
     trees = jax.device_get(pipe.layer_variables(variables))
-    expected, gradients = jax.value_and_grad(by_hand)(trees)
+    expected, gradients = jax.jit(jax.value_and_grad(by_hand))(trees)
     (loss, _), grads = pipe.value_and_grad(variables, BATCH)
     assert_close(loss, expected, "loss")
     assert_close(pipe.layer_variables({"params": grads}), gradients, "gradients")
@@ -94,7 +94,7 @@ def test_a_skip_under_every_cut(counts):
 
     trees = jax.device_get(pipe.layer_variables(variables))
     _, grads = pipe.value_and_grad(variables, BATCH["inputs"])
-    assert_close(pipe.layer_variables({"params": grads}), jax.grad(plain)(trees), "gradients")
+    assert_close(pipe.layer_variables({"params": grads}), jax.jit(jax.grad(plain))(trees), "gradients")
 
 
 class Join(nn.Module):

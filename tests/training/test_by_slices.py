@@ -134,13 +134,17 @@ def test_on_meshes(make_mesh, name, explicit):
         assert_equal(trained(tx, True, **options), trained(tx, False, **options))
 
 
-def test_tensor_axes(make_mesh):
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adam(1e-2), pytest.param(jpipe.per_layer(optax.lamb(1e-2)), marks=pytest.mark.slow)],
+    ids=["adam", "lamb"],
+)
+def test_tensor_axes(make_mesh, tx):
     split = lambda axes: nn.with_partitioning(nn.initializers.lecun_normal(), axes)
     dense = lambda size, axes: nn.Dense(size, kernel_init=split(axes))
     layers = [nn.Dense(8), dense(16, (None, "model")), dense(8, ("model", None)), nn.Dense(5)]
     options = {"mesh": make_mesh((2, 2), ("stage", "model")), "layers": layers}
-    for tx in (optax.adam(1e-2), jpipe.per_layer(optax.lamb(1e-2))):
-        assert_equal(trained(tx, True, **options), trained(tx, False, **options))
+    assert_equal(trained(tx, True, **options), trained(tx, False, **options))
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["from the devices", "from the hosts"])
