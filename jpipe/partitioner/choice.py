@@ -23,6 +23,7 @@ made (`ROUNDS`), by other prices and a shorter look ahead, and the cheaper one i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -75,7 +76,8 @@ def cheapest_plan(
     plans: list[DevicePlan] = []
     for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
         lying, wishes = [apart(s, axes, parts) for s in arguments], [_along_parts(w, axes, parts) for w in wanted]
-        plans += [Chooser(parts, handlers, *choices).make_plan(flat, lying, wishes) for choices in ROUNDS]
+        by_rule = cache(partial(way_by_rule, axes=parts))
+        plans += [Chooser(parts, handlers, *choices, by_rule).make_plan(flat, lying, wishes) for choices in ROUNDS]
     if any(axis.ring for axis in axes):
         plans = [replace(plan, rings=find_rings(plan)) for plan in plans]
     return min(plans, key=lambda plan: price(PRICES, plan.cost - plan.rings.hidden))
@@ -95,6 +97,7 @@ class Chooser:
         others there are rules.
       prices: the worth of each quantity, as `PRICES`.
       horizon: for how many equations an alternative is followed.
+      by_rule: an equation, how its operands lie -> its way by its rule. Choosers for the same axes may share it.
       flat: a loop's body or a branch -> its flat jaxpr.
       cost_of_conversion: shape, bytes of an element, how an array lies, how it is to lie -> the cost of the conversion.
       way: a flat jaxpr, the number of an equation, how its operands lie -> its way by its handler or rule; the way may
@@ -103,8 +106,16 @@ class Chooser:
         Handlers of loops, branches and users' shardings ask it of their bodies, `results_by_rules` of whole layers.
     """
 
-    def __init__(self, axes: Axes, handlers: Mapping[str, Handler], prices: Cost = PRICES, horizon: int = 200):
+    def __init__(
+        self,
+        axes: Axes,
+        handlers: Mapping[str, Handler],
+        prices: Cost = PRICES,
+        horizon: int = 200,
+        by_rule: Callable[..., Way] | None = None,
+    ):
         self.axes, self.handlers, self.prices, self.horizon = axes, handlers, prices, horizon
+        self.by_rule = by_rule or cache(partial(way_by_rule, axes=axes))
         # Each level of nested loops asks several times for what is in it.
         self.flat = cache(partial(flatten, is_body=True))
         self.cost_of_conversion = cache(partial(cost_of_conversion, axes))
@@ -119,9 +130,10 @@ class Chooser:
           wanted: for each result, from how it lies by itself how it has to lie.
         """
         early: Early = {}
-        draft = _Draft(self, flat, arguments, early)
-        ahead = draft.plan(wanted, partial(draft.cheapest, wanted))
-        best = min(ahead, self.by_rules(flat, arguments, wanted), key=self._price)
+        best = self.by_rules(flat, arguments, wanted)
+        if best.conversions or any(planned.conversions for planned in best.equations):  # else there is no other way
+            draft = _Draft(self, flat, arguments, early)
+            best = min(draft.plan(wanted, partial(draft.cheapest, wanted)), best, key=self._price)
         # Each `find` looks for one flaw in the best plan so far and returns changes (`Early`) to try one by one.
         # `summed_wide` comes first: a sum that it moves before a cast is one that `summed_twice` need no longer find.
         for find in (summed_wide, summed_twice, added_to_whole):
@@ -151,7 +163,7 @@ class Chooser:
         # What no equation reads is a result: if it is a cast to a wider type, it may stay partial and be summed after
         # the cast.
         is_last = not flat.read.intersection(flat.equations[at].makes)
-        return way_by_rule(equation, lying, self.axes, is_last=is_last)
+        return self.by_rule(equation, lying, is_last=is_last)
 
 
 class _Draft:
@@ -205,7 +217,11 @@ class _Draft:
             ways.setdefault((way.operands, way.results), way)
         if len(ways) == 1:
             return first
-        return min(ways.values(), key=lambda way: price(self.chooser.prices, self._followed(at, way, wanted)))
+        best, least = first, math.inf
+        for way in ways.values():
+            if (cost := self._followed(at, way, wanted, least)) < least:
+                best, least = way, cost
+        return best
 
     def as_before_or_cheapest(self, wanted: Sequence[Wanted], plan: DevicePlan, change: Early, at: int) -> Way:
         """Takes an equation's way in a plan; or finds the cheapest, if the equation may feel a change to the plan.
@@ -239,16 +255,22 @@ class _Draft:
                     if sharding != lying[k] and is_possible(shape, sharding, self.axes):
                         yield (*lying[:k], sharding, *lying[k + 1 :])
 
-    def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> Cost:
-        """Adds up the costs of a way, of the equations up to the horizon by the rules, and of results made by then."""
+    def _followed(self, at: int, way: Way, wanted: Sequence[Wanted], least: float) -> float:
+        """The price of a way, of the equations up to the horizon by the rules, and of results made by then.
+
+        It is infinite, and not followed to the end, where it isn't less than `least`.
+        """
         forms, end = dict(self.forms), min(at + 1 + self.chooser.horizon, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):
+            if price(self.chooser.prices, cost) >= least:  # costs only grow
+                return math.inf
             cost_of_early = self._convert_early(later, forms)[1]
             cost = cost + cost_of_early + self._take(later, self._best_by_rules(later, forms), forms)[1]
         made = [(value, wish) for value, wish in zip(self.flat.results, wanted, strict=True) if value in forms]
         results = [wish(forms[value][0]) for value, wish in made]
-        return cost + self._convert([value for value, _ in made], results, forms)[1]
+        cost = cost + self._convert([value for value, _ in made], results, forms)[1]
+        return price(self.chooser.prices, cost)
 
     def _best_by_rules(self, at: int, forms: Forms) -> Way:
         """Finds the cheapest way by the rules, where one operand may be taken in any form that a device has.

@@ -32,7 +32,6 @@ from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer
-from jpipe.planning.unsplit import warn_of_unsplit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
 from jpipe.seam.inside import line_of
@@ -132,22 +131,13 @@ def as_they_lie(
     return lying, [programs.of(layer, function) for layer, function in zip(trained, lying, strict=False)]
 
 
-def check_layers(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer], *, shared: bool) -> None:
-    """Checks that devices share the work of all layers, and if they are to, stages that of the ends.
+def check_end(group: LayerGroup, layer: DeviceLayer) -> None:
+    """Checks that stages share the work of an end that all of them compute together.
 
     Raises:
-      ValueError: of an end no weight is split over the stages, or all of them compute with whole ones, or with whole
+      ValueError: no weight of it is split over the stages, or all of them compute with whole ones, or with whole
         outputs; naming the operation.
-
-    Warns:
-      UserWarning: as `warn_of_unsplit`.
     """
-    for g in {0, len(trained) - 1} if shared and trained else ():
-        _check_end(trained[g].function.group, layers[g])
-    warn_of_unsplit(trained, layers)
-
-
-def _check_end(group: LayerGroup, layer: DeviceLayer) -> None:
     name = f"ends='shared': layer {group.indices[0]} ({group.layer.name})"
     specs = [spec for of_collection in group.specs.values() for spec in of_collection]
     if specs and not any(map(on_all_stages, specs)):

@@ -24,13 +24,14 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import Merging, make_merging
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer, DevicePrograms, TracedLayer
 from jpipe.partitioner.shardings import Sharding
-from jpipe.planning.ends import Ends, as_they_lie, check_layers, make_shared_ends
+from jpipe.planning.ends import Ends, as_they_lie, check_end, make_shared_ends
 from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
 from jpipe.planning.host_residuals import Going, residuals_that_go
 from jpipe.planning.idle_work import IdleWork, plan_idle_work
 from jpipe.planning.kept import KeptStorage, make_kept_storage
 from jpipe.planning.layer_ranges import LayerRanges, make_ranges
 from jpipe.planning.plan import Plan
+from jpipe.planning.unsplit import warn_of_unsplit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
 from jpipe.terminal.notices import warn_once
@@ -152,10 +153,10 @@ def build_step(
       idles_work: whether idle stages may compute along (`jpipe.planning.idle_work`).
 
     Raises:
-      ValueError: as `check_layers` and `make_merging`.
+      ValueError: as `check_end` and `make_merging`.
 
     Warns:
-      UserWarning: as `check_layers`.
+      UserWarning: as `warn_of_unsplit`.
     """
     request, bounds, programs = plan.request, plan.partition.bounds, programs or DevicePrograms()
     # With `unroll` groups are taken apart: a virtual stage has at most one layer of each; `traced_as` says of which.
@@ -172,8 +173,12 @@ def build_step(
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
     over = lambda g: replace(splits, over_stages=over_stages and g in (0, traced.last))
-    layers = [programs.layer(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
-    check_layers(trained, layers, shared=over_stages)
+    layers: list[DeviceLayer] = []
+    for g, one in enumerate(trained):
+        layers.append(programs.layer(one, over(g), in_parts=schedule.splits))
+        if over(g).over_stages:
+            check_end(one.function.group, layers[g])  # at once: to partition the others takes time
+    warn_of_unsplit(trained, layers)
     alone = lambda: [programs.forward(function, over(g)) for g, function in enumerate(functions)]
     forwards = [layer.forward for layer in layers] if stores_residuals else alone()
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))

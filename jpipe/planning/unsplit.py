@@ -34,9 +34,10 @@ class WholeOperation(NamedTuple):
 
 def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> list[WholeOperation]:
     """The operations of a layer, forward and backward, that every device does whole, each line's together."""
-    total = _total(traced)
+    unsplit = [*layer.forward.unsplit, *layer.unsplit]
+    total = _total(traced) if unsplit else 1.0
     shares: dict[tuple[str, str], float] = {}
-    for (equation, callers, *_), times, _ in [*layer.forward.unsplit, *layer.unsplit]:
+    for (equation, callers, *_), times, _ in unsplit:
         key = equation.primitive.name, line_of(equation, callers)
         shares[key] = shares.get(key, 0.0) + times * flops_of(equation).flops / total
     return [WholeOperation(*key, share) for key, share in shares.items()]
@@ -49,9 +50,11 @@ def _total(traced: TracedLayer) -> float:
 
 def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]) -> None:
     """Warns, once, of each kind of layer of which every device does much whole, if that is some part of the model."""
+    whole = [unsplit_in(traced, layer) for traced, layer in zip(trained, layers, strict=True)]
+    if not any(whole):
+        return
     totals = [_total(traced) * len(traced.function.group.indices) for traced in trained]
-    for traced, layer, total in zip(trained, layers, totals, strict=True):
-        operations = unsplit_in(traced, layer)
+    for traced, operations, total in zip(trained, whole, totals, strict=True):
         share = sum(one.share for one in operations)
         if share > MUCH and _total(traced) > NOTHING and share * total > FELT * sum(totals):
             worst = max(operations, key=lambda one: one.share)

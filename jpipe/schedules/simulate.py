@@ -288,11 +288,12 @@ def busy_times(schedule: Schedule, work: Work) -> tuple[float, ...]:
 
 def _takes(schedule: Schedule, work: Work) -> Takes:
     """A function: stage, action -> (the time in which the action computes things anew, its time without that)."""
-    ahead = {placed for placed in schedule.placed if placed[1].kind == "R"}
+    has_r = "R" in schedule.kinds
 
     def takes(stage: int, action: Action) -> tuple[float, float]:
         s = schedule.placement.virtual_stage(stage, action.chunk)
-        recomputes = action.kind in "BI" and (stage, action._replace(kind="R")) not in ahead
+        is_ahead = has_r and (stage, action._replace(kind="R")) in schedule.placed
+        recomputes = action.kind in "BI" and not is_ahead
         return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
 
     return takes

@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from linecache import getline
 from pathlib import Path
 from types import TracebackType
@@ -152,9 +152,14 @@ def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
 
     Uses `source_info.traceback`, as `at_line_of`.
     """
-    equations = (equation, *reversed(callers))
-    frames = (frame for e in equations for frame in getattr(e.source_info.traceback, "frames", ()))  # innermost first
-    users = (frame for frame in frames if not frame.file_name.startswith(_LIBRARIES))
+    lines = (_line_in(e.source_info.traceback) for e in (equation, *reversed(callers)))
+    return next(filter(None, lines), "")
+
+
+@lru_cache(maxsize=4096)  # each equation's is asked for several times
+def _line_in(traceback: object) -> str:
+    """The innermost of the user's lines in an equation's traceback, whose frames begin with the innermost."""
+    users = (frame for frame in getattr(traceback, "frames", ()) if not frame.file_name.startswith(_LIBRARIES))
     return next((f"{Path(frame.file_name).name}:{frame.line_num}" for frame in users), "")
 
 
