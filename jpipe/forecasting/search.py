@@ -365,13 +365,15 @@ class Search:
         return self._costs[alike]
 
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:
-        """The pipeline of a setting; it takes the traces of settings like it."""
+        """The pipeline of a setting; it takes over what those of settings like it trace, first of the least like it."""
         pipe = self.pipeline(setting, balance)
-        for alike in (_alike(setting)[:-1], _alike(setting)):
+        of_examples = AXIS, *pipe.planner.request.splits.batch_axes
+        splitting = tuple(pair for pair in setting.axes if pair[0] not in of_examples)
+        for alike in (splitting, _alike(setting)[:2], _alike(setting)[:-1], _alike(setting)):
             pipe.planner.trace_like(self._traced.setdefault(alike, pipe).planner)
         return pipe
 
 
 def _alike(setting: Setting) -> tuple[object, ...]:
-    """The settings that decide how layers are traced, and how their weights lie; remat, which the forward hasn't."""
+    """The settings that decide which programs devices run; how weights lie; and remat, which the forward hasn't."""
     return setting.axes, setting.num_microbatches, setting.shard_over, setting.remat

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax.experimental import io_callback
 
 from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import trace
-from jpipe.layers.base import AnyLayer, LayerError, describe
+from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.frozen import FROZEN
@@ -50,6 +51,22 @@ from jpipe.terminal.notices import warn_once
 from jpipe.types import Batch, PyTree, Shapes
 
 
+class LayerTrace(NamedTuple):
+    """A layer's call as traced on whole arrays.
+
+    Attributes:
+      jaxpr: variables, inputs, batch, key -> outputs, new state.
+      variables: the shapes of its variables by collection.
+      gives: the shapes of its outputs.
+      dropouts: the names of its dropouts.
+    """
+
+    jaxpr: ClosedJaxpr
+    variables: dict[str, Shapes]
+    gives: Shapes
+    dropouts: list[str]
+
+
 def trace_model(
     layers: Sequence[AnyLayer],
     read_inputs: Callable[[Batch], PyTree],
@@ -57,6 +74,7 @@ def trace_model(
     splits: Splits = WHOLE,
     rules: Mapping[str, str] = DEFAULT_RULES,
     like: Model | None = None,
+    traces: dict[int, LayerTrace] | None = None,
 ) -> Model:
     """Follows the shapes of one micro-batch through the layers, and groups those that are the same but for numbers.
 
@@ -67,6 +85,7 @@ def trace_model(
       splits: the mesh axes that split arrays.
       rules: what becomes of collections other than parameters, by name.
       like: the same layers as traced before, at other shapes. Layers of different groups there stay apart here.
+      traces: by index, traces of the same layers at the same shapes; those that are missing are added.
 
     Raises:
       ValueError: the inputs can't be read; or a layer can't take what the one before it gives (both indices and shapes
@@ -75,6 +94,7 @@ def trace_model(
     inputs = inputs_of(read_inputs, batch)
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
+    traces = {} if traces is None else traces
     alike, earlier_groups = Alike(layers, batch), None if like is None else like.group_of
     takes, takes_at = (), []
     for index, layer in enumerate(layers):
@@ -90,7 +110,10 @@ def trace_model(
             way_here = partial(_way_here, layers[:index], inputs, tuple(groups))
             sharing = [] if layer.shared is None else [g for g in groups if g.layer.shared is layer.shared]
             variables = sharing[0].variables if sharing else None
-            group = _trace_layer((index, layer, way_here), takes, takes_at, batch, variables, splits, rules)
+            twins = (g.indices[0] for g in groups if same_type(g.takes, takes) and is_same(g.layer, layer))
+            if index not in traces and (twin := next(twins, None)) is not None:
+                traces[index] = traces[twin]
+            group = _trace_layer((index, layer, way_here), takes, takes_at, batch, variables, splits, rules, traces)
             # A PartitionSpec describes the model's outputs. It can't say that a device has several runs of elements.
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
@@ -128,6 +151,7 @@ def _trace_layer(
     shared: dict[str, Shapes] | None,
     splits: Splits,
     rules: Mapping[str, str],
+    traces: dict[int, LayerTrace],
 ) -> LayerGroup:
     """Traces a layer that is the first of its group, and makes the group.
 
@@ -138,6 +162,7 @@ def _trace_layer(
       shared: the shapes of its variables, if an earlier layer makes them (`jpipe.Shared`).
       splits: the mesh axes that split arrays.
       rules: what becomes of collections other than parameters, by name.
+      traces: by index, the traces that there are; this layer's is added.
     """
     index, layer, way_here = place
     name = f"layer {index} ({layer.name})"
@@ -149,11 +174,17 @@ def _trace_layer(
         return [way_here(), *filter(None, (parameters, again))]
 
     with telling(name, told):
-        made = layer.ready if shared is None else shared
-        if made is None:
-            made = trace_init(layer, key_shape(), takes, batch)[1]
-        variables = strong(jax.eval_shape(lambda v: v, made))
-        _check_parameters(variables)
+        if index not in traces:
+            made = layer.ready if shared is None else shared
+            if made is None:
+                made = trace_init(layer, key_shape(), takes, batch)[1]
+            variables = strong(jax.eval_shape(lambda v: v, made))
+            _check_parameters(variables)
+            with layer.dropouts() as dropouts:
+                jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
+            check_updates(variables, updates, jaxpr)
+            traces[index] = LayerTrace(jaxpr, variables, strong(gives), dropouts)
+        jaxpr, variables, gives, dropouts = traces[index]
         # A shared layer may have weights (parameters, and whatever else has a role in `WEIGHTS`) and caches, of which
         # each use has its own; nothing else.
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
@@ -161,9 +192,6 @@ def _trace_layer(
         if layer.shared is not None and set(variables).difference(weights, caches):
             remedy = "only layers without state besides their parameters can be shared"
             raise LayerError(f"is shared but has the collections {sorted(variables)}; {remedy}")
-        with layer.dropouts() as dropouts:
-            jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
-        check_updates(variables, updates, jaxpr)
         asked = layer.partition_specs(variables)
     needs_key = uses(jaxpr)[-1]
     decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
@@ -171,7 +199,7 @@ def _trace_layer(
     if not needs_key and not decodes and not is_frozen:
         warn_of_dropouts(name, dropouts)
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
-    group = LayerGroup(layer, (index,), takes, strong(gives), variables, specs, takes_at, [], needs_key, named, rules)
+    group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules)
     # The partitioner's errors need the layer's name alone: such as that a `jax.shard_map` in the layer can't be carried
     # out on these axes.
     try:

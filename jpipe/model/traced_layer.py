@@ -355,11 +355,16 @@ class DevicePrograms:
 
     def __init__(self) -> None:
         self.forward, self.lying, self.of = cache(trace_forward), cache(_lying), cache(_of)
-        self._partition, self._in_two_parts = cache(partition_layer), cache(in_two_parts)
+        self._whole, self._in_two_parts = dict[tuple[object, ...], DeviceLayer](), cache(in_two_parts)
 
     def layer(self, layer: TracedLayer, splits: Splits, *, in_parts: bool) -> DeviceLayer:
         """Forward and backward; `in_parts` says whether the backward may run in two parts."""
-        whole = self._partition(layer, splits)
+        lie = layer.function.shardings(splits)  # where weights lie at rest changes nothing where they are gathered
+        arrays = lie.arguments, lie.gathered, lie.state, lie.activation, lie.outputs or (), lie.cotangents
+        decisive = layer.forward, layer.backward, splits.axes, *map(tuple, arrays)
+        if decisive not in self._whole:
+            self._whole[decisive] = partition_layer(layer, splits)
+        whole = self._whole[decisive]
         return self._in_two_parts(whole, splits) if in_parts else whole
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example,
 from jpipe.batches.outputs import in_halves, output_axes
 from jpipe.cutting.module import Modes, WholeModel, make_whole
 from jpipe.cutting.whole import CutModel, cut_model
+from jpipe.jaxprs.rewriting import equations_in
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
@@ -36,7 +38,8 @@ from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
-from jpipe.model.trace import trace_model
+from jpipe.model.remat import Remat
+from jpipe.model.trace import LayerTrace, trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
 from jpipe.planning.balance import as_balance, measure_of
 from jpipe.planning.partition import Partition
@@ -44,8 +47,21 @@ from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.schedules.orders import forward_only
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.terminal.progress import task
 from jpipe.types import Batch
+
+
+class Traces(NamedTuple):
+    """Traces on whole arrays that are the same for other sizes of `stage` and the data axes.
+
+    Attributes:
+      calls: by micro-batch and index, those of the layers' calls.
+      layers: by micro-batch, random key, indices and remat, those of groups' forwards and backwards.
+    """
+
+    calls: dict[MicroBatch, dict[int, LayerTrace]]
+    layers: dict[tuple[MicroBatch, jax.ShapeDtypeStruct, tuple[int, ...], Remat], TracedLayer]
 
 
 class Planner:
@@ -63,6 +79,7 @@ class Planner:
       layers: micro-batch, type of random keys -> the layers of each group in training.
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       programs: what devices run of such layers.
+      traces: what other planners may take over (`trace_like`).
       step: micro-batch, type of random keys -> the step of training.
       evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
         `known_loss`.
@@ -73,24 +90,33 @@ class Planner:
         self.plan: Plan | None = None
         self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
-        self.layers, self.programs = cache(self._layers), DevicePrograms()
         self._whole: WholeModel | None = None
+        self.clear_cache()
+
+    def clear_cache(self) -> None:
+        """Forgets what was traced and laid out, but for the plan; other planners keep what they took over of it."""
+        self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
+        self.layers, self.programs, self.traces = cache(self._layers), DevicePrograms(), Traces({}, {})
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
         self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
-    def clear_cache(self) -> None:
-        """Forgets what was traced and laid out, but for the plan."""
-        traced = self.model, self._modes, self.pieces, self.loss, self.output_axes, self.layers
-        for kept in (*traced, self.step, self.evaluation_step):
-            kept.cache_clear()
-        self.programs = DevicePrograms()
-
     def trace_like(self, other: Planner) -> None:
-        """Takes over what another planner traces, of the same layers, loss, mesh, `shard_over` and M."""
+        """Takes over what another planner traces, of the same layers and loss, as far as its own would be the same.
+
+        The meshes have the same sizes of axes other than `stage` and the data axes. The sizes of these don't show in
+        traces on whole arrays, unless a layer's code asks for them.
+        """
+        mine, others = self.request, other.request
+        if mine.whole is None and mine.mesh.size == others.mesh.size:  # an equation's context is of meshes of one size
+            self.traces = other.traces
+        if mine.mesh != others.mesh:
+            return
+        self.programs = other.programs
+        if mine.splits != others.splits or mine.schedule.num_microbatches != others.schedule.num_microbatches:
+            return
         self.model, self.loss = other.model, other.loss
-        if self.request.remat == other.request.remat:
-            self.layers, self.programs = other.layers, other.programs
+        if mine.remat == others.remat:
+            self.layers = other.layers
         if other.cut is not None:
             self.cut, self.pieces = other.cut, other.pieces
             self.request = replace(self.request, layers=other.request.layers)
@@ -166,7 +192,10 @@ class Planner:
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
             layers = asked.layers if self.cut is None else self.pieces(micro)
             like = None if self.plan is None else self.plan.traced
-            return trace_model(layers, read, micro.shapes, splits, asked.rules, like)
+            traces = dict(self.traces.calls.get(micro, {}))
+            model = trace_model(layers, read, micro.shapes, splits, asked.rules, like, traces)
+            self.traces.calls[micro] = {i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)}
+            return model
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
         outputs, doubled = self.model(micro).groups[-1].gives, None
@@ -198,7 +227,11 @@ class Planner:
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                layers.append(trace_layer(function))
+                place = micro, key, function.group.indices, self.request.remat
+                layer = self.traces.layers.get(place) or trace_layer(function)
+                if not _has_parts(layer.forward):
+                    self.traces.layers[place] = layer
+                layers.append(replace(layer, function=function))
                 advance()
         return tuple(layers)
 
@@ -326,6 +359,11 @@ class Planner:
         with self.tracing():
             idles = self.request.splits.on_gpu
             return build_step(self.known_plan(), self.model(micro), schedule, functions, idles_work=idles)
+
+
+def _has_parts(closed: ClosedJaxpr) -> bool:
+    """Whether a jaxpr on whole arrays holds another on one device's parts, whose shapes follow from the mesh."""
+    return any(equation.primitive.name == "shard_map" for equation in equations_in(closed.jaxpr.eqns))
 
 
 def _no_change(inputs: Batch) -> Batch:

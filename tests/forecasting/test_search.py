@@ -251,15 +251,17 @@ def test_on_several_hosts_settings_are_rated_by_their_network():
         assert other.seconds > one.seconds and other.bytes == one.bytes
 
 
-def test_settings_are_rated_as_if_each_were_the_only_one():
+@pytest.mark.parametrize("kept", [{"num_stages": 1}, {"num_chunks": 1}])
+def test_settings_are_rated_as_if_each_were_the_only_one(kept):
     """What others had traced was taken over with how their weights lie: FSDP took no less memory."""
-    make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
-    kept = {"num_stages": 1, "num_microbatches": 2, "remat": "layer"}
-    rated = search.Search(make, words(), TX, CHIPS["v5e"], 10**9, kept).run(2)
+    make = lambda **options: jpipe.Pipeline(layers_of(2, split=True), loss_fn, **options)
+    kept = kept | {"num_microbatches": 2, "remat": "layer", "schedule": "1f1b"}
+    rated = search.Search(make, words(), TX, CHIPS["v5e"], 10**9, kept).run(4)
     assert {choice.setting.shard_over for choice in rated} == {(), ("data",)}
+    assert len({choice.setting.axes for choice in rated}) == (3 if "num_stages" in kept else 6)
     for choice in rated:
         mesh = mesh_of_nowhere(dict(choice.setting.axes))
-        pipe = jpipe.Pipeline(layers_of(2), loss_fn, mesh=mesh, **choice.options)
+        pipe = make(mesh=mesh, **choice.options)
         assert choice.seconds == predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX).step
         assert choice.cost.bytes == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
 

@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jpipe
+from jpipe.forecasting.settings import mesh_of_nowhere
 from jpipe.planning.planner import check_reads_nothing
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
@@ -52,6 +54,43 @@ def test_no_layer_is_traced_again():
     assert calls == [(4, 4)]
     planner.model(planner.for_evaluation(halved(BATCH)))
     assert calls == [(4, 4), (2, 4)]
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_layers_are_traced_once_for_all_meshes_that_split_them_alike(in_parts):
+    """But for those whose own code is of one device's parts, whose shapes follow from the mesh."""
+    calls = []
+
+    def count(x):
+        calls.append(x.shape)
+        return x
+
+    def count_in_parts(x):
+        spec = PartitionSpec("data")
+        return jax.shard_map(count, in_specs=spec, out_specs=spec, axis_names={"data"})(x)
+
+    one, other = (
+        make([count_in_parts if in_parts else count, nn.Dense(4)], num_stages=K, mesh=mesh_of_nowhere(sizes))
+        for K, sizes in ((2, {"stage": 2, "data": 2}), (1, {"stage": 1, "data": 4}))
+    )
+    one.training_step(one.for_training(BATCH))
+    of_first = list(calls)
+    assert (2, 4) in of_first if in_parts else {*of_first} == {(4, 4)}
+    other.trace_like(one)
+    other.training_step(other.for_training(BATCH))
+    assert ((1, 4) in calls) == in_parts and (calls == of_first) != in_parts
+    assert other.programs is not one.programs
+
+
+def test_a_planner_that_forgets_leaves_others_what_they_share():
+    """A regression: ends that can't be shared had all settings of their mesh traced again."""
+    one, other = make(), make()
+    one.plan_for(BATCH)
+    micro = one.for_training(BATCH)
+    other.trace_like(one)
+    model, layers = one.model(micro), one.training_step(micro).layers
+    other.clear_cache()
+    assert one.model(micro) is model and one.training_step(micro).layers is layers
 
 
 def test_what_training_and_evaluation_run():
