@@ -112,7 +112,7 @@ class Planner:
         if mine.mesh != others.mesh:
             return
         self.programs = other.programs
-        if mine.splits != others.splits or self._sizes != other._sizes:
+        if mine.splits != others.splits or mine.schedule.num_microbatches != others.schedule.num_microbatches:
             return
         self.model, self.loss = other.model, other.loss
         if mine.remat == others.remat:
