@@ -133,6 +133,10 @@ def _made_of(
                 added.add(v)
     for equation in equations:
         name = equation.primitive.name
+        if name == "optimization_barrier":  # its results are its operands
+            operands = [frozenset() if isinstance(x, Literal) else made_of.get(x, frozenset()) for x in equation.invars]
+            made_of.update(zip(equation.outvars, operands, strict=True))
+            continue
         parts = frozenset[Var]().union(*(made_of.get(v, ()) for v in _variables(equation)))
         once = name in _COSTLY and not compiler.into_products
         for v in equation.outvars:

@@ -66,6 +66,8 @@ def plan(
     many residuals on the hosts as their links bear without a longer tick. All devices are used. The model is cut by the
     layers' predicted times, unless `balance` is given.
     The same arguments give the same choices, at most five; each further one is slower and takes less memory.
+    Layers are traced once for all sizes of `stage` and of data axes: one whose code asks for these sizes, such as for
+    as many groups of tokens, is rated as on the first mesh; then compare some by `compiled`.
 
         best = jpipe.plan(layers, loss_fn, batch, tx, topology="v5e:4x4")[0]
         pipe = jpipe.Pipeline(layers, loss_fn, **best.options)

@@ -108,19 +108,18 @@ def turn_in_time(
     begun, found, clock = list[tuple[float, Operation]](), list[TransferInTime](), chip.clock or 1.0
     for operation in loop.operations:
         collective = _collective(operation, loop, takes)
-        name = collective.name if collective else ""
-        gather = re.search(r"channel_id=\d+.*chain_id", collective.line) if collective else None
-        if collective and (operation.opcode.endswith("-start") or (gather and gather[0] not in under_way)):
+        name, key = (collective.name, _gather_of(collective, operation)) if collective else ("", "")
+        begins, ends = (operation.name.startswith(f"async-collective-{word}") for word in ("start", "done"))
+        if collective and (operation.opcode.endswith("-start") or begins):
             way = re.search(r"source_target_pairs=({{\d+,\d+)", operation.line)
             begin = max(free.get(way[1] if way else "", 0.0), now)
             end = free[way[1] if way else ""] = begin + takes[name]
-            under_way[gather[0] if gather else operation.name] = TransferInTime(name, begin, end, 0.0, "")
-        elif gather:
-            if operation.name.startswith("async-collective-done"):
-                one = under_way.pop(gather[0])
-                found.append(replace(one, waited=max(0.0, one.end - now), at=operation.name))
-                now = max(now, one.end)
-        elif collective:
+            under_way[key or operation.name] = TransferInTime(name, begin, end, 0.0, "")
+        elif key in under_way and ends:
+            one = under_way.pop(key)
+            found.append(replace(one, waited=max(0.0, one.end - now), at=operation.name))
+            now = max(now, one.end)
+        elif collective and (ends or not key):
             found.append(TransferInTime(name, now, now + takes[name], takes[name], operation.name))
             now += takes[name]
         elif operation.opcode == "async-update" and operation.operands[0] in under_way:
@@ -134,6 +133,12 @@ def turn_in_time(
         begun.append((now, operation))
         now += operation.cycles / clock
     return begun, found
+
+
+def _gather_of(step: Operation, holder: Operation) -> str:
+    """Which gather a step belongs to that a fusion holds; empty for what isn't a step of one."""
+    match = re.search(r"channel_id=\d+(?=.*chain_id)", step.line) if holder.opcode == "fusion" else None
+    return match[0] if match else ""
 
 
 def _collective(operation: Operation, loop: Loop, takes: dict[str, float]) -> Operation | None:

@@ -311,7 +311,8 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
     remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [summed] * len(layer.remake.out_avals))
     residuals_at = _chosen(forward.results_at, forward.residual_indices)
     leaves_at = _picked(layer.sources, argument=shardings.arguments, remade=remake.shardings, residual=residuals_at)
-    backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
+    late, lying = len(layer.gradients.params), [*leaves_at, *shardings.cotangents]
+    backward = jaxpr_per_device(layer.backward, axes, lying, shardings.gradients, late=late)
     return DeviceLayer(
         forward=forward,
         remake=remake.jaxpr,
@@ -320,7 +321,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residual_indices)),
-        gradients_at=backward.shardings[: len(layer.function.arguments.params)],
+        gradients_at=backward.shardings[:late],
         split=None,
         split_programs=(),
         unsplit=remake.unsplit + backward.unsplit,

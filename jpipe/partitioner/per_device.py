@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -129,7 +130,7 @@ class PerDeviceJaxpr(NamedTuple):
 
 
 def jaxpr_per_device(
-    jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding], wanted: Sequence[Wanted]
+    jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding], wanted: Sequence[Wanted], *, late: int = 0
 ) -> PerDeviceJaxpr:
     """Makes the jaxpr that one device runs from a jaxpr of whole arrays.
 
@@ -138,6 +139,7 @@ def jaxpr_per_device(
       axes: the mesh axes that arrays may be split over.
       shardings: for each argument how it lies.
       wanted: for each result a function: how it lies by itself -> how it has to lie.
+      late: the number of results, the first, that nothing waits for: the gradients of weights.
     """
     here = jax.sharding.get_abstract_mesh()
     # Where mesh axes could be named in tracing, a jaxpr may say so though arrays are split over none.
@@ -148,7 +150,7 @@ def jaxpr_per_device(
     parts = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
         results = [together(sharding, axes, plan.axes) for sharding in plan.results]
-        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*parts)[0], results, plan.unsplit)
+        return PerDeviceJaxpr(with_named_axes(partial(plan.run, late=late), sizes)(*parts)[0], results, plan.unsplit)
 
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,6 @@ from jpipe.partitioner.shardings import Axis, Sharding
 Form = tuple[int, Sharding]
 """A value as it lies on devices: its number in the `FlatJaxpr`, and a sharding."""
 LEFT, RIGHT = -1, 1
-LastSent = dict[tuple[Axis, int], jax.Array]
-"""What has arrived last, by axis and way, of the gradients that leave one after the other."""
 LEAST_ROWS = 512
 """The length of pieces from which each is multiplied alone. Shorter pieces that arrive together are joined: a product
 of r rows reads a weight in less time than it takes if r is above 330 (float32) or 170 (bfloat16) on a v5p."""
@@ -69,17 +66,6 @@ class Ring:
         order = self.axis.ring
         return lax.ppermute(x, self.axis.names, [(i, order[(k + way) % len(order)]) for k, i in enumerate(order)])
 
-    def send_next(self, x: jax.Array, way: int, sent: LastSent) -> jax.Array:
-        """Sends an array when the one before it has arrived.
-
-        Without that a compiler, which knows how long a permutation takes but not that others share the link, has all of
-        them under way in the end.
-        """
-        before = sent.get((self.axis, way))
-        x = x if before is None else lax.optimization_barrier((x, before))[0]
-        sent[self.axis, way] = arrived = self.send(x, way)
-        return arrived
-
     def take(self, whole: jax.Array, dim: int, pieces: Sequence[int]) -> jax.Array:
         """Cuts pieces, one after the other, out of an array that a device has whole."""
         size = whole.shape[dim] // self.axis.size
@@ -100,6 +86,28 @@ class Ring:
         order = self.axis.ring
         of_device = [order[(order.index(i) + k) % len(order)] for i in range(len(order))]
         return lax.dynamic_index_in_dim(jnp.asarray(of_device), self.axis.index(), keepdims=False) * size
+
+
+Send = Callable[[Ring, jax.Array, int], jax.Array]
+"""As `Ring.send`."""
+
+
+class OneByOne:
+    """Sends what nothing waits for: on each link an array goes when the one before it has arrived.
+
+    A compiler knows how long a permutation takes, but not that others share the link. Left alone it would begin many of
+    them at once.
+    """
+
+    def __init__(self):
+        self._arrived = dict[tuple[Axis, int], jax.Array]()
+
+    def send(self, ring: Ring, x: jax.Array, way: int) -> jax.Array:
+        """As `Ring.send`."""
+        before = self._arrived.get((ring.axis, way))
+        x = x if before is None else lax.optimization_barrier((x, before))[0]
+        self._arrived[ring.axis, way] = arrived = ring.send(x, way)
+        return arrived
 
 
 def _joined(pieces: Sequence[jax.Array], dim: int) -> jax.Array:
@@ -212,21 +220,19 @@ class Departure:
     size: int
     steps: tuple[PieceStep, ...]
 
-    def run(self, at_hand: AtHand, sent: LastSent) -> jax.Array:
+    def run(self, at_hand: AtHand, send: Send) -> jax.Array:
         """A device's own part of the sum.
 
         Piece k is for the device that is k to the right. Of four devices piece -2 goes to the left first; there the
         device adds its piece -1, which is for the same device, and sends the sum on; that device adds its own piece 0,
-        and what comes from the device on its left, whose piece 1 is for it. A sum along a data axis is a gradient,
-        which nothing waits for: it leaves when those before it have.
+        and what comes from the device on its left, whose piece 1 is for it.
         """
-        send = partial(self.ring.send_next, sent=sent) if self.ring.axis.is_data else self.ring.send
         sums = {k: x for pieces in reversed(self.ring.groups(self.size)) for k, x in self._of(pieces, at_hand).items()}
         total = sums[0]
         for way, farthest in ((LEFT, self.ring.on_left), (RIGHT, self.ring.on_right)):
             going: jax.Array | None = None
             for k in range(farthest, 0, -1):
-                going = send(sums[way * k] if going is None else going + sums[way * k], way)
+                going = send(self.ring, sums[way * k] if going is None else going + sums[way * k], way)
             total = total if going is None else total + going
         return total
 
@@ -269,8 +275,16 @@ class Rings:
         """The indices of all equations that are carried out on pieces."""
         return self.later.union(self.readers)
 
-    def depart(self, conversions: Iterable[tuple[int, Sharding, Sharding]], at_hand: AtHand, sent: LastSent) -> None:
-        """Carries out the departures among conversions. Their steps know their scopes, so no other is to be around."""
+    def depart(
+        self, conversions: Iterable[tuple[int, Sharding, Sharding]], at_hand: AtHand, send_of: Callable[[int], Send]
+    ) -> None:
+        """Carries out the departures among conversions. Their steps know their scopes, so no other is to be around.
+
+        Args:
+          conversions: of values, by number, from one sharding to another.
+          at_hand: where the departures' results are added.
+          send_of: how a value is sent.
+        """
         for value, now, wanted in conversions:
             if departure := self.departures.get(((value, now), (value, wanted))):
-                at_hand[value, wanted] = departure.run(at_hand, sent)
+                at_hand[value, wanted] = departure.run(at_hand, send_of(value))

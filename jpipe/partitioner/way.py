@@ -26,7 +26,7 @@ import jax
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.prices import NOTHING, Cost
-from jpipe.partitioner.rings import AtHand, LastSent, Rings, all_of
+from jpipe.partitioner.rings import AtHand, OneByOne, Ring, Rings, Send, all_of
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
 from jpipe.seam.inside import at_line_of, scope_of
@@ -154,14 +154,21 @@ class DevicePlan:
         ways = [planned.way for planned in self.equations]
         return any(way.sends or any(plan.sends for plan, _ in way.plans) for way in ways)
 
-    def run(self, *parts: jax.Array) -> list[jax.Array]:
-        """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program."""
+    def run(self, *parts: jax.Array, late: int = 0) -> list[jax.Array]:
+        """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program.
+
+        Of the first `late` results, which nothing waits for, what the others don't need leaves `OneByOne`.
+        """
         at_hand: AtHand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
-        sent: LastSent = {}
+        urgent, one_by_one = self._needed_for(self.flat.results[late:]), OneByOne()
+
+        def send_of(value: int) -> Send:
+            return Ring.send if value in urgent else one_by_one.send
+
         for at, (flat, conversions, _) in enumerate(self.equations):
             with at_line_of(flat.equation, flat.callers):
-                self.rings.depart(conversions, at_hand, sent)
+                self.rings.depart(conversions, at_hand, send_of)
             with ExitStack() as scopes:
                 for caller in flat.callers:
                     scopes.enter_context(scope_of(caller))
@@ -172,9 +179,17 @@ class DevicePlan:
             if at in self.rings.readers:
                 step = self.rings.readers[at]
                 at_hand[step.makes] = step.as_pieces_arrive(at_hand)
-        self.rings.depart(self.conversions, at_hand, sent)
+        self.rings.depart(self.conversions, at_hand, send_of)
         self._convert(self.conversions, at_hand)
         return [all_of(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]
+
+    def _needed_for(self, values: Sequence[int]) -> set[int]:
+        """These values, and all that they are made from."""
+        found = set(values)
+        for flat, _, _ in reversed(self.equations):
+            if not found.isdisjoint(flat.makes):
+                found.update(flat.reads)
+        return found
 
     def _convert(self, conversions: Sequence[Conversion], at_hand: AtHand) -> None:
         """Converts values that are at hand; each form of a value is converted once."""

@@ -79,7 +79,7 @@ class Planner:
       layers: micro-batch, type of random keys -> the layers of each group in training.
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       programs: what devices run of such layers.
-      traces: what other planners may take over (`trace_like`).
+      traces: what planners that trace alike share (`trace_like`); None if there are no others.
       step: micro-batch, type of random keys -> the step of training.
       evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
         `known_loss`.
@@ -91,24 +91,35 @@ class Planner:
         self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self._whole: WholeModel | None = None
-        self.clear_cache()
+        self._begin_anew()
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan; other planners keep what they took over of it."""
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Sets all that is cached to nothing."""
         self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
-        self.layers, self.programs, self.traces = cache(self._layers), DevicePrograms(), Traces({}, {})
+        self.layers, self.programs = cache(self._layers), DevicePrograms()
+        self.traces: Traces | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
         self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def trace_like(self, other: Planner) -> None:
-        """Takes over what another planner traces, of the same layers and loss, as far as its own would be the same.
+        """Shares what another planner of the same layers and loss traces, as far as its own would be the same.
 
-        The meshes have the same sizes of axes other than `stage` and the data axes. The sizes of these don't show in
-        traces on whole arrays, unless a layer's code asks for them.
+            the same in both                               shared
+            sizes of axes but `stage` and the data axes    layers as traced on whole arrays (`Traces`)
+            the mesh                                       what devices run, too
+            splits, number of micro-batches                the traced model and loss, too
+            remat                                          the layers' backwards, too
+
+        The first line is the caller's to see to. Traces on whole arrays don't show the sizes of `stage` and of data
+        axes, unless a layer's code asks for them: then it is taken as on the first mesh.
         """
         mine, others = self.request, other.request
-        if mine.whole is None and mine.mesh.size == others.mesh.size:  # an equation's context is of meshes of one size
-            self.traces = other.traces
+        if mine.whole is None and mine.mesh.size == others.mesh.size:  # equations hold a mesh, of as many devices
+            self.traces = other.traces = other.traces or Traces({}, {})
         if mine.mesh != others.mesh:
             return
         self.programs = other.programs
@@ -192,9 +203,10 @@ class Planner:
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
             layers = asked.layers if self.cut is None else self.pieces(micro)
             like = None if self.plan is None else self.plan.traced
-            traces = dict(self.traces.calls.get(micro, {}))
+            traces = {} if self.traces is None else dict(self.traces.calls.get(micro, {}))
             model = trace_model(layers, read, micro.shapes, splits, asked.rules, like, traces)
-            self.traces.calls[micro] = {i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)}
+            if self.traces is not None:
+                self.traces.calls[micro] = {i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)}
             return model
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
@@ -227,13 +239,19 @@ class Planner:
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                place = micro, key, function.group.indices, self.request.remat
-                layer = self.traces.layers.get(place) or trace_layer(function)
-                if not _has_parts(layer.forward):
-                    self.traces.layers[place] = layer
-                layers.append(replace(layer, function=function))
+                layers.append(self._trace_layer(function, micro, key))
                 advance()
         return tuple(layers)
+
+    def _trace_layer(self, function: LayerFunction, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> TracedLayer:
+        """The forward and backward of a group, perhaps as another planner has traced them."""
+        if self.traces is None:
+            return trace_layer(function)
+        place = micro, key, function.group.indices, self.request.remat
+        layer = self.traces.layers.get(place) or trace_layer(function)
+        if not _has_parts(layer.forward, layer.backward):
+            self.traces.layers[place] = layer
+        return replace(layer, function=function)
 
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
@@ -361,9 +379,9 @@ class Planner:
             return build_step(self.known_plan(), self.model(micro), schedule, functions, idles_work=idles)
 
 
-def _has_parts(closed: ClosedJaxpr) -> bool:
-    """Whether a jaxpr on whole arrays holds another on one device's parts, whose shapes follow from the mesh."""
-    return any(equation.primitive.name == "shard_map" for equation in equations_in(closed.jaxpr.eqns))
+def _has_parts(*jaxprs: ClosedJaxpr) -> bool:
+    """Whether jaxprs on whole arrays hold others on one device's parts, whose shapes follow from the mesh."""
+    return any(one.primitive.name == "shard_map" for closed in jaxprs for one in equations_in(closed.jaxpr.eqns))
 
 
 def _no_change(inputs: Batch) -> Batch:

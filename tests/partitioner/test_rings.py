@@ -9,8 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 from blocks import SHAPES, SPECS, WIDTH, attention, block, feed_forward, flat, gradients, shared
 from jpipe.partitioner import find_rings, per_device, rings
+from jpipe.partitioner.choice import always
+from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.rings import Ring
-from jpipe.partitioner.shardings import Axis
+from jpipe.partitioner.shardings import Axis, Shard
+from jpipe.seam.inside import needed_part
 from tpu_program import compile_with_text, needs_tpu_compiler, read, tpu_devices, transfers
 
 ORDERS = {2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 3, 2)}
@@ -145,3 +148,17 @@ def test_tpus_multiply_beside_all_transfers():
     found = transfers(compiled({"model": ORDERS[4]}))
     assert len(found) == 6 and all(one.beside_products for one in found)
     assert not any(one.beside_products for one in transfers(compiled({}), ("all-gather", "reduce-scatter")))
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_gradients_of_weights_leave_one_by_one_and_nothing_else_waits_for_them(however_small, late):
+    def backward(w, v, x, cotangent):
+        return jax.vjp(lambda w, v, x: x @ w @ v, w, v, x)[1](cotangent)
+
+    axes, split = (Axis(("data",), (4,), is_data=True, ring=(0, 1, 2, 3)),), (Shard(0),)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (8, 8), (16, 8), (16, 8))]
+    lying = [split] * 4
+    made = jaxpr_per_device(jax.make_jaxpr(backward)(*shapes), axes, lying, [always(split)] * 3, late=late).jaxpr
+    cotangent = needed_part(made, [False, False, True])[0]
+    ties = [sum(e.primitive.name == "optimization_barrier" for e in one.jaxpr.eqns) for one in (made, cotangent)]
+    assert ties == [4 if late else 0, 0]
