@@ -22,6 +22,16 @@ def test_a_product_lives_until_its_last_reader():
     assert of(lambda x: jnp.sum((x @ x) + (x @ x.T @ x)), X) == 3 * ARRAY
 
 
+def test_what_is_tied_is_not_copied():
+    def chain(x, tie):
+        y = x @ x
+        return jnp.sum(tie(y, x)[0] @ x)
+
+    tied = lambda x: chain(x, lambda *values: jax.lax.optimization_barrier(values))
+    assert of(tied, X) == of(lambda x: chain(x, lambda *values: values), X)
+    assert of(tied, X, compiler=TPU) == of(lambda x: chain(x, lambda *values: values), X, compiler=TPU)
+
+
 def test_what_isnt_fused_reads_a_copy_of_a_slice():
     assert of(lambda x: x @ x, X, copied=[0]) == 2 * ARRAY
     assert of(lambda x: x + x, X, copied=[0]) == 0
