@@ -38,7 +38,6 @@ from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
-from jpipe.model.remat import Remat
 from jpipe.model.trace import LayerTrace, trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
 from jpipe.planning.balance import as_balance, measure_of
@@ -61,7 +60,7 @@ class Traces(NamedTuple):
     """
 
     calls: dict[MicroBatch, dict[int, LayerTrace]]
-    layers: dict[tuple[MicroBatch, jax.ShapeDtypeStruct, tuple[int, ...], Remat], TracedLayer]
+    layers: dict[tuple[object, ...], TracedLayer]
 
 
 class Planner:
@@ -234,24 +233,20 @@ class Planner:
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         functions, layers = self._functions(micro, key, with_loss=True), []
+        # Without others there is nothing to share; and a policy of the user's may have no hash.
+        shared, remat = ({}, None) if self.traces is None else (self.traces.layers, self.request.remat)
         with (
             self.tracing(),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                layers.append(self._trace_layer(function, micro, key))
+                place = micro, key, function.group.indices, remat
+                layer = shared.get(place) or trace_layer(function)
+                if not _has_parts(layer.forward, layer.backward):
+                    shared[place] = layer
+                layers.append(replace(layer, function=function))
                 advance()
         return tuple(layers)
-
-    def _trace_layer(self, function: LayerFunction, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> TracedLayer:
-        """The forward and backward of a group, perhaps as another planner has traced them."""
-        if self.traces is None:
-            return trace_layer(function)
-        place = micro, key, function.group.indices, self.request.remat
-        layer = self.traces.layers.get(place) or trace_layer(function)
-        if not _has_parts(layer.forward, layer.backward):
-            self.traces.layers[place] = layer
-        return replace(layer, function=function)
 
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
