@@ -371,7 +371,8 @@ class Search:
         pipe = self.pipeline(setting, balance)
         of_examples = AXIS, *pipe.planner.request.splits.batch_axes
         splitting = tuple(pair for pair in setting.axes if pair[0] not in of_examples)
-        for alike in (splitting, _alike(setting)[:2], _alike(setting)[:-1], _alike(setting)):
+        on_mesh = setting.axes, setting.num_microbatches
+        for alike in (splitting, on_mesh, (*on_mesh, setting.shard_over), _alike(setting)):
             pipe.planner.trace_like(self._traced.setdefault(alike, pipe).planner)
         return pipe
 

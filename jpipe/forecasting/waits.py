@@ -115,17 +115,13 @@ def turn_in_time(
             begin = max(free.get(way[1] if way else "", 0.0), now)
             end = free[way[1] if way else ""] = begin + takes[name]
             under_way[key or operation.name] = TransferInTime(name, begin, end, 0.0, "")
-        elif key in under_way and ends:
-            one = under_way.pop(key)
-            found.append(replace(one, waited=max(0.0, one.end - now), at=operation.name))
-            now = max(now, one.end)
-        elif collective and (ends or not key):
+        elif collective and key not in under_way and (ends or not key):
             found.append(TransferInTime(name, now, now + takes[name], takes[name], operation.name))
             now += takes[name]
         elif operation.opcode == "async-update" and operation.operands[0] in under_way:
             under_way[operation.name] = under_way[operation.operands[0]]
-        elif operation.opcode.endswith("-done") and operation.operands[0] in under_way:
-            one = under_way[operation.operands[0]]
+        elif (ends or operation.opcode.endswith("-done")) and (key or operation.operands[0]) in under_way:
+            one = under_way[key or operation.operands[0]]
             found.append(replace(one, waited=max(0.0, one.end - now), at=operation.name))
             now = max(now, one.end)
         elif operation.opcode == "while":

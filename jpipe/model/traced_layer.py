@@ -360,7 +360,8 @@ class DevicePrograms:
 
     def layer(self, layer: TracedLayer, splits: Splits, *, in_parts: bool) -> DeviceLayer:
         """Forward and backward; `in_parts` says whether the backward may run in two parts."""
-        lie = layer.function.shardings(splits)  # where weights lie at rest changes nothing where they are gathered
+        # Where weights lie at rest changes nothing where they are gathered; `sums`, `gradients` follow from the rest.
+        lie = layer.function.shardings(splits)
         arrays = lie.arguments, lie.gathered, lie.state, lie.activation, lie.outputs or (), lie.cotangents
         decisive = layer.forward, layer.backward, splits.axes, *map(tuple, arrays)
         if decisive not in self._whole:
