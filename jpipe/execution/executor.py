@@ -24,7 +24,7 @@ The arrays that change are those of `TickCarry`. Each stage has its own:
 A value is sent by `ppermute` while the next slot computes, if that slot admits no action that receives along this flow
 (`crosses_beside`). Else such an action may need the value, and it is sent at once, before that slot. All stages take
 part in each `ppermute`, also those that have nothing to send: the table tells the receiver into which row to write, and
-names an unused row where nothing of use arrives (or -1, no write, if values arrive by two routes in this slot). After
+names an unused row where nothing of use arrives (or -1, no write, if values arrive by several routes in this slot). After
 the ticks come `psum`s over the stages: of the loss or the outputs, and of the gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
@@ -108,8 +108,8 @@ def run_inference(stage: Stage) -> list[jax.Array]:
     else:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
-    waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
-    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, *end_turns.empty(step), {}, {})
+    waiting = _rows(step.activations, forward.activation, step.table.waiting["activation"])
+    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, [], *end_turns.empty(step), {}, {})
     results = _run_ticks(stage, carry).forward.results
     # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
@@ -141,8 +141,8 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     carry = TickCarry(
         ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs))),
         BackwardWork(cotangent, gradients, shared_gradients, overwritten),
-        _rows(step.activations, activation, step.table.rows_written("activation")),
-        _rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
+        _rows(step.activations, activation, step.table.waiting["activation"]),
+        _rows(step.cotangents, cotangent, step.table.waiting["cotangent"]),
         *end_turns.empty(step),
         *host_moves.empty_rows(stage),
     )
@@ -158,9 +158,10 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new, gradients
 
 
-def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
-    """Rows `[count, ...]` of arrays that cross a boundary, of any values."""
-    return jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), boundaries.crossing(buffers))
+def _rows(boundaries: Boundaries, buffers: Buffers, counts: Sequence[int]) -> list[Buffers]:
+    """For each count rows `[count, ...]` of arrays that cross a boundary, of any values."""
+    crossing = boundaries.crossing(buffers)
+    return [jax.tree.map(lambda a, n=n: jax.lax.empty((n, *a.shape), a.dtype), crossing) for n in counts]
 
 
 def _accumulator(array: Leaf) -> jax.Array:
@@ -260,8 +261,8 @@ def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
     return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]
 
 
-def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[tuple[int, bool], Buffers]:
-    """The values that arrive in this slot along a flow, if any ever do: by route, and whether they stay on their stage.
+def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[int, Buffers]:
+    """The values that arrive in this slot along a flow, if any ever do, by route.
 
     They are what a neighbour, or this stage itself, left at its boundary.
     """
@@ -270,12 +271,8 @@ def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[tu
         sent = step.activations.crossing(carry.forward.activation)
     else:
         sent = step.cotangents.crossing(carry.backward.cotangent)
-    arriving = {}
-    for i, route in enumerate(step.schedule.placement.routes(flow)):
-        for stays in (False, True) if (columns[i] >= 0).any() else ():
-            if pairs := [(a, b) for a, b in route if (a == b) == stays]:
-                arriving[i, stays] = moved(sent, pairs, stage.device)
-    return arriving
+    routes = step.schedule.placement.routes(flow)
+    return {i: moved(sent, route, stage.device) for i, route in enumerate(routes) if (columns[i] >= 0).any()}
 
 
 def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
@@ -302,29 +299,24 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
 
 
 def _receive(
-    stage: Stage, flow: int, slot: SlotTable, now: Now, arrived: dict[tuple[int, bool], Buffers], carry: TickCarry
+    stage: Stage, flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], carry: TickCarry
 ) -> TickCarry:
     """The carry with what arrived by each route in its row.
 
-    A single route always writes: where nothing arrived, the table names a row that is no longer needed. Where there
-    are two routes, each writes only what arrived by it; and of one with the turn of a chain what stays and what came
-    from another stage are written each by itself: to choose between the two would copy them.
+    Where the table has a row in each tick, it is always written: if nothing arrived, the row is no longer needed.
     """
 
     def put(arrival: tuple[Index, Buffers], waiting: Buffers) -> Buffers:
         row, values = arrival
         return jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
 
-    name, arrivals = ("waiting_activations", "activation_in") if flow > 0 else ("waiting_cotangents", "cotangent_in")
-    waiting, routes = getattr(carry, name), stage.step.schedule.placement.routes(flow)
-    for (route, stays), values in arrived.items():
-        row = getattr(now, arrivals)[route]
-        writes = bool((getattr(slot, arrivals)[route] >= 0).all()) or row >= 0
-        if {(route, True), (route, False)} <= arrived.keys():
-            turns = reduce(or_, [stage.device == a for a, b in routes[route] if a == b])
-            writes = jnp.logical_and(writes, turns if stays else ~turns)
-        waiting = when(writes, (row, values), put, waiting)
-    return carry._replace(**{name: waiting})
+    name, field = ("activation", "waiting_activations") if flow > 0 else ("cotangent", "waiting_cotangents")
+    waiting, starts = [*getattr(carry, field)], _starts(stage.step.table.waiting[name])
+    for route, values in arrived.items():
+        row, buffer = getattr(now, f"{name}_in")[route], route if len(waiting) > 1 else 0
+        writes = bool((getattr(slot, f"{name}_in")[route] >= 0).all()) or row >= 0
+        waiting[buffer] = when(writes, (row - starts[buffer], values), put, waiting[buffer])
+    return carry._replace(**{field: waiting})
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -352,7 +344,7 @@ def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole
         # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
         recomputes = "R" not in step.schedule.kinds or now.anew > 0
         carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
-    cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
+    cotangent = _read_row(step, "cotangent", carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
     cotangent = end_turns.last_cotangents(stage, job, cotangent, carry)
     work, kept = carry.backward._replace(cotangent=cotangent), carry.forward.kept
     backward, kept = stage.backward(job, work, kept, carry.back, whole=whole)
@@ -389,21 +381,34 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The activation of a virtual stage's first layer, in boundary buffers."""
-    boundaries = stage.step.activations
-    activation = _read_row(boundaries, carry.forward.activation, carry.waiting_activations, now.activation)
+    waiting, row = carry.waiting_activations, now.activation
+    activation = _read_row(stage.step, "activation", carry.forward.activation, waiting, row)
     return end_turns.first_input(stage, job, activation, carry)
 
 
-def _read_row(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:
-    """Boundary buffers: what crosses a boundary from a row of `waiting`, the rest as in `buffers`.
+def _read_row(step: Step, name: str, buffers: Buffers, waiting: Sequence[Buffers], row: Index) -> Buffers:
+    """Boundary buffers with an "activation" or "cotangent" that crossed, from a row of `waiting`.
 
-    The rest is only memory to write into: the stage's layers write each inner boundary before they read it. A row of -1
-    (on the first or last virtual stage) gives row 0, whose values aren't used.
+    The rest of the buffers is only memory to write into: the stage's layers write each inner boundary before they read
+    it. A row of -1 gives values of no use on the first or last virtual stage. With a buffer for each route it changes
+    nothing: on other virtual stages what the action reads is there already.
     """
+    boundaries, counts = getattr(step, f"{name}s"), step.table.waiting[name]
+    if sum(counts) == 0:  # nothing arrives anywhere
+        return buffers
 
-    def take(buffer: jax.Array) -> jax.Array:
-        if buffer.shape[0] == 0:  # nothing arrives anywhere
-            return jax.lax.empty(buffer.shape[1:], buffer.dtype)
-        return take_row(buffer, jnp.maximum(row, 0))
+    def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
+        row, rows = at
+        return boundaries.with_crossed(buffers, jax.tree.map(lambda a: take_row(a, row), rows))
 
-    return boundaries.with_crossed(buffers, jax.tree.map(take, waiting))
+    if len(counts) == 1:
+        return take((jnp.maximum(row, 0), waiting[0]), buffers)
+    for start, count, rows in zip(_starts(counts), counts, waiting, strict=True):
+        if count:
+            buffers = when((row >= start) & (row < start + count), (row - start, rows), take, buffers)
+    return buffers
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    """The number of each buffer's first row, if rows are numbered through."""
+    return [0, *itertools.accumulate(counts)][:-1]

@@ -75,8 +75,9 @@ class TickCarry(NamedTuple):
     Attributes:
       forward: what the device's last forward left at its boundary, and all that is kept of micro-batches in flight.
       backward: what the device's last backward left at its boundary, and the sums of gradients so far.
-      waiting_activations: activations that have arrived and wait for their forward; each buffer is `[rows, ...]`.
-      waiting_cotangents: cotangents that have arrived and wait for their backward; each buffer is `[rows, ...]`.
+      waiting_activations: activations that have arrived and wait for their forward, each array `[rows, ...]`: one set
+        of rows, or one for each route (`TickTable.waiting`).
+      waiting_cotangents: the same of cotangents that wait for their backward.
       entered: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
       left: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
       back: rows of residuals that have come back from the host for the slot at hand, by name; empty if none do.
@@ -85,8 +86,8 @@ class TickCarry(NamedTuple):
 
     forward: ForwardWork
     backward: BackwardWork
-    waiting_activations: Buffers
-    waiting_cotangents: Buffers
+    waiting_activations: list[Buffers]
+    waiting_cotangents: list[Buffers]
     entered: list[jax.Array]
     left: list[jax.Array]
     back: dict[str, Buffers]

@@ -209,6 +209,5 @@ def _passed_on(stage: Stage, place: Placement, route: Index, carry: DecodingCarr
     arrived = [moved(sent, pairs, stage.device) for pairs in place.routes(+1)]
     if not arrived:
         return carry
-    first, *second = arrived
-    taken = jax.tree.map(lambda a, b: jnp.where(route == 1, b, a), first, *second) if second else first
-    return carry._replace(activation=boundaries.with_crossed(carry.activation, taken))
+    chosen = lambda *by: jax.lax.select_n(route, *by) if len(by) > 1 else by[0]
+    return carry._replace(activation=boundaries.with_crossed(carry.activation, jax.tree.map(chosen, *arrived)))

@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
+
 Integer: TypeAlias = Any  # an int, or integers of NumPy or (traced) JAX: plain arithmetic works on all of them
 
 
@@ -37,7 +39,7 @@ class Placement:
     >>> [(there_and_back.stage_of(s), there_and_back.chunk_of(s)) for s in range(6)]
     [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
     >>> there_and_back.routes(+1)
-    [[(0, 1), (1, 2)], [(1, 0), (2, 1), (2, 2)]]
+    [[(0, 1), (1, 2)], [(1, 0), (2, 1)], [(2, 2)]]
     """
 
     num_stages: int
@@ -77,15 +79,15 @@ class Placement:
         return place + (chunk % 2) * (self.num_stages - 1 - 2 * place) if self.style == "v" else place
 
     def routes(self, flow: int) -> list[list[tuple[int, int]]]:
-        """Divides `hops` into lists in each of which a stage receives from one stage at most.
+        """Divides `hops` into lists, the routes, by each of which a stage receives from one stage at most.
 
         In a loop they are one list. In a "v" a stage receives from both sides, and the last one from itself where the
-        chain turns: one list goes up the stages, the other goes down and has the turn.
+        chain turns: the first route goes up the stages, the second goes down, and the last is the turn.
         """
         hops = self.hops(flow)
         if self.style == "loop":
             return [hops] if hops else []
-        return [route for up in (True, False) if (route := [(a, b) for a, b in hops if (a < b) == up])]
+        return [route for way in (1, -1, 0) if (route := [(a, b) for a, b in hops if np.sign(b - a) == way])]
 
     def hops(self, flow: int) -> list[tuple[int, int]]:
         """All (from stage, to stage) between which values of this flow cross a boundary: `jax.lax.ppermute`'s pairs.

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,10 @@ ROWS = (*KEEPS,)
 
 AWAY = {"residual_away": "residual", "kept_away": "kept"}
 """Such values that go to the host while they wait, and come back: their name -> that of those that stay."""
+
+
+Route: TypeAlias = list[tuple[int, int]]
+"""(From stage, to stage) pairs, as of `Placement.routes`."""
 
 
 class Away(NamedTuple):
@@ -68,7 +72,8 @@ class SlotTable:
       microbatch: the action's micro-batch; 0 where the stage idles.
       chunk: the action's chunk; 0 where the stage idles.
       activation: row of the activation buffer with the boundary input of this action's virtual stage, for F, and with
-        `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle).
+        `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle), or
+        where it is still where the stage's last action left it (where the chain of a "v" turns).
       cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B and I; -1 where there is
         none (last virtual stage, other kinds, idle).
       anew: 1 where the action computes a forward anew: R, and with `keep_inputs` those B or I for which no R did.
@@ -81,14 +86,13 @@ class SlotTable:
       activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes the
         value that arrives over its boundary at the end of this slot, after the slot's action has read its own row. A
         value arrives at the end of the slot in which it is sent, or of the next one where `crosses_beside` says so.
-        Where nothing arrives, it is a row that holds nothing live: so the executor always writes, without a condition.
-        -1 everywhere if nothing ever arrives in this slot, in any tick or on any stage. There are two routes only where
-        virtual stages are placed as a "v": there a stage receives from both sides. Where values arrive in this slot by
-        both routes, each column is -1 wherever nothing arrives by its own route.
+        -1 everywhere if nothing ever arrives by the route in this slot, in any tick or on any stage. Else, where
+        nothing arrives, it is a row that holds nothing live, so that the executor writes without a condition; or -1,
+        if values arrive in this slot by several routes, and to write always by this one takes a copy or a row more.
       cotangent_in: the same for the cotangent buffer.
 
     In a table for stages that work along (`lower`), a stage that idles has free rows for what it writes, not -1, and
-    values that arrive by two routes are both written.
+    what arrives by several routes is always written.
     """
 
     kinds: str
@@ -135,6 +139,8 @@ class TickTable:
       rows: by name (`ROWS`), K numbers: the rows that each stage needs. That is the most (micro-batch, chunk) pairs at
         a time which are between the action that writes a row and the last one that reads it.
       away_rows: by name (`AWAY`), (the rows on the device, the rows on the host) that the stage with the most needs.
+      waiting: for "activation" and "cotangent", the rows of each buffer that any stage ever writes: one buffer, or one
+        for each route. Their rows are numbered through: those of the second follow on the last of the first.
     """
 
     slots: tuple[SlotTable, ...]
@@ -142,11 +148,11 @@ class TickTable:
     runs: tuple[Run, ...]
     rows: dict[str, tuple[int, ...]]
     away_rows: dict[str, tuple[int, int]]
+    waiting: dict[str, tuple[int, ...]]
 
     def rows_written(self, name: str) -> int:
-        """Counts the rows that the "activation" or "cotangent" buffer must have: those that any stage ever writes."""
-        arrivals = [column for slot in self.slots for column in getattr(slot, f"{name}_in")]
-        return 1 + max((int(column.max()) for column in arrivals), default=-1)
+        """Counts the rows in which "activation"s or "cotangent"s wait, over all buffers."""
+        return sum(self.waiting[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +172,15 @@ class _Values:
     first: np.ndarray
     uses: np.ndarray
     sender: np.ndarray
+
+    def comes_by(self, route: Route) -> np.ndarray:
+        """`[n]`, whether the value arrives by a route."""
+        return np.array([pair in route for pair in zip(self.sender.tolist(), self.stage.tolist(), strict=True)], bool)
+
+    def by(self, route: Route) -> "_Values":
+        """Those values alone that arrive by a route."""
+        mine = self.comes_by(route)
+        return _Values(self.stage[mine], self.first[mine], self.uses[mine], self.sender[mine])
 
     @cached_property
     def last(self) -> np.ndarray:
@@ -207,6 +222,12 @@ class _Values:
                 taken[row, first:last] = True
             free[:, stage] = np.argmin(taken, axis=0)
         return free
+
+    def arriving(self, route: Route, shape: tuple[int, int]) -> np.ndarray:
+        """`[T * width, K]`, the row of the value that arrives by a route, in the slot before it is live; else -1."""
+        mine, column = self.comes_by(route), np.full(shape, -1, np.int32)
+        column[self.first[mine] - 1, self.stage[mine]] = self.row[mine]
+        return column
 
     def column(self, shape: tuple[int, int]) -> np.ndarray:
         """`[T * width, K]`, the row of the value that a stage uses at a slot time; -1 where it uses none."""
@@ -250,11 +271,14 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     columns["anew"] = np.zeros(shape, np.int32)
     stages, microbatches, chunks = np.nonzero(anew >= 0)
     columns["anew"][anew[stages, microbatches, chunks], stages] = 1
-    arrivals: dict[str, list[np.ndarray]] = {}  # a boundary value arrives in the slot before it is live
+    arrivals: dict[str, list[np.ndarray]] = {}
+    waiting: dict[str, tuple[int, ...]] = {}
     for name, flow in (("activation", +1), ("cotangent", -1)):
-        values = _boundary_values(orders, at, flow, [anew] if keep_inputs and flow > 0 else [])
-        columns[name] = values.column(shape)
-        arrivals[name] = _arrivals(values, orders.placement.routes(flow), shape, width, always=idle_work)
+        later, routes = [anew] if keep_inputs and flow > 0 else [], orders.placement.routes(flow)
+        apart = len(routes) > 1 and not (later or idle_work)
+        values = _boundary_values(orders, at, flow, later, in_place=apart)
+        found = _waiting(values, routes, shape, width, apart=apart, always=idle_work)
+        columns[name], arrivals[name], waiting[name] = found
     moves: dict[str, Away] = {}
     for name, (writer, readers) in KEEPS.items():
         unused = name == "kept" and not occurs["W"]
@@ -280,7 +304,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     )
     rows = {name: tuple((1 + columns[name].max(axis=0)).tolist()) for name in ROWS}
     away_rows = {name: (1 + int(one.row.max()), 1 + int(one.sent_to.max())) for name, one in moves.items()}
-    return TickTable(slots=tuple(slots), num_ticks=num_ticks, runs=runs, rows=rows, away_rows=away_rows)
+    return TickTable(tuple(slots), num_ticks, runs, rows, away_rows, waiting)
 
 
 def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Run, ...]:
@@ -339,11 +363,19 @@ def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
     return at
 
 
-def _boundary_values(orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray]) -> _Values:
-    """The values that actions receive over boundaries along a flow; actions at the times in `later` read them too.
+def _boundary_values(
+    orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray], *, in_place: bool
+) -> _Values:
+    """The values that actions receive over boundaries along a flow, and that wait for them in rows.
 
     A value that arrives at the end of slot time tau is live from tau + 1 on, because a slot's action reads before
     arrivals are written. So the row of a value that is read for the last time may take an arrival of the same slot.
+
+    Args:
+      orders, at: the orders, and their `_times_by_kind`.
+      flow: +1 for activations, -1 for cotangents.
+      later: `[K, M, V]` each, times of actions that read the values too.
+      in_place: leave out what a stage leaves for its own very next action along this flow: it is there already.
     """
     width = len(orders.slots)
     beside = np.array([crosses_beside(orders.slots, flow, slot) for slot in range(width)], int)
@@ -354,8 +386,12 @@ def _boundary_values(orders: Orders, at: dict[str, np.ndarray], flow: int, later
     for (stage, chunk), (sender, sent_by) in sources:
         sent, used = either[sender, :, sent_by], either[stage, :, chunk]
         first = sent + beside[sent % width] + 1
+        waits = used >= 0
+        if in_place and sender == stage:
+            others = either[stage].reshape(1, -1)
+            waits &= ((others >= first[:, None]) & (others < used[:, None])).any(axis=1)
         fixed = (np.full_like(sent, stage), first, np.full_like(sent, sender), used)
-        parts.append(np.stack([*fixed, *(times[stage, :, chunk] for times in later)], axis=1)[used >= 0])
+        parts.append(np.stack([*fixed, *(times[stage, :, chunk] for times in later)], axis=1)[waits])
     stages, firsts, senders, *uses = np.concatenate(parts).T
     return _Values(stages, firsts, np.stack(uses, axis=1), senders)
 
@@ -421,26 +457,42 @@ def _away(values: _Values, shape: tuple[int, int], width: int, along: np.ndarray
     return Away(row, stays, sent_to, returns)
 
 
-def _arrivals(
-    values: _Values, routes: list[list[tuple[int, int]]], shape: tuple[int, int], width: int, *, always: bool
-) -> list[np.ndarray]:
-    """For each route a column `[T * width, K]`: the row into which a stage writes the value that arrives by it.
+def _waiting(
+    values: _Values, routes: Sequence[Route], shape: tuple[int, int], width: int, *, apart: bool, always: bool
+) -> tuple[np.ndarray, list[np.ndarray], tuple[int, ...]]:
+    """Gives rows to the values that arrive over boundaries.
 
-    Where nothing arrives, it is the lowest row that holds nothing live. It stays -1 in slots in which nothing ever
-    arrives, and, unless a stage is `always` to write, in slots in which values arrive by two routes: one write is less
-    than two. There are two routes only where virtual stages are placed as a "v".
+    Where each route has a buffer of its own, what comes from another stage is written at no cost if that buffer has one
+    row and is always written: what the transfer leaves is the buffer then, and nothing is copied.
+
+    Args:
+      values: the values; each arrives in the slot before it is live.
+      routes: those of `Placement.routes`.
+      shape: of a column, `[T * width, K]`.
+      width: the slots of a tick.
+      apart: whether each route has a buffer of its own; else all share one.
+      always: write in each tick what arrives by several routes, though it takes a copy or a row more.
+
+    Returns:
+      (rows that are read, for each route rows that are written, rows of each buffer): the columns `SlotTable.activation`
+      and `activation_in`, and `TickTable.waiting`.
     """
-    columns = []
-    for route in routes:
-        is_on_route = np.zeros((shape[1], shape[1]), bool)  # [K, K], by sender and receiver
-        is_on_route[tuple(np.array(route, int).reshape(-1, 2).T)] = True
-        arrives = is_on_route[values.sender, values.stage]
-        column = np.full(shape, -1, np.int32)
-        column[values.first[arrives] - 1, values.stage[arrives]] = values.row[arrives]
-        columns.append(column)
-    free = values.free(shape, values.first - 1, values.last)
+    held = [values.by(route) for route in routes] if apart else [values]
+    buffer_of = range(len(routes)) if apart else [0] * len(routes)  # by route
+    written = [held[b].arriving(route, shape) for b, route in zip(buffer_of, routes, strict=True)]
+    free = [one.free(shape, one.first - 1, one.last) for one in held]
     for i in range(width):
-        used = [column[i::width] for column in columns if (column[i::width] >= 0).any()]
-        for column in used if len(used) == 1 or always else ():
-            column[:] = np.where(column >= 0, column, free[i::width])
-    return columns
+        used = [j for j, column in enumerate(written) if (column[i::width] >= 0).any()]
+        for j in used:
+            slot = written[j][i::width]
+            filled = np.where(slot >= 0, slot, free[buffer_of[j]][i::width])
+            moves = any(sender != receiver for sender, receiver in routes[j])
+            if len(used) == 1 or always or (apart and moves and filled.max() == 0):
+                slot[:] = filled
+    rows = [0] * len(held)
+    for b, column in zip(buffer_of, written, strict=True):
+        rows[b] = max(rows[b], 1 + int(column.max()))
+    starts = [sum(rows[:b]) for b in range(len(rows))]
+    numbered = lambda column, b: np.where(column >= 0, column + starts[b], -1).astype(np.int32)
+    read = np.max([numbered(one.column(shape), b) for b, one in enumerate(held)], axis=0)
+    return read, [numbered(column, b) for b, column in zip(buffer_of, written, strict=True)], tuple(rows)
