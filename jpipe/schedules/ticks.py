@@ -175,7 +175,8 @@ class _Values:
 
     def comes_by(self, route: Route) -> np.ndarray:
         """`[n]`, whether the value arrives by a route."""
-        return np.array([pair in route for pair in zip(self.sender.tolist(), self.stage.tolist(), strict=True)], bool)
+        pairs = zip(self.sender.tolist(), self.stage.tolist(), strict=True)
+        return np.fromiter(map({*route}.__contains__, pairs), bool, len(self.stage))
 
     def by(self, route: Route) -> "_Values":
         """Those values alone that arrive by a route."""
@@ -423,7 +424,8 @@ def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
 def _kept_rows(values: _Values, shape: tuple[int, int], along: np.ndarray) -> np.ndarray:
     """A column `[T * width, K]` of the rows of values that stay; where stages that idle write `along`, free ones."""
     column = values.column(shape)
-    return np.where(along, values.free(shape, values.first, values.last + 1), column) if values.stage.size else column
+    writes_along = values.stage.size and along.any()
+    return np.where(along, values.free(shape, values.first, values.last + 1), column) if writes_along else column
 
 
 def _away(values: _Values, shape: tuple[int, int], width: int, along: np.ndarray) -> Away:

@@ -124,6 +124,15 @@ def test_every_step_is_in_place_and_its_transfers_are_hidden(topology, options, 
 
 
 @pytest.mark.slow
+def test_in_a_v_one_of_four_transfers_is_copied_to_its_row():
+    """The others leave what they bring where it waits: beside actions a tick has one loop, that copy."""
+    step = compiled_step("v5e:2x2", remat="none", schedule="v", num_chunks=2)
+    check(step, "none", num_transfers=4)
+    (ticks,) = step.find("ticks")
+    assert [loop.name for loop in ticks.inner] == ["F", "B", "closed_call"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2"])
 def test_nothing_is_reduced_over_data_in_a_loop(topology):
     step = compiled_step(topology, ("stage", "data"))

@@ -49,12 +49,15 @@ def test_one_stage_is_always_at_work():
     assert table_of("forward", num_stages=1, num_microbatches=2).runs == ((0, 2, ("F",)),)
 
 
-def test_of_two_routes_each_is_written_where_something_arrives():
+def test_where_a_chain_goes_there_and_back_each_route_has_rows_of_its_own():
     table = table_of("v", num_stages=3, num_microbatches=6, num_chunks=2)
-    there, back = table.slots[1].activation_in
-    # Stage 1 hears of a micro-batch on its way there, and from tick 3 on of one on its way back every other tick.
-    assert [tick for tick in range(table.num_ticks) if back[tick, 1] >= 0] == [3, 5, 7, 9, 11, 13]
+    assert table.waiting == {"activation": (1, 1, 0), "cotangent": (1, 1, 0)}, "what turns stays where it is"
+    there, back, turn = table.slots[1].activation_in
+    # Stage 1 hears of a micro-batch on its way there. Some wait for their turn, so it writes only what arrives.
     assert [tick for tick in range(table.num_ticks) if there[tick, 1] >= 0] == [0, 1, 2, 6, 8, 10]
+    # What is on its way back never waits: its row is always written, and is what the transfer leaves.
+    assert (back == 1).all() and (turn == -1).all()
+    assert [(column == i).all() for i, column in enumerate(table.slots[0].cotangent_in[:2])] == [True, True]
 
 
 @pytest.mark.parametrize(("num_stages", "permutes"), [(1, 0), (2, 2)])

@@ -1,6 +1,7 @@
 """The lowered table, played through with tagged values in place of arrays: what is read must be what was expected."""
 
 import itertools
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
     written = {name: [table.rows_written(name)] * schedule.num_stages for name in BOUNDARIES}
     rows_of = written | table.rows
     buffers = {name: [[EMPTY] * rows for rows in rows_of[name]] for name in rows_of}
+    left = {name: [EMPTY] * schedule.num_stages for name in BOUNDARIES}  # what a stage's last action left
     ran: list[list[Action]] = [[] for _ in schedule.actions]
     last = {name: last_readers(schedule, *kinds) for name, kinds in KEEPS.items()}
     crossing: dict[tuple[str, int, int], Tag] = {}  # sent in the slot before, and not needed by any action of this one
@@ -50,7 +52,13 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
                 expected |= _expected_reads(schedule, stage, action, anew=anew and keep_inputs)
                 sent |= _sends(schedule, stage, action)
             for name, value in expected.items():
-                assert _read(buffers[name][stage], getattr(slot, name)[tick, stage]) == value
+                row, apart = getattr(slot, name)[tick, stage], len(table.waiting[name]) > 1
+                assert value in ((EMPTY, left[name][stage]) if apart else (EMPTY,)) if row < 0 else (
+                    buffers[name][stage][row] == value
+                )
+                if action is not None and action.kind in BOUNDARIES[name]:
+                    virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
+                    left[name][stage] = (action.kind, action.microbatch, virtual_stage)
             for name, (writer, readers) in KEEPS.items():
                 if name != "kept" or schedule.splits:
                     writes = anew if action and keep_inputs and writer == "F" else action and action.kind == writer
@@ -62,12 +70,16 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
         crossing = {key: tag for key, tag in sent.items() if key[0] in beside}
         for stage, (name, kinds) in itertools.product(range(schedule.num_stages), BOUNDARIES.items()):
             routes = schedule.placement.routes(+1 if kinds == "F" else -1)
-            for route, column in zip(routes, getattr(slot, f"{name}_in"), strict=True):
+            for i, (route, column) in enumerate(zip(routes, getattr(slot, f"{name}_in"), strict=True)):
                 senders, row = [a for a, b in route if b == stage], column[tick, stage]
                 keys = [(kind, a, stage) for kind in kinds for a in senders if (kind, a, stage) in arrived]
                 tags = [arrived.pop(key) for key in keys]
                 assert len(tags) <= 1
-                assert row >= 0 or not tags
+                rows = table.waiting[name]
+                assert len(rows) in (1, len(routes))
+                before = sum(rows[:i]) if len(rows) > 1 else 0
+                assert row < 0 or row - before in range(rows[i] if len(rows) > 1 else rows[0])
+                assert row >= 0 or not tags or (senders == [stage] and tags[0] == left[name][stage])
                 if row >= 0:  # where nothing arrives, what is written must be read by nobody
                     buffers[name][stage][row] = tags[0] if tags else GARBAGE
         assert not arrived, "all that is sent has its route"
@@ -113,10 +125,6 @@ def _action_at(slot: SlotTable, tick: int, stage: int) -> Action | None:
     return Action(slot.kinds[kind - 1], int(slot.microbatch[tick, stage]), int(slot.chunk[tick, stage]))
 
 
-def _read(buffer: list[Tag], row: int) -> Tag:
-    return EMPTY if row < 0 else buffer[row]
-
-
 def _play_kept(
     buffer: list[Tag], row: int, action: Action | None, last: set[Action], readers: str, *, writes: bool
 ) -> None:
@@ -148,39 +156,45 @@ def last_readers(schedule: Schedule, writer: str, readers: str) -> list[set[Acti
 
 
 def most_live(schedule: Schedule, *, keep_inputs: bool) -> dict[str, tuple[int, ...]]:
-    """The most values that are live at once on each stage, counted slot time by slot time."""
+    """The most values that are live at once on each stage, counted slot time by slot time; by each route, if apart."""
     times, placement = schedule.slot_times, schedule.placement
-    live: dict[str, list[list[range]]] = {name: [[] for _ in schedule.actions] for name in (*BOUNDARIES, *KEEPS)}
+    live: dict[str, list[dict[int, list[range]]]] = {
+        name: [defaultdict(list) for _ in schedule.actions] for name in (*BOUNDARIES, *KEEPS)
+    }
     for (stage, action), tau in times.items():
         virtual_stage = placement.virtual_stage(stage, action.chunk)
         until = lambda kinds: max([times.get((stage, action._replace(kind=k)), tau) for k in kinds])  # noqa: B023
         for name, sender in (("activation", virtual_stage - 1), ("cotangent", virtual_stage + 1)):
             kinds = BOUNDARIES[name]
             parts = [Action(kind, action.microbatch, placement.chunk_of(sender)) for kind in kinds]
-            sent = [
-                times[placement.stage_of(sender), part] for part in parts if (placement.stage_of(sender), part) in times
-            ]
-            if action.kind in kinds and sent:
-                again = "R" if (stage, action._replace(kind="R")) in times else "BI"
-                last = until(again) if kinds == "F" and keep_inputs else tau
-                beside = not {*kinds} & {*admitted(schedule.slots[(sent[0] + 1) % len(schedule.slots)])}
-                live[name][stage].append(range(sent[0] + 1 + beside, last + 1))
+            sent = [part for part in parts if (placement.stage_of(sender), part) in times]
+            if action.kind not in kinds or not sent:
+                continue
+            way, route = (placement.stage_of(sender), sent[0]), 0
+            if placement.style == "v" and not (kinds == "F" and keep_inputs):
+                route = np.sign(stage - way[0])
+                along = [one for one in schedule.actions[stage] if one.kind in kinds]
+                if route == 0 and placement.num_stages > 1 and along.index(action) == along.index(sent[0]) + 1:
+                    continue  # it is there already
+            again = "R" if (stage, action._replace(kind="R")) in times else "BI"
+            last = until(again) if kinds == "F" and keep_inputs else tau
+            beside = not {*kinds} & {*admitted(schedule.slots[(times[way] + 1) % len(schedule.slots)])}
+            live[name][stage][route].append(range(times[way] + 1 + beside, last + 1))
         for name, (writer, readers) in KEEPS.items():
             writes = action.kind == writer and until(readers) > tau
             if keep_inputs and writer == "F":
                 writes = computes_anew(schedule, stage, action, keep_inputs=True)
             if writes and (name != "kept" or schedule.splits):
-                live[name][stage].append(range(tau, until(readers) + 1))
-    last = max(times.values())
-    return {
-        name: tuple(max(sum(tau in span for span in spans) for tau in range(last + 1)) for spans in stages)
-        for name, stages in live.items()
-    }
+                live[name][stage][0].append(range(tau, until(readers) + 1))
+    slot_times = range(max(times.values()) + 1)
+    most = lambda spans: max(sum(tau in span for span in spans) for tau in slot_times)
+    return {name: tuple(sum(map(most, routes.values())) for routes in stages) for name, stages in live.items()}
 
 
 def rows_of(table: TickTable, name: str) -> tuple[int, ...]:
-    """The rows of a buffer that each stage uses."""
-    return tuple((1 + np.max([getattr(slot, name).max(axis=0) for slot in table.slots], axis=0)).tolist())
+    """The number of rows that each stage uses."""
+    columns = np.concatenate([getattr(slot, name) for slot in table.slots])
+    return tuple(len({*column.tolist()} - {-1}) for column in columns.T)
 
 
 def check(schedule: Schedule, *, keep_inputs: bool) -> None:
