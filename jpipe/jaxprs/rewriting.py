@@ -14,6 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.seam.inside import needed_part, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES
 from jpipe.types import PyTree
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
@@ -128,3 +129,10 @@ def changed_inside(value: PyTree, change: Callable[[Jaxpr], Jaxpr]) -> PyTree:
         inside = [changed_inside(v, change) for v in value]
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     return value
+
+
+def inside_of_calls(equation: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """Changes the jaxprs in an equation that calls, loops or branches; any other stays."""
+    if equation.primitive.name not in CALLS | LOOPS_AND_BRANCHES:
+        return equation
+    return replaced(equation, params={name: changed_inside(value, change) for name, value in equation.params.items()})

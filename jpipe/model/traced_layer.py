@@ -32,6 +32,7 @@ from jpipe.jaxprs.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.remat import is_mark
+from jpipe.model.row_additions import row_additions_by_comparison
 from jpipe.model.split_backward import SplitBackward, split_in_two
 from jpipe.model.weight_products import weight_products_as_they_lie
 from jpipe.partitioner.choice import always, as_it_lies
@@ -342,7 +343,7 @@ def in_two_parts(layer: DeviceLayer, splits: Splits) -> DeviceLayer:
 
 def _as_computed(backward: ClosedJaxpr, splits: Splits) -> ClosedJaxpr:
     """A backward, or a part of it, as this kind of device computes it."""
-    return weight_products_as_they_lie(backward) if splits.on_cpu else backward
+    return weight_products_as_they_lie(backward) if splits.on_cpu else row_additions_by_comparison(backward)
 
 
 class DevicePrograms:

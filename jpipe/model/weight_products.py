@@ -13,10 +13,9 @@ from collections import Counter
 
 import jax
 
-from jpipe.jaxprs.rewriting import changed_inside
+from jpipe.jaxprs.rewriting import inside_of_calls
 from jpipe.seam.inside import in_place_of, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES
 
 
 def weight_products_as_they_lie(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -51,14 +50,8 @@ def _changed(jaxpr: Jaxpr) -> Jaxpr:
                 equation = replaced(equation, invars=equation.invars[::-1], outvars=turn.outvars)
             equations += _as_they_lie(equation)
         elif done.isdisjoint(equation.outvars):
-            equations.append(_inside(equation))
+            equations.append(inside_of_calls(equation, _changed))
     return replaced(jaxpr, eqns=equations)
-
-
-def _inside(equation: JaxprEqn) -> JaxprEqn:
-    if equation.primitive.name not in CALLS | LOOPS_AND_BRANCHES:
-        return equation
-    return replaced(equation, params={name: changed_inside(value, _changed) for name, value in equation.params.items()})
 
 
 def _is_of_weights(product: JaxprEqn) -> bool:

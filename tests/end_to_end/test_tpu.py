@@ -49,18 +49,26 @@ def loss_fn(logits, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
 
 
-def compiled_step(topology: str, axes: tuple[str, ...] = ("stage",), blocks: int = 2, **options) -> Loop:
+def compiled_step(
+    topology: str,
+    axes: tuple[str, ...] = ("stage",),
+    blocks: int = 2,
+    examples: int = EXAMPLES,
+    length: int = LENGTH,
+    **options,
+) -> Loop:
     """The training step of a language model on four stages."""
     devices = tpu_devices(topology)[: STAGES if len(axes) == 1 else None]  # a chip of v4 has two
     mesh = Mesh(np.asarray(devices).reshape(STAGES, *[-1] * (len(axes) - 1)), axes)
     v = options.get("num_chunks", 1)
     counts = [blocks // v] * STAGES * v
     counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
-    layers = [nn.Embed(256, WIDTH, dtype=jnp.bfloat16), *[Block() for _ in range(blocks * STAGES)], nn.Dense(256)]
+    blocks_of_all = [Block() for _ in range(blocks * STAGES)]
+    layers = [nn.Embed(256, WIDTH, dtype=jnp.bfloat16), *blocks_of_all, nn.Dense(256)]
     pipe = jpipe.Pipeline(
         layers, loss_fn, num_stages=STAGES, num_microbatches=MICROBATCHES, balance=counts, mesh=mesh, **options
     )
-    shape = (MICROBATCHES * EXAMPLES * (mesh.size // STAGES), LENGTH)
+    shape = (MICROBATCHES * examples * (mesh.size // STAGES), length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
     state = pipe.abstract_state(batch, optax.adam(1e-3))
     return read(compile_with_text(jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch))[1])
@@ -104,6 +112,12 @@ def test_images_are_padded_one_micro_batch_at_a_time(cast):
     state = pipe.abstract_state(batch, optax.sgd(1e-3))
     compiled = jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
+
+
+def test_sparse_cores_keep_nothing_from_being_sent_beside_a_backward():
+    """JAX's own derivative of a cross-entropy has a scatter, which the compiler would give to them."""
+    (ticks,) = compiled_step("v5p:2x2x1", remat="layer", blocks=1, examples=1, length=1024).find("ticks")
+    assert [[loop.name for loop in transfer.loops] for transfer in transfers(ticks)] == [["F"], ["B"]]
 
 
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "v4:2x2x1"]

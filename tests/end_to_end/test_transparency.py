@@ -141,6 +141,7 @@ def test_equals_the_sequential_model_in_float32(case):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:layer .* alone takes")  # of twelve virtual stages
 @pytest.mark.parametrize("case", sorted(filter(runs, set(product()) - set(CASES))), ids=name)
 def test_equals_the_sequential_model_whatever_is_combined(case):
     with jax.enable_x64(True):

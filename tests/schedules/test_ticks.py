@@ -53,8 +53,10 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
                 sent |= _sends(schedule, stage, action)
             for name, value in expected.items():
                 row, apart = getattr(slot, name)[tick, stage], len(table.waiting[name]) > 1
-                assert value in ((EMPTY, left[name][stage]) if apart else (EMPTY,)) if row < 0 else (
-                    buffers[name][stage][row] == value
+                assert (
+                    value in ((EMPTY, left[name][stage]) if apart else (EMPTY,))
+                    if row < 0
+                    else (buffers[name][stage][row] == value)
                 )
                 if action is not None and action.kind in BOUNDARIES[name]:
                     virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
