@@ -24,8 +24,10 @@ The arrays that change are those of `TickCarry`. Each stage has its own:
 A value is sent by `ppermute` while the next slot computes, if that slot admits no action that receives along this flow
 (`crosses_beside`). Else such an action may need the value, and it is sent at once, before that slot. All stages take
 part in each `ppermute`, also those that have nothing to send: the table tells the receiver into which row to write, and
-names an unused row where nothing of use arrives (or -1, no write, if values arrive by several routes in this slot). After
-the ticks come `psum`s over the stages: of the loss or the outputs, and of the gradients of shared weights.
+names an unused row where nothing of use arrives (or -1, no write, if values arrive by several routes in this slot). In
+a "v" each route has rows of its own, so that most of what arrives is written by the transfer itself, and what turns on
+its stage stays where it is. After the ticks come `psum`s over the stages: of the loss or the outputs, and of the
+gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
 With `ends="shared"`, `end_turns` adds work before and after slots; else its functions change nothing.
@@ -58,8 +60,8 @@ from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
-from jpipe.schedules.actions import FLOWS
-from jpipe.schedules.ticks import ROWS, Run, SlotTable, crosses_beside
+from jpipe.schedules.actions import FLOWS, crosses_beside
+from jpipe.schedules.ticks import ROWS, Run, SlotTable
 from jpipe.types import Leaf
 
 

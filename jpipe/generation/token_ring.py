@@ -209,5 +209,6 @@ def _passed_on(stage: Stage, place: Placement, route: Index, carry: DecodingCarr
     arrived = [moved(sent, pairs, stage.device) for pairs in place.routes(+1)]
     if not arrived:
         return carry
-    chosen = lambda *by: jax.lax.select_n(route, *by) if len(by) > 1 else by[0]
-    return carry._replace(activation=boundaries.with_crossed(carry.activation, jax.tree.map(chosen, *arrived)))
+    chosen = lambda first, *others: jax.lax.select_n(route, first, *others) if others else first
+    taken = jax.tree.map(chosen, arrived[0], *arrived[1:])
+    return carry._replace(activation=boundaries.with_crossed(carry.activation, taken))

@@ -1,9 +1,9 @@
 """Adds one number to each row of an array by comparisons, on TPUs and GPUs, in place of a scatter.
 
-The gradient of `jnp.take_along_axis(logits, labels[..., None], axis=-1)`, which cross-entropies have, is such a sum: one
-number for each row of zeros. JAX's derivative scatters it. A comparison is part of the loop that computes the rest of the
-gradient. And a TPU with sparse cores (v5p, v6e) gives the scatter to them: its compiler then lets nothing be sent beside
-the loop in which they work, and so not beside any backward.
+The gradient of `jnp.take_along_axis(logits, labels[..., None], axis=-1)`, which cross-entropies have, is such a sum:
+one number for each row of zeros. JAX's derivative scatters it. A comparison is part of the loop that computes the rest
+of the gradient. And a TPU with sparse cores (v5p, v6e) gives the scatter to them: its compiler then lets nothing be
+sent beside a loop in which they work, so that all stages wait for each activation.
 """
 
 from __future__ import annotations

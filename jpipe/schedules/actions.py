@@ -3,6 +3,7 @@
 K is the number of stages, M of micro-batches, V of chunks a stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -44,6 +45,19 @@ def admitted(slot: str) -> str:
     ('F', 'BI', 'FW')
     """
     return slot if "I" in slot else slot.replace("B", "BI")
+
+
+def crosses_beside(slots: Sequence[str], flow: int, slot: int) -> bool:
+    """Whether the values that a slot's actions send cross their boundaries while the next slot runs, not before it.
+
+    They may if the next slot admits no action that receives along this flow. Only such an action could need them.
+
+    Args:
+      slots: the slots of a tick, by the kinds that each admits.
+      flow: +1 for activations, -1 for cotangents.
+      slot: the index of the slot in which the senders run.
+    """
+    return not set(FLOWS[flow]) & set(admitted(slots[(slot + 1) % len(slots)]))
 
 
 class Action(NamedTuple):

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Placed
+from jpipe.schedules.actions import ACTION_KINDS, Action, Placed, crosses_beside
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.ticks import crosses_beside
 from jpipe.schedules.timing import needs
 from jpipe.users_numbers import as_number
 
@@ -191,7 +190,7 @@ def simulate(
     on the stage before (if that slot admits F) and on the stage after (if it admits B or I). The last stage counts as
     the one before the first where V > 1. What is sent is there `transfer` later. It crosses while the receiver works in
     its next slot and is waited for after it; or before that slot, where it admits the same kind
-    (`ticks.crosses_beside`). A sender does not wait for its receiver, and what a stage sends to itself (K=1) takes no
+    (`crosses_beside`). A sender does not wait for its receiver, and what a stage sends to itself (K=1) takes no
     time.
 
     Without transfer times GPipe takes sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b.

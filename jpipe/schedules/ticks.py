@@ -10,17 +10,16 @@ slot `tau % width` of tick `tau // width`. While the table is made, a *column* i
 time; the table has `[T, K]` for each slot of a tick.
 """
 
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, FLOWS, admitted
+from jpipe.schedules.actions import ACTION_KINDS, admitted
 from jpipe.schedules.timing import Orders
+from jpipe.schedules.waiting import Away, arrival_rows, kept_rows, kept_values, rows_away
 
 KEEPS = {"residual": ("F", "BI"), "kept": ("F", "BIW"), "stash": ("I", "W")}
 """Values that actions keep in rows for later actions of their own stage: column -> (the kind of action that writes the
@@ -31,35 +30,6 @@ ROWS = (*KEEPS,)
 
 AWAY = {"residual_away": "residual", "kept_away": "kept"}
 """Such values that go to the host while they wait, and come back: their name -> that of those that stay."""
-
-
-Route: TypeAlias = list[tuple[int, int]]
-"""(From stage, to stage) pairs, as of `Placement.routes`."""
-
-
-class Away(NamedTuple):
-    """Where values that go to the host are in one slot of each tick, as arrays `[T, K]`.
-
-    A value is written into a row on the device, goes to the host beside the next slot, and comes back, into a place of
-    its own, beside the slot before the action that reads it. One that has too little time for that, or that two actions
-    read, stays in its row. In 1F1B, two slots a tick, with a wait of two ticks:
-
-        slot         F        B        F   B   F        B
-        action       writes                             reads
-        moves                leaves            returns
-
-    Attributes:
-      row: the row on the device that the slot's action writes, or reads if the value has stayed; -1 for others.
-      stays: 1 where the slot's action reads a value that has stayed.
-      sent_to: the host's row into which the row of this slot goes, beside the next one; where no value leaves, a row
-        that holds nothing live. -1 everywhere if none ever leaves after this slot.
-      returns: the host's row whose value comes back beside this slot, for the next one; -1 for none.
-    """
-
-    row: np.ndarray
-    stays: np.ndarray
-    sent_to: np.ndarray
-    returns: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,89 +125,6 @@ class TickTable:
         return sum(self.waiting[name])
 
 
-@dataclass(frozen=True, eq=False)
-class _Values:
-    """The n values of one kind that stages keep, as integer arrays.
-
-    A value has its row to itself from slot time `first` to its last use, both included.
-
-    Attributes:
-      stage: `[n]`, the stage that keeps the value.
-      first: `[n]`, the slot time from which the value is live.
-      uses: `[n, u]`, the slot times of the actions that need to know its row; -1 for none, but never in column 0.
-      sender: `[n]`, the stage that a boundary value comes from; -1 for a value that a stage keeps for itself.
-    """
-
-    stage: np.ndarray
-    first: np.ndarray
-    uses: np.ndarray
-    sender: np.ndarray
-
-    def comes_by(self, route: Route) -> np.ndarray:
-        """`[n]`, whether the value arrives by a route."""
-        pairs = zip(self.sender.tolist(), self.stage.tolist(), strict=True)
-        return np.fromiter(map({*route}.__contains__, pairs), bool, len(self.stage))
-
-    def by(self, route: Route) -> "_Values":
-        """Those values alone that arrive by a route."""
-        mine = self.comes_by(route)
-        return _Values(self.stage[mine], self.first[mine], self.uses[mine], self.sender[mine])
-
-    @cached_property
-    def last(self) -> np.ndarray:
-        """`[n]`, the slot time of the value's last use."""
-        return self.uses.max(axis=1)
-
-    @cached_property
-    def row(self) -> np.ndarray:
-        """`[n]`, the value's row: the lowest that is free on its stage.
-
-        Rows are given in the order in which values become live. So a stage needs as many rows as values are live at
-        once, and no more.
-        """
-        rows = np.zeros_like(self.stage)
-        taken: dict[int, list[tuple[int, int]]] = {}  # by stage a heap of rows, each after the last use of its value
-        freed: dict[int, list[int]] = {}  # by stage a heap of rows
-        # By `first`; of values that become live together, as by two routes, the one that is used first goes first.
-        order = np.lexsort((self.uses[:, 0], self.first))
-        columns = (order, self.stage[order], self.first[order], self.last[order])
-        for i, stage, first, last in zip(*(column.tolist() for column in columns), strict=True):
-            live, free = taken.setdefault(stage, []), freed.setdefault(stage, [])
-            while live and live[0][0] < first:
-                heapq.heappush(free, heapq.heappop(live)[1])
-            rows[i] = row = heapq.heappop(free) if free else len(live)
-            heapq.heappush(live, (last, row))
-        return rows
-
-    def free(self, shape: tuple[int, int], begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """`[T * width, K]`, the lowest row that no value has, if each has its own from slot time `begin` until `end`.
-
-        Where all are taken, it is one more than there are.
-        """
-        free = np.zeros(shape, np.int32)
-        for stage in set(self.stage.tolist()):
-            kept = self.stage == stage
-            taken = np.zeros((self.row[kept].max() + 2, shape[0]), bool)  # [rows, T * width]; the last is never taken
-            spans = self.row[kept], begin[kept], end[kept]
-            for row, first, last in zip(*(span.tolist() for span in spans), strict=True):
-                taken[row, first:last] = True
-            free[:, stage] = np.argmin(taken, axis=0)
-        return free
-
-    def arriving(self, route: Route, shape: tuple[int, int]) -> np.ndarray:
-        """`[T * width, K]`, the row of the value that arrives by a route, in the slot before it is live; else -1."""
-        mine, column = self.comes_by(route), np.full(shape, -1, np.int32)
-        column[self.first[mine] - 1, self.stage[mine]] = self.row[mine]
-        return column
-
-    def column(self, shape: tuple[int, int]) -> np.ndarray:
-        """`[T * width, K]`, the row of the value that a stage uses at a slot time; -1 where it uses none."""
-        column = np.full(shape, -1, np.int32)
-        for uses in self.uses.T:
-            column[uses[uses >= 0], self.stage[uses >= 0]] = self.row[uses >= 0]
-        return column
-
-
 def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False, away: bool = False) -> TickTable:
     """Lowers any valid orders to ticks, each action as soon as possible, each value in the lowest free row.
 
@@ -275,20 +162,17 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     arrivals: dict[str, list[np.ndarray]] = {}
     waiting: dict[str, tuple[int, ...]] = {}
     for name, flow in (("activation", +1), ("cotangent", -1)):
-        later, routes = [anew] if keep_inputs and flow > 0 else [], orders.placement.routes(flow)
-        apart = len(routes) > 1 and not (later or idle_work)
-        values = _boundary_values(orders, at, flow, later, in_place=apart)
-        found = _waiting(values, routes, shape, width, apart=apart, always=idle_work)
-        columns[name], arrivals[name], waiting[name] = found
+        later = [anew] if keep_inputs and flow > 0 else []
+        columns[name], arrivals[name], waiting[name] = arrival_rows(orders, at, flow, later, shape, always=idle_work)
     moves: dict[str, Away] = {}
     for name, (writer, readers) in KEEPS.items():
         unused = name == "kept" and not occurs["W"]
         again = keep_inputs and writer == "F"
-        values = _kept(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
+        values = kept_values(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
         along = _works_along(runs, "RBI" if again else writer, (columns["kind"] == 0) & idle_work)
-        columns[name] = _kept_rows(values, shape, along)
+        columns[name] = kept_rows(values, shape, along)
         if away and writer == "F" and values.stage.size:
-            moved = _away(values, shape, width, along)
+            moved = rows_away(values, shape, width, along)
             # With the place for what comes back it has to take less.
             moves |= {f"{name}_away": moved} if 2 + moved.row.max() <= columns[name].max() else {}
     for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
@@ -362,139 +246,3 @@ def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
     for (stage, (kind, microbatch, chunk)), tau in orders.slot_times.items():
         at[kind][stage, microbatch, chunk] = tau
     return at
-
-
-def _boundary_values(
-    orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray], *, in_place: bool
-) -> _Values:
-    """The values that actions receive over boundaries along a flow, and that wait for them in rows.
-
-    A value that arrives at the end of slot time tau is live from tau + 1 on, because a slot's action reads before
-    arrivals are written. So the row of a value that is read for the last time may take an arrival of the same slot.
-
-    Args:
-      orders, at: the orders, and their `_times_by_kind`.
-      flow: +1 for activations, -1 for cotangents.
-      later: `[K, M, V]` each, times of actions that read the values too.
-      in_place: leave out what a stage leaves for its own very next action along this flow: it is there already.
-    """
-    width = len(orders.slots)
-    beside = np.array([crosses_beside(orders.slots, flow, slot) for slot in range(width)], int)
-    either = np.max([at[kind] for kind in FLOWS[flow]], axis=0)  # there is one of them at most
-    # `sources`: (flow, stage, chunk) -> the (stage, chunk) from which its values come; missing at the end of the chain.
-    sources = [(to, source) for (way, *to), source in orders.placement.sources.items() if way == flow]
-    parts = [np.zeros((0, 4 + len(later)), int)]
-    for (stage, chunk), (sender, sent_by) in sources:
-        sent, used = either[sender, :, sent_by], either[stage, :, chunk]
-        first = sent + beside[sent % width] + 1
-        waits = used >= 0
-        if in_place and sender == stage:
-            others = either[stage].reshape(1, -1)
-            waits &= ((others >= first[:, None]) & (others < used[:, None])).any(axis=1)
-        fixed = (np.full_like(sent, stage), first, np.full_like(sent, sender), used)
-        parts.append(np.stack([*fixed, *(times[stage, :, chunk] for times in later)], axis=1)[waits])
-    stages, firsts, senders, *uses = np.concatenate(parts).T
-    return _Values(stages, firsts, np.stack(uses, axis=1), senders)
-
-
-def crosses_beside(slots: Sequence[str], flow: int, slot: int) -> bool:
-    """Whether the values that a slot's actions send cross their boundaries while the next slot runs, not before it.
-
-    They may if the next slot admits no action that receives along this flow. Only such an action could need them.
-
-    Args:
-      slots: the slots of a tick, by the kinds that each admits.
-      flow: +1 for activations, -1 for cotangents.
-      slot: the index of the slot in which the senders run.
-    """
-    return not set(FLOWS[flow]) & set(admitted(slots[(slot + 1) % len(slots)]))
-
-
-def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
-    """The values that actions at the times `written` keep for later actions of their stage, at the times `readers`.
-
-    All times are `[K, M, V]`. A value that nothing reads isn't kept.
-    """
-    uses = np.stack([written, *readers], axis=-1)
-    read = (written >= 0) & (uses[..., 1:] >= 0).any(axis=-1)
-    stages = np.nonzero(read)[0]
-    return _Values(stages, written[read], uses[read], np.full_like(stages, -1))
-
-
-def _kept_rows(values: _Values, shape: tuple[int, int], along: np.ndarray) -> np.ndarray:
-    """A column `[T * width, K]` of the rows of values that stay; where stages that idle write `along`, free ones."""
-    column = values.column(shape)
-    writes_along = values.stage.size and along.any()
-    return np.where(along, values.free(shape, values.first, values.last + 1), column) if writes_along else column
-
-
-def _away(values: _Values, shape: tuple[int, int], width: int, along: np.ndarray) -> Away:
-    """Sends to the host what has the time to come back; columns `[T * width, K]` of an `Away`.
-
-    Args:
-      values: those that actions keep.
-      shape: of the columns.
-      width: the slots of a tick.
-      along: `[T * width, K]`, whether a stage that idles writes, too.
-    """
-    reads, stage, first = values.uses[:, 1:], values.stage, values.first
-    # Beside the slot after the one that writes it a value leaves; beside the slot before its reader's it comes back.
-    goes = ((reads >= 0).sum(axis=1) == 1) & (values.last - first >= 3)
-    until = np.where(goes, first + 1, values.last)
-    on_device = _Values(stage, first, until[:, None], values.sender)
-    row, stays, sent_to, returns = (np.full(shape, n, np.int32) for n in (-1, 0, -1, -1))
-    row[first, stage] = on_device.row
-    for times in reads[~goes].T:
-        reader = times[times >= 0], stage[~goes][times >= 0]
-        row[reader], stays[reader] = on_device.row[~goes][times >= 0], 1
-    row = np.where(along, on_device.free(shape, first, until + 1), row)
-
-    leaves, stage = first[goes] + 1, stage[goes]
-    on_host = _Values(stage, leaves, values.last[goes, None] - 1, stage)
-    sent_to[leaves - 1, stage], returns[on_host.last, stage] = on_host.row, on_host.row
-    free = on_host.free((shape[0] + 1, shape[1]), leaves, on_host.last + 1)[1:]
-    for i in range(width):
-        if (sent_to[i::width] >= 0).any():
-            sent_to[i::width] = np.where(sent_to[i::width] >= 0, sent_to[i::width], free[i::width])
-    return Away(row, stays, sent_to, returns)
-
-
-def _waiting(
-    values: _Values, routes: Sequence[Route], shape: tuple[int, int], width: int, *, apart: bool, always: bool
-) -> tuple[np.ndarray, list[np.ndarray], tuple[int, ...]]:
-    """Gives rows to the values that arrive over boundaries.
-
-    Where each route has a buffer of its own, what comes from another stage is written at no cost if that buffer has one
-    row and is always written: what the transfer leaves is the buffer then, and nothing is copied.
-
-    Args:
-      values: the values; each arrives in the slot before it is live.
-      routes: those of `Placement.routes`.
-      shape: of a column, `[T * width, K]`.
-      width: the slots of a tick.
-      apart: whether each route has a buffer of its own; else all share one.
-      always: write in each tick what arrives by several routes, though it takes a copy or a row more.
-
-    Returns:
-      (rows that are read, for each route rows that are written, rows of each buffer): the columns `SlotTable.activation`
-      and `activation_in`, and `TickTable.waiting`.
-    """
-    held = [values.by(route) for route in routes] if apart else [values]
-    buffer_of = range(len(routes)) if apart else [0] * len(routes)  # by route
-    written = [held[b].arriving(route, shape) for b, route in zip(buffer_of, routes, strict=True)]
-    free = [one.free(shape, one.first - 1, one.last) for one in held]
-    for i in range(width):
-        used = [j for j, column in enumerate(written) if (column[i::width] >= 0).any()]
-        for j in used:
-            slot = written[j][i::width]
-            filled = np.where(slot >= 0, slot, free[buffer_of[j]][i::width])
-            moves = any(sender != receiver for sender, receiver in routes[j])
-            if len(used) == 1 or always or (apart and moves and filled.max() == 0):
-                slot[:] = filled
-    rows = [0] * len(held)
-    for b, column in zip(buffer_of, written, strict=True):
-        rows[b] = max(rows[b], 1 + int(column.max()))
-    starts = [sum(rows[:b]) for b in range(len(rows))]
-    numbered = lambda column, b: np.where(column >= 0, column + starts[b], -1).astype(np.int32)
-    read = np.max([numbered(one.column(shape), b) for b, one in enumerate(held)], axis=0)
-    return read, [numbered(column, b) for b, column in zip(buffer_of, written, strict=True)], tuple(rows)

@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -115,4 +115,25 @@ def test_no_permute_has_a_ring_on_gpus(make_mesh, monkeypatch, schedule):
     (expected, x), of_trees = jax.jit(jax.value_and_grad(sequential, has_aux=True))(trees)
     assert_close(loss, expected, "loss")
     assert_close(outputs, x, "outputs")
+    assert_close(pipe.layer_variables({"params": gradients}), of_trees, "gradients")
+
+
+def test_in_a_v_what_turns_may_wait(make_mesh):
+    """On the last stage other actions come between, so that activations and a cotangent wait there for their turn."""
+    orders = [
+        ["F0", "F1", "F0.1", "F1.1", "B0.1", "B1.1", "B0", "B1"],
+        ["F0", "F1", "F0.1", "F1.1", "B1.1", "B0.1", "B0", "B1"],
+    ]
+    schedule = jpipe.Schedule(orders, slots=("F", "B"), style="v")
+    assert schedule.ticks.waiting == {"activation": (1, 1, 2), "cotangent": (2, 1, 1)}
+    layer = jpipe.Layer(lambda key, x: jax.random.normal(key, (4, 4)), lambda w, x: jnp.tanh(x @ w))
+    mesh, sizes = make_mesh((2,), ("stage",)), {"num_stages": 2, "num_microbatches": 2, "num_chunks": 2}
+    pipe = jpipe.Pipeline([layer] * 4, lambda y, _: jnp.mean(y**2), schedule=schedule, mesh=mesh, **sizes)
+    batch = jax.random.normal(jax.random.key(1), (4, 4))
+    variables = pipe.init(jax.random.key(0), batch)
+    (loss, _), gradients = pipe.value_and_grad(variables, batch)
+    trees = pipe.layer_variables(variables)
+    sequential = lambda trees: jnp.mean(reduce(lambda x, w: jnp.tanh(x @ w), trees, batch) ** 2)
+    expected, of_trees = jax.value_and_grad(sequential)(trees)
+    assert_close(loss, expected, "loss")
     assert_close(pipe.layer_variables({"params": gradients}), of_trees, "gradients")
