@@ -24,10 +24,10 @@ The arrays that change are those of `TickCarry`. Each stage has its own:
 A value is sent by `ppermute` while the next slot computes, if that slot admits no action that receives along this flow
 (`crosses_beside`). Else such an action may need the value, and it is sent at once, before that slot. All stages take
 part in each `ppermute`, also those that have nothing to send: the table tells the receiver into which row to write, and
-names an unused row where nothing of use arrives (or -1, no write, if values arrive by several routes in this slot). In
-a "v" each route has rows of its own, so that most of what arrives is written by the transfer itself, and what turns on
-its stage stays where it is. After the ticks come `psum`s over the stages: of the loss or the outputs, and of the
-gradients of shared weights.
+names an unused row where nothing of use arrives (or -1, no write, if values arrive by several routes in this slot).
+With the schedule "v" most of what arrives is written by the transfer itself, since each route has rows of its own
+(`arrival_rows`). After the ticks come `psum`s over the stages: of the loss or the outputs, and of the gradients of
+shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
 With `ends="shared"`, `end_turns` adds work before and after slots; else its functions change nothing.
@@ -160,10 +160,11 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new, gradients
 
 
-def _rows(boundaries: Boundaries, buffers: Buffers, counts: Sequence[int]) -> list[Buffers]:
-    """For each count rows `[count, ...]` of arrays that cross a boundary, of any values."""
+def _rows(boundaries: Boundaries, buffers: Buffers, numbers: Sequence[range]) -> list[Buffers]:
+    """For each of several buffers its rows `[rows, ...]` of arrays that cross a boundary, of any values."""
     crossing = boundaries.crossing(buffers)
-    return [jax.tree.map(lambda a, n=n: jax.lax.empty((n, *a.shape), a.dtype), crossing) for n in counts]
+    empty = lambda rows: jax.tree.map(lambda a: jax.lax.empty((len(rows), *a.shape), a.dtype), crossing)
+    return list(map(empty, numbers))
 
 
 def _accumulator(array: Leaf) -> jax.Array:
@@ -313,11 +314,12 @@ def _receive(
         return jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
 
     name, field = ("activation", "waiting_activations") if flow > 0 else ("cotangent", "waiting_cotangents")
-    waiting, starts = [*getattr(carry, field)], _starts(stage.step.table.waiting[name])
+    columns, rows, numbers = getattr(slot, f"{name}_in"), getattr(now, f"{name}_in"), stage.step.table.waiting[name]
+    waiting = [*getattr(carry, field)]
     for route, values in arrived.items():
-        row, buffer = getattr(now, f"{name}_in")[route], route if len(waiting) > 1 else 0
-        writes = bool((getattr(slot, f"{name}_in")[route] >= 0).all()) or row >= 0
-        waiting[buffer] = when(writes, (row - starts[buffer], values), put, waiting[buffer])
+        i = route if len(waiting) > 1 else 0
+        writes = bool((columns[route] >= 0).all()) or rows[route] >= 0
+        waiting[i] = when(writes, (rows[route] - numbers[i].start, values), put, waiting[i])
     return carry._replace(**{field: waiting})
 
 
@@ -346,7 +348,8 @@ def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole
         # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
         recomputes = "R" not in step.schedule.kinds or now.anew > 0
         carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
-    cotangent = _read_row(step, "cotangent", carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
+    waiting, numbers = carry.waiting_cotangents, step.table.waiting["cotangent"]
+    cotangent = _read_row(step.cotangents, carry.backward.cotangent, waiting, numbers, now.cotangent)
     cotangent = end_turns.last_cotangents(stage, job, cotangent, carry)
     work, kept = carry.backward._replace(cotangent=cotangent), carry.forward.kept
     backward, kept = stage.backward(job, work, kept, carry.back, whole=whole)
@@ -383,34 +386,29 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The activation of a virtual stage's first layer, in boundary buffers."""
-    waiting, row = carry.waiting_activations, now.activation
-    activation = _read_row(stage.step, "activation", carry.forward.activation, waiting, row)
+    step, waiting = stage.step, carry.waiting_activations
+    numbers = step.table.waiting["activation"]
+    activation = _read_row(step.activations, carry.forward.activation, waiting, numbers, now.activation)
     return end_turns.first_input(stage, job, activation, carry)
 
 
-def _read_row(step: Step, name: str, buffers: Buffers, waiting: Sequence[Buffers], row: Index) -> Buffers:
-    """Boundary buffers with an "activation" or "cotangent" that crossed, from a row of `waiting`.
+def _read_row(
+    boundaries: Boundaries, buffers: Buffers, waiting: Sequence[Buffers], numbers: Sequence[range], row: Index
+) -> Buffers:
+    """Boundary buffers with what crossed, from a row of `waiting`; `numbers` are those of its rows.
 
     The rest of the buffers is only memory to write into: the stage's layers write each inner boundary before they read
     it. A row of -1 gives values of no use on the first or last virtual stage. With a buffer for each route it changes
     nothing: on other virtual stages what the action reads is there already.
     """
-    boundaries, counts = getattr(step, f"{name}s"), step.table.waiting[name]
-    if sum(counts) == 0:  # nothing arrives anywhere
-        return buffers
 
     def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
         row, rows = at
         return boundaries.with_crossed(buffers, jax.tree.map(lambda a: take_row(a, row), rows))
 
-    if len(counts) == 1:
-        return take((jnp.maximum(row, 0), waiting[0]), buffers)
-    for start, count, rows in zip(_starts(counts), counts, waiting, strict=True):
-        if count:
-            buffers = when((row >= start) & (row < start + count), (row - start, rows), take, buffers)
+    if len(numbers) == 1:
+        return take((jnp.maximum(row, 0), waiting[0]), buffers) if len(numbers[0]) else buffers
+    for own, rows in zip(numbers, waiting, strict=True):
+        if len(own):
+            buffers = when((row >= own.start) & (row < own.stop), (row - own.start, rows), take, buffers)
     return buffers
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    """The number of each buffer's first row, if rows are numbered through."""
-    return [0, *itertools.accumulate(counts)][:-1]

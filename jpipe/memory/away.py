@@ -1,7 +1,7 @@
 """Rows of buffers that go to the host while they wait, and come back in time (`offload=`).
 
 A device has the rows that were just written, and those that wait too briefly to leave; and one place for the row that
-has come back. The host has the rows that wait. `jpipe.schedules.ticks` says which row moves when:
+has come back. The host has the rows that wait. `jpipe.schedules.waiting` says which row moves when:
 
     buffer                    device, `here`          device, `back`       host
     bfloat16_4x512x2048       [rows * n, 4, 512, 2048]  [n, 4, 512, 2048]    [host_rows, n, 4, 512, 2048]
@@ -28,7 +28,7 @@ from jpipe.types import Leaf
 
 
 class AwayRow(NamedTuple):
-    """A row of such buffers in one slot: integers, those of `Away` of `jpipe.schedules.ticks` for one stage and tick.
+    """A row of such buffers in one slot: integers, those of `Away` of `jpipe.schedules.waiting` for one stage and tick.
 
     Attributes:
       row: on the device; -1 for none.

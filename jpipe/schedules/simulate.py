@@ -359,8 +359,8 @@ def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tupl
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
-      crossings: the slot's crossings. The executor carries out all of them in every tick. If it left out those by which
-        no stage sends, they would have to be left out here too.
+      crossings: the slot's crossings. The executor carries out all of them in every tick, but for a turn on one
+        stage. If it left out those by which no stage sends, they would have to be left out here too.
       ends: when each stage ended the slot, `[K]`.
       hop: the time that a sent value is under way.
 

@@ -110,7 +110,7 @@ class TickTable:
         a time which are between the action that writes a row and the last one that reads it.
       away_rows: by name (`AWAY`), (the rows on the device, the rows on the host) that the stage with the most needs.
       waiting: for "activation" and "cotangent", the rows of each buffer that any stage ever writes: one buffer, or one
-        for each route. Their rows are numbered through: those of the second follow on the last of the first.
+        for each route. Rows are numbered through all buffers.
     """
 
     slots: tuple[SlotTable, ...]
@@ -118,11 +118,11 @@ class TickTable:
     runs: tuple[Run, ...]
     rows: dict[str, tuple[int, ...]]
     away_rows: dict[str, tuple[int, int]]
-    waiting: dict[str, tuple[int, ...]]
+    waiting: dict[str, tuple[range, ...]]
 
     def rows_written(self, name: str) -> int:
         """Counts the rows in which "activation"s or "cotangent"s wait, over all buffers."""
-        return sum(self.waiting[name])
+        return sum(map(len, self.waiting[name]))
 
 
 def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False, away: bool = False) -> TickTable:
@@ -160,9 +160,9 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     stages, microbatches, chunks = np.nonzero(anew >= 0)
     columns["anew"][anew[stages, microbatches, chunks], stages] = 1
     arrivals: dict[str, list[np.ndarray]] = {}
-    waiting: dict[str, tuple[int, ...]] = {}
+    waiting: dict[str, tuple[range, ...]] = {}
     for name, flow in (("activation", +1), ("cotangent", -1)):
-        later = [anew] if keep_inputs and flow > 0 else []
+        later = [anew] if keep_inputs and flow > 0 and (anew >= 0).any() else []
         columns[name], arrivals[name], waiting[name] = arrival_rows(orders, at, flow, later, shape, always=idle_work)
     moves: dict[str, Away] = {}
     for name, (writer, readers) in KEEPS.items():

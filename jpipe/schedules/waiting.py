@@ -7,6 +7,7 @@ chunks a stage; T ticks of `width` slots each; a *column* is `[T * width, K]`, a
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,14 +65,14 @@ class WaitingValues:
     uses: np.ndarray
     sender: np.ndarray
 
-    def comes_by(self, route: Route) -> np.ndarray:
-        """`[n]`, whether the value arrives by a route."""
+    def comes_by(self, *routes: Route) -> np.ndarray:
+        """`[n]`, whether the value arrives by one of some routes."""
         pairs = zip(self.sender.tolist(), self.stage.tolist(), strict=True)
-        return np.fromiter(map({*route}.__contains__, pairs), bool, len(self.stage))
+        return np.fromiter(map({*itertools.chain(*routes)}.__contains__, pairs), bool, len(self.stage))
 
-    def by(self, route: Route) -> WaitingValues:
-        """Those values alone that arrive by a route."""
-        mine = self.comes_by(route)
+    def by(self, *routes: Route) -> WaitingValues:
+        """Those values alone that arrive by one of some routes."""
+        mine = self.comes_by(*routes)
         return WaitingValues(self.stage[mine], self.first[mine], self.uses[mine], self.sender[mine])
 
     @cached_property
@@ -130,7 +131,7 @@ class WaitingValues:
 
 
 def boundary_values(
-    orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray], *, in_place: bool
+    orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray], *, in_place: bool = False
 ) -> WaitingValues:
     """The values that actions receive over boundaries along a flow, and that wait for them in rows.
 
@@ -162,6 +163,20 @@ def boundary_values(
     return WaitingValues(stages, firsts, np.stack(uses, axis=1), senders)
 
 
+class ArrivalRows(NamedTuple):
+    """Where values wait that have arrived over boundaries.
+
+    Attributes:
+      read: a column, the rows that are read (`SlotTable.activation`).
+      written: for each route a column, the rows that are written (`SlotTable.activation_in`).
+      buffers: the numbers of the rows of each buffer (`TickTable.waiting`).
+    """
+
+    read: np.ndarray
+    written: list[np.ndarray]
+    buffers: tuple[range, ...]
+
+
 def arrival_rows(
     orders: Orders,
     at: dict[str, np.ndarray],
@@ -170,44 +185,51 @@ def arrival_rows(
     shape: tuple[int, int],
     *,
     always: bool,
-) -> tuple[np.ndarray, list[np.ndarray], tuple[int, ...]]:
+) -> ArrivalRows:
     """Gives rows to the values that arrive over boundaries.
 
-    Several routes have buffers of their own, unless actions read values twice: with one buffer, all that waits takes
-    fewer rows. What comes from another stage is written at no cost if its buffer has one row and is always written:
-    what the transfer leaves is the buffer then, and nothing is copied.
+    Several routes have a buffer each, where that takes one row more at the most. What comes from another stage is then
+    written at no cost if its buffer has one row and is always written: what the transfer leaves is the buffer, and
+    nothing is copied. And what a stage leaves for its own very next action needs no row.
 
     Args:
-      orders, at, flow, later: as of `boundary_values`.
+      orders, at, flow, later: as of `boundary_values`. Values that are read again later are in one buffer.
       shape: of a column, `[T * width, K]`.
       always: have one buffer, and write in each tick what arrives by several routes, though it takes copies.
-
-    Returns:
-      (rows that are read, for each route rows that are written, rows of each buffer): columns as of
-      `SlotTable.activation` and `activation_in`, and `TickTable.waiting`.
     """
-    width, routes = len(orders.slots), orders.placement.routes(flow)
-    apart = len(routes) > 1 and not (later or always)
-    values = boundary_values(orders, at, flow, later, in_place=apart)
-    held = [values.by(route) for route in routes] if apart else [values]
-    buffer_of = range(len(routes)) if apart else [0] * len(routes)  # by route
-    written = [held[b].arriving(route, shape) for b, route in zip(buffer_of, routes, strict=True)]
-    free = [one.free(shape, one.first - 1, one.last) for one in held]
-    for i in range(width):
-        used = [j for j, column in enumerate(written) if (column[i::width] >= 0).any()]
-        for j in used:
-            slot = written[j][i::width]
-            filled = np.where(slot >= 0, slot, free[buffer_of[j]][i::width])
-            moves = any(sender != receiver for sender, receiver in routes[j])
-            if len(used) == 1 or always or (apart and moves and filled.max() == 0):
-                slot[:] = filled
-    rows = [0] * len(held)
-    for b, column in zip(buffer_of, written, strict=True):
-        rows[b] = max(rows[b], 1 + int(column.max()))
-    starts = [sum(rows[:b]) for b in range(len(rows))]
-    numbered = lambda column, b: np.where(column >= 0, column + starts[b], -1).astype(np.int32)
-    read = np.max([numbered(one.column(shape), b) for b, one in enumerate(held)], axis=0)
-    return read, [numbered(column, b) for b, column in zip(buffer_of, written, strict=True)], tuple(rows)
+    routes, width = orders.placement.routes(flow), len(orders.slots)
+    together = _in_buffers(boundary_values(orders, at, flow, later), [routes], shape, width, always=always)
+    if len(routes) <= 1 or later or always:
+        return together
+    values = boundary_values(orders, at, flow, later, in_place=True)
+    apart = _in_buffers(values, [[route] for route in routes], shape, width, always=False)
+    total = lambda rows: sum(map(len, rows.buffers))
+    return apart if total(apart) <= total(together) + 1 else together
+
+
+def _in_buffers(
+    values: WaitingValues, buffers: Sequence[Sequence[Route]], shape: tuple[int, int], width: int, *, always: bool
+) -> ArrivalRows:
+    """The rows of values, where each buffer holds what arrives by some of the routes."""
+    read, written, ranges = np.full(shape, -1, np.int32), list[np.ndarray](), list[range]()
+    slots_of = lambda route: {*((values.by(route).first - 1) % width).tolist()}  # in which something arrives by it
+    slots = list(map(slots_of, itertools.chain(*buffers)))
+    for routes in buffers:
+        held = values.by(*routes)
+        columns, free = [held.arriving(route, shape) for route in routes], held.free(shape, held.first - 1, held.last)
+        for column, route in zip(columns, routes, strict=True):
+            leaves_it = len(buffers) > 1 and route[0][0] != route[0][1]  # the transfer may leave it in the buffer
+            for i in slots_of(route):
+                filled = np.where(column[i::width] >= 0, column[i::width], free[i::width])
+                alone = sum(i in used for used in slots) == 1
+                if alone or always or (leaves_it and filled.max() == 0):
+                    column[i::width] = filled
+        start = ranges[-1].stop if ranges else 0
+        ranges.append(range(start, start + 1 + max((int(column.max()) for column in columns), default=-1)))
+        numbered = [np.where(column >= 0, start + column, -1) for column in (held.column(shape), *columns)]
+        read = np.maximum(read, numbered[0])
+        written += numbered[1:]
+    return ArrivalRows(read, written, tuple(ranges))
 
 
 def kept_values(written: np.ndarray, readers: Sequence[np.ndarray]) -> WaitingValues:

@@ -39,7 +39,8 @@ CASES = {
     "another": (along(1), (2, 5, 8), labels((2, 8), 5), 0),
     "the first": (along(0), (5, 8), labels((8,), 5), 0),
     "one example": (along(-1), (1, 8, 5), labels((1, 8), 5), 0),
-    "one token of one example": (along(-1), (1, 1, 5), labels((1, 1), 5), 0),
+    "one row": (along(-1), (1, 1, 5), labels((1, 1), 5), 1),
+    "with what else it gives": (lambda x, labels: jnp.sin(x) + along(-1)(x, labels), (2, 5), labels((2,), 5), 0),
     "from the end": (along(-1), (2, 8, 5), labels((2, 8), 5) - 5, 0),
     "some out of bounds": (along(-1, mode="fill", fill_value=0), (2, 8, 5), labels((2, 8), 9), 0),
     "clipped": (along(-1, mode="clip"), (2, 8, 5), labels((2, 8), 9) - 2, 0),
@@ -62,6 +63,29 @@ CASES = {
     "whole rows": (lambda x, labels: x[labels], (5, 8), labels((3,), 5), 1),
     "one row for all": (lambda x, labels: x[labels], (5,), labels((3,), 5), 1),
 }
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
+@pytest.mark.parametrize("mode", ["clip", "promise_in_bounds"])
+def test_indices_of_any_type_are_compared_as_they_are(dtype, mode):
+    """Also where numbers of two types are never promoted; an index of 2**31 and more is clipped to the last place."""
+    most = 5 if mode == "promise_in_bounds" else min(np.iinfo(dtype).max, 2**32 - 1)
+    indices = jnp.asarray([[[0]], [[4]], [[most - 1]]], dtype)
+    dims = jax.lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+    add = lambda indices, updates: jax.lax.scatter_add(jnp.zeros((3, 5)), indices, updates, dims, mode=mode)
+    arguments = indices, jnp.asarray([[1.0], [2.0], [3.0]])
+    before = jax.make_jaxpr(add)(*arguments)
+    after = row_additions_by_comparison(before)
+    assert (scatters(before), scatters(after)) == (1, 0)
+    np.testing.assert_array_equal(*(jaxpr_as_fun(closed)(*arguments)[0] for closed in (after, before)))
+
+
+def test_what_is_added_to_other_arrays_than_zeros_is_added_in_place():
+    add = lambda x, labels: x.at[jnp.arange(3), labels].add(1.0)
+    x, indices = jnp.ones((3, 5)), labels((3,), 5)
+    rows = jax.make_jaxpr(jax.vmap(lambda x, i: x.at[i].add(1.0)))(x, indices)
+    for closed in (rows, jax.make_jaxpr(add)(x, indices)):
+        assert str(row_additions_by_comparison(closed)) == str(closed)
 
 
 @pytest.mark.parametrize("name", CASES)
