@@ -57,8 +57,9 @@ class SlotTable:
         value that arrives over its boundary at the end of this slot, after the slot's action has read its own row. A
         value arrives at the end of the slot in which it is sent, or of the next one where `crosses_beside` says so.
         -1 everywhere if nothing ever arrives by the route in this slot, in any tick or on any stage. Else, where
-        nothing arrives, it is a row that holds nothing live, so that the executor writes without a condition; or -1,
-        if values arrive in this slot by several routes, and to write always by this one takes a copy or a row more.
+        nothing new arrives, it is a row that holds nothing live, or that of the value which arrives once more, so that
+        the executor writes without a condition; or -1, if values arrive in this slot by several routes, and to write
+        always by this one takes a copy or a row more.
       cotangent_in: the same for the cotangent buffer.
 
     In a table for stages that work along (`lower`), a stage that idles has free rows for what it writes, not -1, and

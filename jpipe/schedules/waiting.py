@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -58,12 +58,15 @@ class WaitingValues:
       first: `[n]`, the slot time from which the value is live.
       uses: `[n, u]`, the slot times of the actions that need to know its row; -1 for none, but never in column 0.
       sender: `[n]`, the stage that a boundary value comes from; -1 for a value that a stage keeps for itself.
+      again: `[n]`, the slot time before which each transfer brings this value once more, because its sender has left no
+        other since; 0 for a value that a stage keeps for itself.
     """
 
     stage: np.ndarray
     first: np.ndarray
     uses: np.ndarray
     sender: np.ndarray
+    again: np.ndarray
 
     def comes_by(self, *routes: Route) -> np.ndarray:
         """`[n]`, whether the value arrives by one of some routes."""
@@ -73,7 +76,7 @@ class WaitingValues:
     def by(self, *routes: Route) -> WaitingValues:
         """Those values alone that arrive by one of some routes."""
         mine = self.comes_by(*routes)
-        return WaitingValues(self.stage[mine], self.first[mine], self.uses[mine], self.sender[mine])
+        return WaitingValues(*(getattr(self, each.name)[mine] for each in fields(self)))
 
     @cached_property
     def last(self) -> np.ndarray:
@@ -122,6 +125,14 @@ class WaitingValues:
         column[self.first[mine] - 1, self.stage[mine]] = self.row[mine]
         return column
 
+    def arriving_again(self, shape: tuple[int, int], width: int) -> np.ndarray:
+        """`[T * width, K]`, the row of the value that a transfer brings while it waits there already; else -1."""
+        column, until = np.full(shape, -1, np.int32), np.minimum(self.last, self.again)
+        spans = self.stage, self.row, self.first - 1, until
+        for stage, row, first, last in zip(*(each.tolist() for each in spans), strict=True):
+            column[first:last:width, stage] = row
+        return column
+
     def column(self, shape: tuple[int, int]) -> np.ndarray:
         """`[T * width, K]`, the row of the value that a stage uses at a slot time; -1 where it uses none."""
         column = np.full(shape, -1, np.int32)
@@ -149,7 +160,7 @@ def boundary_values(
     either = np.max([at[kind] for kind in FLOWS[flow]], axis=0)  # there is one of them at most
     # `sources`: (flow, stage, chunk) -> the (stage, chunk) from which its values come; missing at the end of the chain.
     sources = [(to, source) for (way, *to), source in orders.placement.sources.items() if way == flow]
-    parts = [np.zeros((0, 4 + len(later)), int)]
+    parts = [np.zeros((0, 5 + len(later)), int)]
     for (stage, chunk), (sender, sent_by) in sources:
         sent, used = either[sender, :, sent_by], either[stage, :, chunk]
         first = sent + beside[sent % width] + 1
@@ -157,10 +168,13 @@ def boundary_values(
         if in_place and sender == stage:
             others = either[stage].reshape(1, -1)
             waits &= ((others >= first[:, None]) & (others < used[:, None])).any(axis=1)
-        fixed = (np.full_like(sent, stage), first, np.full_like(sent, sender), used)
+        after = np.sort(either[sender], axis=None)  # the sender's actions along this flow
+        after = np.append(after, len(orders.slot_times) * width)[np.searchsorted(after, sent, side="right")]
+        again = after + beside[sent % width]
+        fixed = (np.full_like(sent, stage), first, np.full_like(sent, sender), again, used)
         parts.append(np.stack([*fixed, *(times[stage, :, chunk] for times in later)], axis=1)[waits])
-    stages, firsts, senders, *uses = np.concatenate(parts).T
-    return WaitingValues(stages, firsts, np.stack(uses, axis=1), senders)
+    stages, firsts, senders, again, *uses = np.concatenate(parts).T
+    return WaitingValues(stages, firsts, np.stack(uses, axis=1), senders, again)
 
 
 class ArrivalRows(NamedTuple):
@@ -190,7 +204,8 @@ def arrival_rows(
 
     Several routes have a buffer each, where that takes one row more at the most. What comes from another stage is then
     written at no cost if its buffer has one row and is always written: what the transfer leaves is the buffer, and
-    nothing is copied. And what a stage leaves for its own very next action needs no row.
+    nothing is copied. (A value that waits is in no danger while its sender has left no other.) And what a stage leaves
+    for its own very next action needs no row.
 
     Args:
       orders, at, flow, later: as of `boundary_values`. Values that are read again later are in one buffer.
@@ -219,8 +234,9 @@ def _in_buffers(
         columns, free = [held.arriving(route, shape) for route in routes], held.free(shape, held.first - 1, held.last)
         for column, route in zip(columns, routes, strict=True):
             leaves_it = len(buffers) > 1 and route[0][0] != route[0][1]  # the transfer may leave it in the buffer
+            unused = np.where((again := held.arriving_again(shape, width)) >= 0, again, free) if leaves_it else free
             for i in slots_of(route):
-                filled = np.where(column[i::width] >= 0, column[i::width], free[i::width])
+                filled = np.where(column[i::width] >= 0, column[i::width], unused[i::width])
                 alone = sum(i in used for used in slots) == 1
                 if alone or always or (leaves_it and filled.max() == 0):
                     column[i::width] = filled
@@ -240,7 +256,7 @@ def kept_values(written: np.ndarray, readers: Sequence[np.ndarray]) -> WaitingVa
     uses = np.stack([written, *readers], axis=-1)
     read = (written >= 0) & (uses[..., 1:] >= 0).any(axis=-1)
     stages = np.nonzero(read)[0]
-    return WaitingValues(stages, written[read], uses[read], np.full_like(stages, -1))
+    return WaitingValues(stages, written[read], uses[read], np.full_like(stages, -1), np.zeros_like(stages))
 
 
 def kept_rows(values: WaitingValues, shape: tuple[int, int], along: np.ndarray) -> np.ndarray:
@@ -263,7 +279,7 @@ def rows_away(values: WaitingValues, shape: tuple[int, int], width: int, along: 
     # Beside the slot after the one that writes it a value leaves; beside the slot before its reader's it comes back.
     goes = ((reads >= 0).sum(axis=1) == 1) & (values.last - first >= 3)
     until = np.where(goes, first + 1, values.last)
-    on_device = WaitingValues(stage, first, until[:, None], values.sender)
+    on_device = WaitingValues(stage, first, until[:, None], values.sender, values.again)
     row, stays, sent_to, returns = (np.full(shape, n, np.int32) for n in (-1, 0, -1, -1))
     row[first, stage] = on_device.row
     for times in reads[~goes].T:
@@ -272,7 +288,7 @@ def rows_away(values: WaitingValues, shape: tuple[int, int], width: int, along: 
     row = np.where(along, on_device.free(shape, first, until + 1), row)
 
     leaves, stage = first[goes] + 1, stage[goes]
-    on_host = WaitingValues(stage, leaves, values.last[goes, None] - 1, stage)
+    on_host = WaitingValues(stage, leaves, values.last[goes, None] - 1, stage, np.zeros_like(stage))
     sent_to[leaves - 1, stage], returns[on_host.last, stage] = on_host.row, on_host.row
     free = on_host.free((shape[0] + 1, shape[1]), leaves, on_host.last + 1)[1:]
     for i in range(width):

@@ -43,6 +43,7 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
     crossing: dict[tuple[str, int, int], Tag] = {}  # sent in the slot before, and not needed by any action of this one
     for tick, (i, slot) in itertools.product(range(table.num_ticks), enumerate(table.slots)):
         sent: dict[tuple[str, int, int], Tag] = {}
+        before = {name: [*tags] for name, tags in left.items()}
         for stage in range(schedule.num_stages):
             action = _action_at(slot, tick, stage)
             expected = {"activation": EMPTY, "cotangent": EMPTY}
@@ -72,7 +73,10 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
         crossing = {key: tag for key, tag in sent.items() if key[0] in beside}
         for stage, name in itertools.product(range(schedule.num_stages), BOUNDARIES):
             columns = [int(column[tick, stage]) for column in getattr(slot, f"{name}_in")]
-            _play_arrivals(schedule, table.waiting[name], name, stage, columns, arrived, buffers, left)
+            # What crosses beside a slot is what the slots before it have left.
+            crosses = not {*BOUNDARIES[name]} & {*admitted(schedule.slots[i])}
+            brought = before[name] if crosses else left[name]
+            _play_arrivals(schedule, table.waiting[name], name, stage, columns, arrived, buffers, brought)
         assert not arrived, "all that is sent has its route"
     assert not crossing
     assert tuple(map(tuple, ran)) == schedule.actions
@@ -86,7 +90,7 @@ def _play_arrivals(
     columns: list[int],
     arrived: dict[tuple[str, int, int], Tag],
     buffers: dict[str, list[list[Tag]]],
-    left: dict[str, list[Tag]],
+    left: list[Tag],
 ) -> None:
     """Writes what arrives by each route into its row, in the route's own buffer if each has one."""
     kinds = BOUNDARIES[name]
@@ -98,11 +102,12 @@ def _play_arrivals(
         tags = [arrived.pop(key) for key in keys]
         assert len(tags) <= 1
         if row < 0:
-            assert not tags or (senders == [stage] and tags[0] == left[name][stage])
+            assert not tags or (senders == [stage] and tags[0] == left[stage])
             continue
         assert row in rows[i if len(rows) > 1 else 0]
-        # Where nothing arrives, what is written must be read by nobody.
-        buffers[name][stage][row] = tags[0] if tags else GARBAGE
+        # Where nothing new arrives, it is what the sender has left once more.
+        assert not tags or tags == [left[senders[0]]]
+        buffers[name][stage][row] = left[senders[0]] if senders else GARBAGE
 
 
 def computes_anew(schedule: Schedule, stage: int, action: Action, *, keep_inputs: bool) -> bool:
