@@ -25,7 +25,7 @@ A value is sent by `ppermute` while the next slot computes, if that slot admits 
 (`crosses_beside`). Else such an action may need the value, and it is sent at once, before that slot. All stages take
 part in each `ppermute`, also those that have nothing to send: the table tells the receiver into which row to write, and
 names an unused row where nothing of use arrives (or -1, no write, if values arrive by several routes in this slot).
-With the schedule "v" most of what arrives is written by the transfer itself, since each route has rows of its own
+With the schedule "v" all that arrives is written by the transfer itself, since each route has a row of its own
 (`arrival_rows`). After the ticks come `psum`s over the stages: of the loss or the outputs, and of the gradients of
 shared weights.
 
@@ -306,7 +306,8 @@ def _receive(
 ) -> TickCarry:
     """The carry with what arrived by each route in its row.
 
-    Where the table has a row in each tick, it is always written: if nothing arrived, the row is no longer needed.
+    Where the table has a row in each tick, it is always written: if nothing new arrived, the row is no longer needed,
+    or has the same value.
     """
 
     def put(arrival: tuple[Index, Buffers], waiting: Buffers) -> Buffers:
