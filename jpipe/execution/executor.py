@@ -25,9 +25,9 @@ A value is sent by `ppermute` while the next slot computes, if that slot admits 
 (`crosses_beside`). Else such an action may need the value, and it is sent at once, before that slot. All stages take
 part in each `ppermute`, also those that have nothing to send: the table tells the receiver into which row to write, and
 names an unused row where nothing of use arrives (or -1, no write, if values arrive by several routes in this slot).
-With the schedule "v" all that arrives is written by the transfer itself, since each route has a row of its own
-(`arrival_rows`). After the ticks come `psum`s over the stages: of the loss or the outputs, and of the gradients of
-shared weights.
+With the schedule "v" all that arrives may be written by the transfer itself, since each route has a row of its own
+(`arrival_rows` says when). After the ticks come `psum`s over the stages: of the loss or the outputs, and of the
+gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
 With `ends="shared"`, `end_turns` adds work before and after slots; else its functions change nothing.

@@ -45,7 +45,7 @@ class SlotTable:
         `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle), or
         where it is still where the stage's last action left it (where the chain of a "v" turns).
       cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B and I; -1 where there is
-        none (last virtual stage, other kinds, idle).
+        none (last virtual stage, other kinds, idle), or where it is still where the stage's last action left it.
       anew: 1 where the action computes a forward anew: R, and with `keep_inputs` those B or I for which no R did.
       residual: row of the residuals that F writes, or with `keep_inputs` what computes it anew, and B or I reads; -1
         where idle, and in forward-only schedules.
