@@ -92,7 +92,7 @@ def test_residuals_go_to_the_host_and_come_back_beside_work():
         ("1f1b", 1, "layer"),
         ("zero_bubble", 1, "none"),
         pytest.param("interleaved", 2, "layer", marks=pytest.mark.slow),
-        pytest.param("v", 2, "none", marks=pytest.mark.slow),
+        ("v", 2, "none"),
         pytest.param("1f1b", 1, "full", marks=pytest.mark.slow),
     ],
 )
