@@ -4,16 +4,20 @@ A row's function is called by a Linen module, by an NNX module and by plain JAX 
 about how arrays lie: `PartitionSpec`s of weights, constraints of activations, a `jax.shard_map` over named axes.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import axes_qwen3
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 
@@ -70,6 +74,7 @@ class Row:
       kv_heads: if there are fewer than devices: that many a device.
       tied: whether the row is a table that is embedding and head, and the blocks have no weights.
       between: how activations are constrained to lie between blocks.
+      within: mesh -> what the block is traced in.
     """
 
     name: str
@@ -81,6 +86,7 @@ class Row:
     kv_heads: float | None = None
     tied: bool = False
     between: tuple[str | None, ...] | None = None
+    within: Callable[[Mesh], AbstractContextManager] = lambda mesh: contextlib.nullcontext()
 
     def block(self, sizes: Sizes, weights: Weights, x: Any) -> Any:
         """The block, with its activations constrained at both ends."""
@@ -385,6 +391,15 @@ ROWS = (
         {"fsdp": 4},
         gather="use",
         between=OVER_FSDP,
+    ),
+    Row(
+        "qwen3",
+        axes_qwen3.block,
+        axes_qwen3.specs,
+        {"fsdp": 4, "tp": 1},
+        gather="use",
+        between=OVER_FSDP,
+        within=axes_qwen3.within,
     ),
     Row("ring", ring, partial(dense_specs, many=None), {"context": 4}, between=(None, "context", None)),
 )

@@ -90,9 +90,10 @@ def make_pipeline(case: Case) -> jpipe.Pipeline:
 
 def lower_pipeline(case: Case) -> Any:
     """Loss and gradients, lowered from shapes alone."""
-    pipe = make_pipeline(case)
-    variables = pipe.abstract_state(case.batch, optax.sgd(0.1)).variables
-    return jax.jit(pipe.value_and_grad).lower(variables, case.batch)
+    with case.row.within(case.mesh):
+        pipe = make_pipeline(case)
+        variables = pipe.abstract_state(case.batch, optax.sgd(0.1)).variables
+        return jax.jit(pipe.value_and_grad).lower(variables, case.batch)
 
 
 # --- plain JAX --------------------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def _gathered(case: Case, weight: Any, sharding: NamedSharding) -> Any:
 
 def lower_plain(case: Case) -> Any:
     """Loss and gradients, lowered from shapes alone."""
-    with jax.set_mesh(case.plain_mesh):
+    with jax.set_mesh(case.plain_mesh), case.row.within(case.plain_mesh):
         return plain_step(case).lower(plain_shapes(case), plain_batch(case))
 
 

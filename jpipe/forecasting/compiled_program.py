@@ -14,8 +14,8 @@ from pathlib import Path
 
 from jax.stages import Compiled, Lowered
 
-PERMUTE = "collective-permute"
-COLLECTIVES = (PERMUTE, "all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+PERMUTE, RAGGED = "collective-permute", "ragged-all-to-all"
+COLLECTIVES = (PERMUTE, "all-gather", "all-reduce", "all-to-all", RAGGED, "reduce-scatter")
 FETCH, SEND = "dynamic-slice", "dynamic-update-slice"
 HOST_MOVES = (FETCH, SEND)
 """What moves a slice from an array in the host's memory to the device, and back."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jpipe.costs.chips import Chip
 from jpipe.costs.network import Network
-from jpipe.forecasting.compiled_program import COLLECTIVES, PERMUTE, Loop, Operation
+from jpipe.forecasting.compiled_program import COLLECTIVES, PERMUTE, RAGGED, Loop, Operation
 from jpipe.forecasting.device_groups import axes_along, groups_of
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
@@ -59,7 +59,8 @@ def with_waits(program: Loop, network: Network, mesh: Mesh) -> Loop:
 def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tuple[str, ...] = ()) -> dict[str, float]:
     """The seconds that each collective of a program takes by itself, by its name.
 
-    A permute goes over one link, others over all that there are along their axes.
+    A permute goes over one link, others over all that there are along their axes. Of a ragged all-to-all, whose rows
+    follow from the data, every device is taken to send as much to each.
 
     Args:
       program: as compiled for a TPU.
@@ -78,14 +79,15 @@ def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tup
                 kind = "reduce-scatter"
             groups = tuple(filter(None, groups_of(operation.line))) or (tuple(range(mesh.size)),)
             axes, p = axes_along(groups, mesh), max(map(len, groups))
-            taken = sum(type_bytes(types.get(name, "")) for name in operation.operands)
-            given = type_bytes(operation.type)
+            sizes = [type_bytes(types.get(name, "")) for name in operation.operands]
+            taken, given = sum(sizes), type_bytes(operation.type)
             if operation.opcode.endswith("-start") and kind != "all-reduce":
                 given -= taken  # the operands are in the tuple too
             share = 1.0 if kind == PERMUTE else (p - 1) / p * (2 if kind == "all-reduce" else 1)
+            moved = taken if kind == PERMUTE else min(sizes[0], given) if kind == RAGGED else max(taken, given)
             if axes and axes != beside:
                 links = network.chip.link_bandwidth if kind == PERMUTE else network.bandwidth(axes)
-                found[operation.name] = share * (taken if kind == PERMUTE else max(taken, given)) / links
+                found[operation.name] = share * moved / links
     return found
 
 

@@ -27,6 +27,8 @@ from axes_traffic import PLACES, Program, Sent, per_step, total
 TURNS = 3  # of a loop inside of a layer
 QUICK = ["experts"]
 """The row whose values are compared in every run of the tests."""
+ELSEWHERE = ["qwen3"]
+"""google-tunix's block computes partly in float32, so that it is compared with a tolerance for it (`tunix_experts`)."""
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,7 @@ def test_alike_collectives_are_one_row(counted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [row.name for row in ROWS if row.name not in QUICK])
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.name not in QUICK + ELSEWHERE])
 def test_values_and_gradients_are_plain_jax(worker, name):
     assert result_of(worker, "check", name) > 1
 

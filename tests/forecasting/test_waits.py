@@ -101,6 +101,43 @@ def test_a_gather_in_steps_beside_products_is_under_way_from_its_first_step_to_i
     assert counted.name == one.name and counted.beside_work
 
 
+RAGGED = """HloModule step
+
+%exchange (p: bf16[8,128], room: bf16[32,128], to: s32[4]) -> bf16[32,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  %room = bf16[32,128]{1,0} parameter(1)
+  %to = s32[4]{0} parameter(2)
+  ROOT %sent = bf16[32,128]{1,0} ragged-all-to-all(%p, %room, %to, %to, %to, %to), replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+
+ENTRY %main (p: bf16[8,128], room: bf16[32,128], to: s32[4]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  %room = bf16[32,128]{1,0} parameter(1)
+  %to = s32[4]{0} parameter(2)
+  %go = ((bf16[8,128], bf16[32,128], s32[4]), bf16[32,128], u32[]) async-start(%p, %room, %to), calls=%exchange
+  %work = bf16[8,128]{1,0} fusion(%p), calls=%inner, backend_config={"estimated_cycles":"300"}
+  %gone = bf16[32,128]{1,0} async-done(%go)
+  ROOT %back = bf16[8,128]{1,0} ragged-all-to-all(%gone, %p, %to, %to, %to, %to), replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+
+%inner (p: bf16[8,128]) -> bf16[8,128] {
+  ROOT %p = bf16[8,128]{1,0} parameter(0)
+}
+"""
+
+
+def test_of_a_ragged_exchange_the_rows_that_there_are_are_sent_not_the_room_for_all():
+    program = read(RAGGED)
+    each = SIZE * 3 / 4 / 2
+    takes = transfer_seconds(program, NETWORK, MESH)
+    assert takes == {"sent": each, "back": each}
+    assert {one.name: one.waited for one in turn_in_time(program, takes, CHIP)[1]} == {"sent": each - 300, "back": each}
+    assert {one.name: (one.bytes, one.beside_work) for one in collectives.read(RAGGED)} == {
+        "sent": (SIZE, True),
+        "back": (SIZE, False),
+    }
+
+
 def test_operations_that_wait_take_longer():
     program, waiting = read(PROGRAM), with_waits(read(PROGRAM), NETWORK, MESH)
     waited = (SIZE - 1500) + SIZE + 0.75 * SIZE

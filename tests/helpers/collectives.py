@@ -38,7 +38,7 @@ class Collective:
     Attributes:
       kind: one of `KINDS`, without "-start".
       name: the instruction's.
-      bytes: the larger of what it takes and what it gives, on one device.
+      bytes: the larger of what it takes and what it gives, on one device; of a ragged all-to-all the smaller.
       loops: the names of the `while` instructions around it, outermost first.
       groups: the devices that work together, each a tuple of partition numbers; of a permute (source, target).
       op_name: what it was made from, such as "jit(f)/shard_map/while/body/ppermute"; empty if unknown.
@@ -84,7 +84,9 @@ def read(text: str) -> list[Collective]:
             start = _START.match(line)
             if match and start:
                 result = _result_type(types[start.group(1)], match)
-                size = max(_size(result), _operand_bytes(line[match.end() :], types))
+                operands = _operand_bytes(line[match.end() :], types)
+                ragged = match.group(1) == "ragged-all-to-all"  # into a buffer that has room for whatever comes
+                size = min(_size(result), operands[0]) if ragged else max(_size(result), sum(operands))
                 op_name = re.search(r'op_name="([^"]*)"', line)
                 found.append(
                     Collective(
@@ -267,9 +269,10 @@ def _bits(name: str) -> int:
     return _BITS[name] if name in _BITS else int(digits.group())  # f8e4m3fn has 8
 
 
-def _operand_bytes(text: str, types: dict[str, str]) -> int:
-    """Bytes of the operands, which the text names up to its closing parenthesis."""
-    return sum(_size(types.get(name, "")) for name in re.findall(r"%?([\w.-]+)", _type_at("(" + text)[1:-1]))
+def _operand_bytes(text: str, types: dict[str, str]) -> list[int]:
+    """Bytes of each operand, which the text names up to its closing parenthesis."""
+    names = re.findall(r"%?([\w.-]+)", _type_at("(" + text)[1:-1])
+    return [_size(types[name]) for name in names if name in types]
 
 
 def _numbers(text: str) -> list[int]:
