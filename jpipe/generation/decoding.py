@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jpipe.cutting.decoder import cut_decoder
 from jpipe.cutting.whole import CutModel
@@ -230,8 +229,9 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
         made = group.layer.init(jax.random.key(0), positional(zeros(group.takes)), zeros(step.model.batch))[CACHE]
         return jax.tree.map(lambda a: jnp.stack([a.min(), a.max()]), made)
 
-    with jax.ensure_compile_time_eval(), no_mesh():
-        pairs = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, jax.jit(extremes)()))
+    with no_mesh():  # compiled, so that nothing else of the layer is computed, also where the caller is being traced
+        found = jax.device_get(jax.jit(extremes).lower().compile()())
+    pairs = jax.tree_util.tree_leaves_with_path(found)
     for path, (smallest, largest) in pairs:
         if smallest != largest:
             raise ValueError(

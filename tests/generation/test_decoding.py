@@ -303,6 +303,22 @@ def test_inside_of_jit():
     np.testing.assert_array_equal(found, again)
 
 
+def test_no_layer_is_computed_to_find_what_caches_start_from():
+    """A regression: layers were initialised and run on whole sequences, operation by operation, on one device."""
+    given = []
+
+    class Seen(Block):
+        def __call__(self, x):
+            given.append(x)
+            return super().__call__(x)
+
+    pipe = jpipe.Pipeline([Embed(), Seen(), nn.Dense(VOCABULARY)], loss_fn, num_stages=1, num_microbatches=1)
+    variables = pipe.init(jax.random.key(1), batch_of())
+    given.clear()
+    pipe.generate(variables, np.zeros((2, 3), np.int32), 3)
+    assert given and all(isinstance(x, jax.core.Tracer) for x in given)
+
+
 def equals_the_model(layers, prompts, num_tokens, **options):
     """Whether what is generated is what the plain model says without a cache."""
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even", **options)
