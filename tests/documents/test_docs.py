@@ -53,6 +53,9 @@ SLOW = {
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step", "start"}
 """Their figures follow from FLOPs, and were made with JAX 0.10."""
+TRACING = {"slow-step"}
+"""Run in a process of their own: JAX's profiler crashes one that has loaded the TPU's compiler without a TPU."""
+ALONE = "JPIPE_PAGE_ALONE"
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
@@ -107,7 +110,12 @@ def name(page):
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in RUNNING], ids=name
 )
-def test_a_page_runs_and_prints_what_it_shows(page, as_started):
+def test_a_page_runs_and_prints_what_it_shows(page, as_started, request):
+    if page.stem in TRACING and ALONE not in os.environ:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {ALONE: "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        return
     names = {"__name__": "page"}
     if page.parent.name == "howto" and page.name != "index.md":
         run(DOCS / "howto" / "index.md", names)
