@@ -229,8 +229,10 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
         made = group.layer.init(jax.random.key(0), positional(zeros(group.takes)), zeros(step.model.batch))[CACHE]
         return jax.tree.map(lambda a: jnp.stack([a.min(), a.max()]), made)
 
-    with no_mesh():  # compiled, so that nothing else of the layer is computed, also where the caller is being traced
-        found = jax.device_get(jax.jit(extremes).lower().compile()())
+    with no_mesh():  # compiled, so that nothing else of the layer is computed
+        program = jax.jit(extremes).lower().compile()
+    with jax.ensure_compile_time_eval():  # for real even if the caller is being traced
+        found = jax.device_get(program())
     pairs = jax.tree_util.tree_leaves_with_path(found)
     for path, (smallest, largest) in pairs:
         if smallest != largest:
