@@ -122,9 +122,9 @@ def test_a_loss_of_sums_with_metrics():
 def test_rules_of_state(rule):
     case = CASES["resnet"]
     pipe = pipeline(whole_models.ResNet(), merge={"batch_stats": rule}, num_microbatches=2)
-    variables = dict(case.model.init(KEY, case.batch["inputs"]))
+    variables = dict(jax.jit(case.model.init)(KEY, case.batch["inputs"]))
     (_, new), _ = pipe.value_and_grad(pipe.from_model_variables(variables, case.batch), case.batch)
-    run = lambda part: case.model.apply(variables, part, train=True, mutable=["batch_stats"])[1]["batch_stats"]
+    run = jax.jit(lambda part: case.model.apply(variables, part, train=True, mutable=["batch_stats"])[1]["batch_stats"])
     first, last = map(run, np.split(case.batch["inputs"], 2))
     expected = last if rule == "last" else jax.tree.map(lambda a, b: (a + b) / 2, first, last)
     pairs = pipe.model_variables(new)["batch_stats"], expected

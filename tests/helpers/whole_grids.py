@@ -23,6 +23,8 @@ OTHERS = (
     # `test_whole_decoding` has outputs that no loss reads.
     "test_registry_models.py::test_outputs_that_the_loss_does_not_read_are_none",
     "test_fuzz.py::test_a_call_that_hangs_dies_or_raises_is_a_result",
+    # `test_marks_may_come_later_and_parameters_thaw` trains with frozen parameters.
+    "test_whole_models.py::test_frozen_parameters",
     # `test_its_choices_are_pipelines_that_train` compiles choices too.
     "test_search.py::test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for",
 )
@@ -212,6 +214,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     ),
     "test_connections.py::test_a_skip_under_every_cut": ("counts1", "counts2"),
     "test_packed_sequences.py::test_packed_documents_train_as_each_by_itself": ("interleaved", "zero_bubble"),
+    "test_tracing.py::test_loops_that_split_keys_for_parameters_alone": ("remat_scan",),
     "test_loss.py::test_a_loss_with_a_key": ("{'num_stages': 2}",),
     "test_train_state.py::test_state_lies_with_its_layers": ("adamw", "chain"),
     "test_train_state.py::test_a_loop_of_ones_own_compiles_its_step_once": ("True",),
