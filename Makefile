@@ -26,7 +26,7 @@ install = $(BIN)/python -m pip install --quiet --editable '.$(1)' && touch $@
 test: $(READY)-test
 	$(PYTEST) -m "$(MARK)" $(TESTS)
 
-test-all: $(READY)-test
+test-all: $(READY)-dist
 	$(PYTEST) $(TESTS)
 
 # All notebooks, and the code of all pages.

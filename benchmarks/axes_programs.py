@@ -68,30 +68,27 @@ def loss_fn(outputs: Any, batch: Any) -> Any:
 # --- jpipe ------------------------------------------------------------------------------------------------------------
 
 
-def make_pipeline(case: Case) -> jpipe.Pipeline:
-    """The row's blocks between two ends, which take the inputs and give the loss, in two stages."""
+def make_pipeline(case: Case, **options: Any) -> jpipe.Pipeline:
+    """The row's blocks between two ends, which take the inputs and give the loss, in two stages.
+
+    Args:
+      case: the row at its sizes.
+      options: of `jpipe.Pipeline`, besides those below or in their place.
+    """
     count, row = STAGES * BLOCKS, case.row
     if row.tied:
         table = jpipe.Shared(row.layer(case.sizes))
         layers = [table, *[jnp.tanh] * count, table.using("attend")]
     else:
         layers = [row.end, *[row.layer(case.sizes) for _ in range(count)], jnp.copy]
-    return jpipe.Pipeline(
-        layers,
-        loss_fn,
-        num_stages=STAGES,
-        num_microbatches=MICROBATCHES,
-        balance=[1 + BLOCKS, BLOCKS + 1],
-        mesh=case.mesh,
-        gather=row.gather,
-        rings=case.rings,
-    )
+    chosen = {"balance": [1 + BLOCKS, BLOCKS + 1], "gather": row.gather, "rings": case.rings} | options
+    return jpipe.Pipeline(layers, loss_fn, num_stages=STAGES, num_microbatches=MICROBATCHES, mesh=case.mesh, **chosen)
 
 
-def lower_pipeline(case: Case) -> Any:
-    """Loss and gradients, lowered from shapes alone."""
+def lower_pipeline(case: Case, **options: Any) -> Any:
+    """Loss and gradients, lowered from shapes alone; `options` as for `make_pipeline`."""
     with case.row.within(case.mesh):
-        pipe = make_pipeline(case)
+        pipe = make_pipeline(case, **options)
         variables = pipe.abstract_state(case.batch, optax.sgd(0.1)).variables
         return jax.jit(pipe.value_and_grad).lower(variables, case.batch)
 

@@ -244,6 +244,8 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
                 elif of_run.any() or stage.only is not None:
                     carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
         carry = end_turns.after_slot(stage, run, turns, i, carry)
+        if crossing and stage.step.model.axes:
+            carry = _held(carry)
         crossing, carry = host_moves.send(stage, slot, now.away, (coming, crossing), carry)
         # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
         #    in `beside` too: the kinds that send along a flow also receive along it, so nothing of that flow crosses
@@ -254,6 +256,19 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         for flow, arrived in crossing.items():
             carry = _receive(stage, flow, slot, now, arrived, carry)
     return carry
+
+
+def _held(carry: TickCarry) -> TickCarry:
+    """The carry, with what a slot left at its boundaries behind an `optimization_barrier`.
+
+    XLA's scheduler goes through a tick from its end. Where it could place the slot's loop or the end of a transfer, it
+    takes a loop that sends something itself, such as a tensor axis's sums: then the transfer has ended before, with
+    nothing beside it. With something behind the loop it places the end of the transfer first.
+    """
+    left = carry.forward.activation, carry.backward.cotangent
+    activation, cotangent = jax.lax.optimization_barrier(left)
+    forward, backward = carry.forward._replace(activation=activation), carry.backward._replace(cotangent=cotangent)
+    return carry._replace(forward=forward, backward=backward)
 
 
 def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:

@@ -13,15 +13,19 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jpipe.costs.chips import CHIPS
+from gpu_program import needs_gpu_compiler
+from jpipe.costs.chips import CHIPS, parse_topology
+from jpipe.costs.gpus import ABSENT
 from jpipe.forecasting.compiled_program import _computations as read_computations
+from jpipe.forecasting.compiled_program import compile_with_text, read, transfers
 from jpipe.forecasting.waits import turn_in_time
 from timed import Worker
-from tpu_program import Loop
+from tpu_program import Loop, needs_tpu_compiler, tpu_devices
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import axes
-from axes_models import ROWS
+from axes_models import ROWS, Sizes
+from axes_programs import Case, lower_pipeline
 from axes_traffic import PLACES, Program, Sent, per_step, total
 
 TURNS = 3  # of a loop inside of a layer
@@ -148,3 +152,54 @@ def test_values_and_gradients_of_one_row_are_plain_jax(worker, name):
 def test_no_more_is_sent_than_in_plain_jax(worker, name):
     found = result_of(worker, "compiled", name)
     assert 0 < found["jpipe"]["step"] <= axes.SLACK * found["plain"]["step"]
+
+
+CHUNKS = {"num_chunks": 2, "balance": [2, 1, 1, 2]}
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "name", "options"),
+    [
+        ("v5p:2x2x2", "sequence", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("v5p:2x2x2", "fsdp-use", {}),
+                ("v5p:2x2x2", "dense", CHUNKS | {"schedule": "interleaved"}),
+                ("v5p:2x2x2", "dense", {"schedule": "zero_bubble"}),
+                ("v5e:2x4", "dense", CHUNKS | {"schedule": "v"}),
+                ("v6e:2x4", "sequence", {}),
+            ]
+        ),
+    ],
+)
+def test_stages_send_beside_work_where_layers_send_too(topology, name, options):
+    """A regression: activations had arrived before a backward began that has rings of permutations."""
+    lowered = lower_row(name, tpu_devices(topology), **options)
+    check_transfers(read(compile_with_text(lowered)[1]), 4 if options.get("schedule") == "v" else 2)
+
+
+@needs_gpu_compiler
+def test_stages_of_gpus_send_beside_work_if_a_flag_lets_two_collectives_be_on_their_way():
+    lowered = lower_row("dense", parse_topology("h100:8").devices())
+    flags = ABSENT | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+    check_transfers(read(lowered.compile(flags).as_text()), 2)
+
+
+def lower_row(name, devices, **options):
+    (row,) = [row for row in ROWS if row.name == name]
+    width = 1024 if name == "sequence" else 2048
+    sizes = Sizes(width=width, heads=width // 128, kv_heads=width // 128, hidden=4 * width, seq=1024)
+    with jax.numpy_dtype_promotion("standard"):
+        return lower_pipeline(Case.of(row, sizes, devices), **options)
+
+
+def check_transfers(program, count):
+    """A steady tick sends between stages so often, always beside products, and so do layers besides."""
+    ticks = max(program.find("ticks"), key=lambda loop: loop.trips)
+    layers = [loop for loop in ticks.walk() if loop is not ticks]
+    assert any("collective" in one.opcode or "all-" in one.opcode for loop in layers for one in loop.operations)
+    found = transfers(ticks)
+    assert len(found) == count
+    assert [one.operation.line for one in found if not one.beside_products] == []

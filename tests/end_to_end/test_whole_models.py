@@ -80,8 +80,8 @@ OPTIONS = {
     "spread": {"ends": "spread", "schedule": "v", "num_chunks": 2},
 }
 BY_DEFAULT = {("tied", "spread"), ("resnet", "interleaved")}
-"""`test_on_meshes` has a scan, `test_a_second_pipeline_on_another_mesh` dropout, `test_models_train_in_stages` U-Net and
-translation, `test_random_models` remat."""
+"""`test_on_meshes` has a scan, `test_a_second_pipeline_on_another_mesh` dropout, `test_random_models` remat,
+`test_models_train_in_stages` U-Net and translation."""
 
 
 @pytest.mark.parametrize(
