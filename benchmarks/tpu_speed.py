@@ -217,6 +217,10 @@ class Walk:
         head = f"Head.{self.blocks + 1 if self.unroll else 2}"
         last = setting.stages * setting.chunks - 1
         own = int(setting.ends != "shared")
+        place = pipe.schedule.placement
+        self.acts = {
+            (a.kind, place.virtual_stage(k, a.chunk)) for k, own in enumerate(pipe.schedule.actions) for a in own
+        }
         self.trips = [{"Embed.0": own * (s == 0), BLOCK: self.blocks, head: own * (s == last)} for s in range(last + 1)]
         self.step = read(text)
         (self.ticks,) = self.step.find("ticks")
@@ -251,7 +255,8 @@ class Walk:
         """
         if self.schedule.splits:
             stages = range(self.schedule.placement.num_virtual_stages)
-            times = {kind: [self.action(kind, s, take) for s in stages] for kind in sorted(self.schedule.kinds)}
+            acts = lambda kind, s: self.action(kind, s, take) if (kind, s) in self.acts else 0.0
+            times = {kind: [acts(kind, s) for s in stages] for kind in sorted(self.schedule.kinds)}
             return in_time(self.schedule, Work(times, [0.0] * len(stages))).makespan
         total = 0.0
         for slot in self.table.slots:
