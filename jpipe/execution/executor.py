@@ -244,7 +244,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
                 elif of_run.any() or stage.only is not None:
                     carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
         carry = end_turns.after_slot(stage, run, turns, i, carry)
-        if crossing and stage.step.model.axes:
+        if any(crossing.values()) and stage.step.model.axes:
             carry = _held(carry)
         crossing, carry = host_moves.send(stage, slot, now.away, (coming, crossing), carry)
         # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
@@ -261,9 +261,10 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
 def _held(carry: TickCarry) -> TickCarry:
     """The carry, with what a slot left at its boundaries behind an `optimization_barrier`.
 
-    XLA's scheduler goes through a tick from its end. Where it could place the slot's loop or the end of a transfer, it
-    takes a loop that sends something itself, such as a tensor axis's sums: then the transfer has ended before, with
-    nothing beside it. With something behind the loop it places the end of the transfer first.
+    It is for slots beside which something crosses, where more axes than `stage` may have layers send something too.
+    XLA's scheduler places a tick's operations from the last to the first. If both a loop that sends and the end of a
+    transfer may come next, it places the loop, and so the transfer ends before the loop begins, with nothing beside it.
+    With something behind the loop the end of the transfer comes first.
     """
     left = carry.forward.activation, carry.backward.cotangent
     activation, cotangent = jax.lax.optimization_barrier(left)

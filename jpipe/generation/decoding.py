@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.cutting.decoder import cut_decoder
 from jpipe.cutting.whole import CutModel
 from jpipe.generation.token_alone import on_inputs, warn_of_uncached
-from jpipe.jaxprs.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.memory.storage import Storage, build_storage
 from jpipe.mesh.axes import AXIS
+from jpipe.mesh.on_stages import shapes_only
 from jpipe.model.groups import KEEP, LayerGroup, Model, same_type
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.trace import trace_model
@@ -28,6 +30,7 @@ from jpipe.partitioner.shardings import names_in, part_structs, replicated
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step, build_step
 from jpipe.schedules.orders import forward_only
+from jpipe.seam.inside import needed_part
 from jpipe.types import Leaf, PyTree
 
 PickLogits = Callable[[PyTree], jax.Array]
@@ -227,17 +230,21 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
     def extremes() -> PyTree:
         """The smallest and the largest number of each leaf of a new cache."""
         made = group.layer.init(jax.random.key(0), positional(zeros(group.takes)), zeros(step.model.batch))[CACHE]
-        return jax.tree.map(lambda a: jnp.stack([a.min(), a.max()]), made)
+        return jax.tree.map(lambda a: jnp.stack([a.min(), a.max()]) if a.size else jnp.zeros(2, a.dtype), made)
 
-    with no_mesh():  # compiled, so that nothing else of the layer is computed
-        program = jax.jit(extremes).lower().compile()
-    with jax.ensure_compile_time_eval():  # for real even if the caller is being traced
-        found = jax.device_get(program())
-    pairs = jax.tree_util.tree_leaves_with_path(found)
+    with shapes_only(step.plan.request.mesh):
+        closed, shapes = trace(extremes)
+    alone = needed_part(closed, [True] * len(closed.out_avals))[0]  # nothing else of the layer
+    # `ensure_compile_time_eval`, for callers that are being traced, would have a trace compute its constants at once,
+    # operation by operation. So it is around the call alone.
+    with no_mesh(), jax.disable_jit(False):
+        program = jax.jit(replay(alone, shapes)).lower().compile()
+        with jax.ensure_compile_time_eval():
+            pairs = jax.tree_util.tree_leaves_with_path(jax.device_get(program()))
     for path, (smallest, largest) in pairs:
-        if smallest != largest:
+        if smallest != largest or np.iscomplexobj(smallest):
             raise ValueError(
-                f"generate: the cache of layer {group.indices[0]} ({group.layer.name}) starts from different numbers "
-                f"at {jax.tree_util.keystr(path)}; start from one number, such as 0"
+                f"generate: the cache of layer {group.indices[0]} ({group.layer.name}) starts from different numbers, "
+                f"or complex ones, at {jax.tree_util.keystr(path)}; start from one real number, such as 0"
             )
     return [float(smallest) for _, (smallest, _) in pairs]

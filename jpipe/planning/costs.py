@@ -147,14 +147,8 @@ def _device_like(mesh: Mesh) -> Device:
 
 def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float]]:
     """The seconds of each variant of a layer: of the forward, and of the backward."""
-    # On one device, whatever the mesh, and for real even if the caller is being traced; random numbers may give NaN.
-    with (
-        no_mesh(),
-        jax.ensure_compile_time_eval(),
-        jax.default_device(device),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-    ):
+    # On one device, whatever the mesh; random numbers may give NaN.
+    with no_mesh(), jax.disable_jit(False), jax.default_device(device), jax.debug_nans(False), jax.debug_infs(False):
         example = cache(_example)  # the variants share what they have in common, such as parameters
         alone = Splits(Mesh(np.array([device]), (AXIS,)), ())
         times = iter(_median_seconds([run for layer in variants for run in _runs(layer, alone, example)]))
@@ -166,7 +160,7 @@ def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float
 
 
 Run = tuple[Callable[..., object], tuple[PyTree, ...]]
-"""A jitted function, and what to call it with."""
+"""A compiled function, and what to call it with."""
 
 
 def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
@@ -175,12 +169,18 @@ def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDt
     outputs = function.differentiated(local.forward.results.outputs)
     leaves, structure = jax.tree.flatten((function.arguments, jax.tree.leaves(function.group.takes), outputs))
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
-    kept = jax.jit(local.forward)
-    plain = jax.jit(lambda *given: local.forward(*given)[0]) if function.remat.keep_inputs else kept
-    backward_inputs = arguments, kept(arguments, x)[1], cotangents
-    return [(plain, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), backward_inputs)]
+    # `ensure_compile_time_eval`, for callers that are being traced, would have a trace compute its constants at once,
+    # and the layer would be timed without them. So it is around calls alone.
+    compiled = lambda run, *given: jax.jit(run).lower(*given).compile()
+    kept = compiled(local.forward, arguments, x)
+    plain = compiled(lambda *given: local.forward(*given)[0], arguments, x) if function.remat.keep_inputs else kept
+    with jax.ensure_compile_time_eval():
+        backward_inputs = arguments, kept(arguments, x)[1], cotangents
+    backward = compiled(local.backward, *backward_inputs)
+    return [(plain, (arguments, x)), (kept, (arguments, x)), (backward, backward_inputs)]
 
 
+@jax.ensure_compile_time_eval()
 def _median_seconds(runs: Sequence[Run]) -> list[float]:
     """The median seconds of each run; all of them run by turns."""
     for function, arguments in runs:
@@ -199,11 +199,12 @@ def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
     Random numbers, since zeros may take less time; zeros where they may be indices.
     """
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return example_key(leaf)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return jnp.zeros(leaf.shape, leaf.dtype)
-    return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)
+    with jax.ensure_compile_time_eval():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return example_key(leaf)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)
 
 
 def _bytes(layer: TracedLayer) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jpipe
 from cases import compilations
@@ -317,6 +318,51 @@ def test_no_layer_is_computed_to_find_what_caches_start_from():
     given.clear()
     pipe.generate(variables, np.zeros((2, 3), np.int32), 3)
     assert given and all(isinstance(x, jax.core.Tracer) for x in given)
+
+
+def test_without_jit():
+    pipe = jpipe.Pipeline(linen(1), loss_fn, num_stages=1, num_microbatches=1)
+    variables, prompts = pipe.init(jax.random.key(1), batch_of()), np.zeros((2, 3), np.int32)
+    expected = pipe.generate(variables, prompts, 2)
+    again = jpipe.Pipeline(linen(1), loss_fn, num_stages=1, num_microbatches=1)
+    again.init(jax.random.key(1), batch_of())
+    with jax.disable_jit():
+        found = again.generate(variables, prompts, 2)
+    np.testing.assert_array_equal(found, expected)
+
+
+class Constrained(Block):
+    """A block that says how its activations lie."""
+
+    def __call__(self, x):
+        return super().__call__(jax.lax.with_sharding_constraint(x, P("data")))
+
+
+def test_layers_with_caches_may_constrain_what_they_take(make_mesh):
+    layers = [Embed(), Constrained(), nn.Dense(VOCABULARY, param_dtype=jnp.float64)]
+    mesh = make_mesh((1, 2, 2), ("stage", "data", "model"))
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=1, num_microbatches=1, mesh=mesh)
+    variables, prompts = pipe.init(jax.random.key(1), batch_of()), np.zeros((2, 3), np.int32)
+    plain = [Embed(), Block(), layers[-1]]
+    expected = without_cache(sequential(plain, trees_of(pipe, variables)), prompts, 2)
+    np.testing.assert_array_equal(pipe.generate(variables, prompts, 2), expected)
+
+
+class Complex(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.decode:
+            self.variable("cache", "state", lambda: jnp.full((x.shape[0], WIDTH), 1j))
+        return x
+
+
+def test_a_cache_that_starts_from_complex_numbers_is_refused():
+    pipe = jpipe.Pipeline([Embed(), Complex(), nn.Dense(VOCABULARY)], loss_fn, num_stages=1, num_microbatches=1)
+    variables = pipe.init(jax.random.key(1), batch_of())
+    with pytest.raises(ValueError, match=r"cache of layer 1 \(Complex\) starts from different numbers, or complex"):
+        pipe.generate(variables, np.zeros((2, 3), np.int32), 2)
 
 
 def equals_the_model(layers, prompts, num_tokens, **options):

@@ -29,6 +29,8 @@ from axes_programs import (
 )
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
+IN_FLOAT32 = {"qwen3": {"rtol": 1e-4, "atol": 1e-7}}
+"""google-tunix's block computes partly in float32."""
 
 
 def case_of(name: str) -> Case:
@@ -74,16 +76,18 @@ def check(name: str) -> int:
     """Compares loss and every gradient of a row; the number of comparisons."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), nnx.use_eager_sharding(False):
         case = case_of(name)
-        weights, batch = random_weights(case), random_batch(case)
+        weights, batch, tolerance = random_weights(case), random_batch(case), IN_FLOAT32.get(name, TOLERANCE)
         alive("plain JAX")
-        loss, gradients = plain(case, weights, batch)
+        with case.row.within(case.plain_mesh):
+            loss, gradients = plain(case, weights, batch)
         alive("jpipe")
-        found, ours = jpipes(case, weights, batch)
-        np.testing.assert_allclose(found, loss, **TOLERANCE)
+        with case.row.within(case.mesh):
+            found, ours = jpipes(case, weights, batch)
+        np.testing.assert_allclose(found, loss, **tolerance)
         for key, expected in gradients.items():
             assert expected.dtype == jnp.float64
             assert np.abs(expected).max() > 0, f"the gradient of {key} is zero"
-            np.testing.assert_allclose(ours[key], expected, **TOLERANCE, err_msg=key)
+            np.testing.assert_allclose(ours[key], expected, **tolerance, err_msg=key)
     return 1 + len(gradients)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 import jpipe
 import jpipe.planning.costs as costs_module
+from cases import compilations
 
 BATCH = np.ones((8, 16), np.float32)
 
@@ -150,6 +151,21 @@ def test_runs_are_timed_by_turns(clock):
     runs = [(calls.append, (name,)) for name in "ab"]
     costs_module._median_seconds(runs)
     assert "".join(calls) == "ab" * 51
+
+
+def test_what_a_layer_makes_is_timed_with_the_rest_of_it():
+    """A regression: what follows from no argument was computed ahead, operation by operation, and only read."""
+
+    def programs(layer):
+        sizes = {"num_stages": 1, "num_microbatches": 2, "balance": "time"}
+        pipe = jpipe.Pipeline([layer, nn.Dense(16)], lambda y, _: jnp.mean(y), **sizes)
+        with compilations() as count:
+            pipe.init(jax.random.key(0), BATCH)
+        return count()
+
+    programs(jnp.tanh)
+    drawn = lambda x: x + jnp.tanh(jax.random.normal(jax.random.key(3), (16,)))
+    assert programs(drawn) == programs(jnp.cos)
 
 
 def test_layers_are_timed_on_random_numbers_whatever_comes_of_them():
