@@ -1,8 +1,9 @@
 """A layer's forward of one micro-batch and a layer's backward of another, in one loop body or in two loops.
 
 DualPipe's idea, tried in plain JAX before anything of it is built: what one pass sends may have the other pass's
-products beside it. The blocks are those of `axes.py`, split over the devices of one stage; each backward computes its
-layer anew. Programs are compiled for chips that need not be there.
+products beside it. Or the two halves of a micro-batch go through a layer side by side, in two loops. The blocks are
+those of `axes.py`, split over the devices of one stage; each backward computes its layer anew. Programs are compiled
+for chips that need not be there.
 
     python benchmarks/joint_body.py --chip h100 --rows dense sequence
 
@@ -10,11 +11,13 @@ A GPU's compiler estimates no cycles: how many collectives have products beside 
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from axes_models import ROWS, Row, Sizes
 from axes_traffic import Program
@@ -39,11 +42,19 @@ Carry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """A row's blocks on the devices of one stage."""
+    """A row's blocks on the devices of one stage.
+
+    Attributes:
+      row: the row.
+      sizes: of its blocks.
+      mesh: the devices.
+      halves: whether each half of a device's examples goes through a block by itself.
+    """
 
     row: Row
     sizes: Sizes
     mesh: Mesh
+    halves: bool = False
 
     def shapes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], Carry]:
         """(weights, carry), with how they lie."""
@@ -62,7 +73,11 @@ class Trial:
         return rows(dtype), carry
 
     def block(self, weights: dict[str, Any], x: Any) -> Any:
-        return self.row.block(self.sizes, weights, x)
+        if not self.halves:
+            return self.row.block(self.sizes, weights, x)
+        by_half = x.reshape(self.row.examples_over, 2, -1, *x.shape[1:])
+        both = [self.row.block(self.sizes, weights, by_half[:, i].reshape(-1, *x.shape[1:])) for i in range(2)]
+        return jnp.stack([y.reshape(by_half.shape[0], -1, *x.shape[1:]) for y in both], 1).reshape(x.shape)
 
     def forward(self, weights: dict[str, Any], carry: Carry, i: Any) -> Carry:
         keeps = jax.lax.dynamic_update_index_in_dim(carry["keeps"], carry["x"], i, 0)
@@ -102,7 +117,7 @@ def measure(trial: Trial, run: Callable[..., Carry], name: str) -> tuple[str, ..
         waits = sum(one.waited for loop in loops for one in turn_in_time(loop, takes, chip)[1])
         times = f"{1e3 * sum(loop.own for loop in loops) / chip.clock:.3f}", f"{1e3 * waits:.3f}"
     beside = sum(move.beside_products for move in moves)
-    return run.__name__, str(len(moves)), str(beside), *times, mib(compiled.memory_analysis().temp_size_in_bytes)
+    return str(len(moves)), str(beside), *times, mib(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def main() -> None:
@@ -110,17 +125,17 @@ def main() -> None:
     names = [row.name for row in ROWS if row.num_devices <= 4 and not row.tied]
     parser.add_argument("--rows", nargs="+", choices=names, default=["dense", "sequence", "fsdp-use", "experts"])
     parser.add_argument("--chip", choices=list(CHIPS), default="h100", help="(default %(default)s)")
-    options = parser.parse_args()
+    options, sizes = parser.parse_args(), Sizes(examples=2)
     on_cpu(8)
     devices, rows = parse_topology(CHIPS[options.chip]).devices(), []
     for row in (row for row in ROWS if row.name in options.rows):
         shape, types = [*row.axes.values()], (AxisType.Auto,) * len(row.axes)
         mesh = Mesh(np.asarray(devices[: row.num_devices]).reshape(shape), [*row.axes], axis_types=types)
-        trial = Trial(row, row.sizes(Sizes()), mesh)
-        rows += [(row.name, *measure(trial, run, options.chip)) for run in (trial.two_loops, trial.one_body)]
-    show(
-        "Two passes in one body", COLUMNS, rows, settings(devices[0], str(Sizes()), f"{LAYERS} layers; a layer of each")
-    )
+        trial = Trial(row, row.sizes(sizes), mesh)
+        apart = dataclasses.replace(trial, halves=True)
+        runs = {"two loops": trial.two_loops, "one body": trial.one_body, "two halves": apart.two_loops}
+        rows += [(row.name, name, *measure(trial, run, options.chip)) for name, run in runs.items()]
+    show("Two passes in one body", COLUMNS, rows, settings(devices[0], str(sizes), f"{LAYERS} layers"))
 
 
 if __name__ == "__main__":
