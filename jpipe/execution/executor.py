@@ -261,10 +261,10 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
 def _held(carry: TickCarry) -> TickCarry:
     """The carry, with what a slot left at its boundaries behind an `optimization_barrier`.
 
-    It is for slots beside which something crosses, where more axes than `stage` may have layers send something too.
-    XLA's scheduler places a tick's operations from the last to the first. If both a loop that sends and the end of a
-    transfer may come next, it places the loop, and so the transfer ends before the loop begins, with nothing beside it.
-    With something behind the loop the end of the transfer comes first.
+    It is for a slot beside which something crosses, on a mesh with more axes than `stage`: along these layers may send
+    too. XLA's scheduler places the operations of a tick from the last to the first. Where a loop that sends and the end
+    of a transfer could both come next, it places the loop. The transfer then ends before the loop begins, with nothing
+    beside it. With something behind the loop, the end of the transfer comes first.
     """
     left = carry.forward.activation, carry.backward.cotangent
     activation, cotangent = jax.lax.optimization_barrier(left)
