@@ -46,7 +46,7 @@ def _block(sizes: Any) -> tuple[Any, Any]:
 
 
 def block(sizes: Any, weights: dict[str, Any], x: Any) -> Any:
-    """The block, called as tunix's model does without a cache."""
+    """The block on `x` `[b, t, width]`, called as tunix's model does without a cache; the same shape."""
     graph, state = _block(sizes)
     own = nnx.from_flat_state(
         (path, leaf.replace(weights[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)

@@ -25,13 +25,13 @@ from common import mib, on_cpu, settings, show
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import gpu_program
+import tpu_program
 from jpipe.arrays.indexing import take_row
 from jpipe.costs.chips import parse_topology
-from jpipe.costs.gpus import ABSENT
 from jpipe.costs.network import Network
 from jpipe.forecasting.compiled_program import COLLECTIVES, read, transfers
 from jpipe.forecasting.waits import turn_in_time
-from tpu_program import compile_with_text
 
 LAYERS = 4
 CHIPS = {"h100": "h100:8", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
@@ -63,10 +63,8 @@ class Trial:
             shape, dtype, sharding=NamedSharding(self.mesh, P(*spec))
         )
         rows = lambda dtype: {name: place((LAYERS, *shape), dtype, None, *at) for name, (shape, at) in specs.items()}
-        shape, dtype = (
-            (self.sizes.examples * self.row.examples_over, self.sizes.seq, self.sizes.width),
-            self.sizes.dtype,
-        )
+        sizes, dtype = self.sizes, self.sizes.dtype
+        shape = sizes.examples * self.row.examples_over, sizes.seq, sizes.width
         between = self.row.between or ()
         one, all_of = place(shape, dtype, *between), place((LAYERS, *shape), dtype, None, *between)
         carry = {"x": one, "cotangent": one, "keeps": all_of, "kept": all_of, "gradients": rows("float32")}
@@ -106,8 +104,7 @@ def measure(trial: Trial, run: Callable[..., Carry], name: str) -> tuple[str, ..
     with jax.set_mesh(trial.mesh):
         lowered = jax.jit(run, donate_argnums=1).lower(*trial.shapes())
         is_gpu = trial.mesh.devices.flat[0].platform == "gpu"
-        compiled = lowered.compile(ABSENT) if is_gpu else None
-        compiled, text = (compiled, compiled.as_text()) if compiled else compile_with_text(lowered)
+        compiled, text = (gpu_program if is_gpu else tpu_program).compile_with_text(lowered)
     program = read(text)
     loops = [loop for loop in program.walk() if loop is not program]
     moves = [move for loop in loops for move in transfers(loop, COLLECTIVES)]

@@ -266,8 +266,7 @@ def _held(carry: TickCarry) -> TickCarry:
     of a transfer could both come next, it places the loop. The transfer then ends before the loop begins, with nothing
     beside it. With something behind the loop, the end of the transfer comes first.
     """
-    left = carry.forward.activation, carry.backward.cotangent
-    activation, cotangent = jax.lax.optimization_barrier(left)
+    activation, cotangent = jax.lax.optimization_barrier((carry.forward.activation, carry.backward.cotangent))
     forward, backward = carry.forward._replace(activation=activation), carry.backward._replace(cotangent=cotangent)
     return carry._replace(forward=forward, backward=backward)
 

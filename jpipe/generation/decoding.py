@@ -17,7 +17,7 @@ import numpy as np
 from jpipe.cutting.decoder import cut_decoder
 from jpipe.cutting.whole import CutModel
 from jpipe.generation.token_alone import on_inputs, warn_of_uncached
-from jpipe.jaxprs.tracing import no_mesh, replay, trace
+from jpipe.jaxprs.tracing import compiled, no_mesh, replay, trace
 from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.memory.storage import Storage, build_storage
@@ -235,12 +235,8 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
     with shapes_only(step.plan.request.mesh):
         closed, shapes = trace(extremes)
     alone = needed_part(closed, [True] * len(closed.out_avals))[0]  # nothing else of the layer
-    # `ensure_compile_time_eval`, for callers that are being traced, would have a trace compute its constants at once,
-    # operation by operation. So it is around the call alone.
-    with no_mesh(), jax.disable_jit(False):
-        program = jax.jit(replay(alone, shapes)).lower().compile()
-        with jax.ensure_compile_time_eval():
-            pairs = jax.tree_util.tree_leaves_with_path(jax.device_get(program()))
+    with no_mesh():
+        pairs = jax.tree_util.tree_leaves_with_path(jax.device_get(compiled(replay(alone, shapes))()))
     for path, (smallest, largest) in pairs:
         if smallest != largest or np.iscomplexobj(smallest):
             raise ValueError(

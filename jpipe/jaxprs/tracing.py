@@ -116,6 +116,22 @@ def replay(closed: ClosedJaxpr, result: PyTree) -> Callable[..., PyTree]:
     return call
 
 
+def compiled(function: Callable[..., PyTree], *arguments: PyTree) -> Callable[..., PyTree]:
+    """Compiles a function for arguments; what it gives runs for real, also where its caller is being traced.
+
+    `jax.ensure_compile_time_eval` is around calls alone. Around a trace it would have JAX compute what follows from no
+    argument at once, operation by operation.
+    """
+    with jax.disable_jit(False):
+        program = jax.jit(function).lower(*arguments).compile()
+
+    def call(*arguments: PyTree) -> PyTree:
+        with jax.disable_jit(False), jax.ensure_compile_time_eval():
+            return program(*arguments)
+
+    return call
+
+
 def no_mesh() -> AbstractContextManager[object]:
     """Sets a context without a mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

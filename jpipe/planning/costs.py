@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jpipe.arrays.trees import bytes_of
 from jpipe.jaxprs.flops import count_flops
-from jpipe.jaxprs.tracing import no_mesh
+from jpipe.jaxprs.tracing import compiled, no_mesh
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
 from jpipe.model.groups import Model
@@ -148,7 +148,7 @@ def _device_like(mesh: Mesh) -> Device:
 def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float]]:
     """The seconds of each variant of a layer: of the forward, and of the backward."""
     # On one device, whatever the mesh; random numbers may give NaN.
-    with no_mesh(), jax.disable_jit(False), jax.default_device(device), jax.debug_nans(False), jax.debug_infs(False):
+    with no_mesh(), jax.default_device(device), jax.debug_nans(False), jax.debug_infs(False):
         example = cache(_example)  # the variants share what they have in common, such as parameters
         alone = Splits(Mesh(np.array([device]), (AXIS,)), ())
         times = iter(_median_seconds([run for layer in variants for run in _runs(layer, alone, example)]))
@@ -169,18 +169,13 @@ def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDt
     outputs = function.differentiated(local.forward.results.outputs)
     leaves, structure = jax.tree.flatten((function.arguments, jax.tree.leaves(function.group.takes), outputs))
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
-    # `ensure_compile_time_eval`, for callers that are being traced, would have a trace compute its constants at once,
-    # and the layer would be timed without them. So it is around calls alone.
-    compiled = lambda run, *given: jax.jit(run).lower(*given).compile()
     kept = compiled(local.forward, arguments, x)
     plain = compiled(lambda *given: local.forward(*given)[0], arguments, x) if function.remat.keep_inputs else kept
-    with jax.ensure_compile_time_eval():
-        backward_inputs = arguments, kept(arguments, x)[1], cotangents
+    backward_inputs = arguments, kept(arguments, x)[1], cotangents
     backward = compiled(local.backward, *backward_inputs)
     return [(plain, (arguments, x)), (kept, (arguments, x)), (backward, backward_inputs)]
 
 
-@jax.ensure_compile_time_eval()
 def _median_seconds(runs: Sequence[Run]) -> list[float]:
     """The median seconds of each run; all of them run by turns."""
     for function, arguments in runs:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe.forecasting.compiled_program import RAGGED
 from jpipe.forecasting.device_groups import axes_along, groups_of
 
 KINDS = (
@@ -20,7 +21,7 @@ KINDS = (
     "all-to-all",
     "reduce-scatter",
     "collective-broadcast",
-    "ragged-all-to-all",
+    RAGGED,
 )
 DATA_AXES = ("replica", "data", "fsdp")
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
@@ -85,7 +86,7 @@ def read(text: str) -> list[Collective]:
             if match and start:
                 result = _result_type(types[start.group(1)], match)
                 operands = _operand_bytes(line[match.end() :], types)
-                ragged = match.group(1) == "ragged-all-to-all"  # into a buffer that has room for whatever comes
+                ragged = match.group(1) == RAGGED  # into a buffer that has room for whatever comes
                 size = min(_size(result), operands[0]) if ragged else max(_size(result), sum(operands))
                 op_name = re.search(r'op_name="([^"]*)"', line)
                 found.append(

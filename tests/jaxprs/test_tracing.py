@@ -1,5 +1,7 @@
 """Traced functions and their replays; constants and random keys of every type in a whole pipeline."""
 
+import contextlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,8 @@ import pytest
 from flax import nnx
 
 import jpipe
-from cases import assert_close, assert_equal
-from jpipe.jaxprs.tracing import replay, trace
+from cases import assert_close, assert_equal, compilations
+from jpipe.jaxprs.tracing import compiled, replay, trace
 
 BATCH = {
     "inputs": np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32),
@@ -225,3 +227,22 @@ def test_loops_that_draw_need_a_key():
     variables = pipe.init(jax.random.key(0), BATCH)
     with pytest.raises(ValueError, match=r"layer 0 \(DroppingScan\) draws random numbers, but key=None"):
         pipe.value_and_grad(variables, BATCH)
+
+
+def test_a_compiled_function_runs_for_real_in_a_trace_and_computes_nothing_ahead():
+    found = []
+
+    def outer(x):
+        with compilations() as count:
+            run = compiled(lambda a: a + jnp.tanh(jax.random.normal(jax.random.key(3), (7,))), np.zeros(7, np.float32))
+            assert count() == 1
+        found.append(run(np.zeros(7, np.float32)))
+        return x
+
+    for way in (contextlib.nullcontext(), jax.disable_jit()):
+        with way:
+            jax.make_jaxpr(outer)(1.0)
+    expected = np.tanh(jax.random.normal(jax.random.key(3), (7,)))
+    assert len(found) == 2
+    for one in found:
+        np.testing.assert_allclose(np.asarray(one), expected, rtol=1e-6)
