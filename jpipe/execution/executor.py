@@ -223,39 +223,60 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         stage.
       carry: as the tick before left it.
     """
-    slots, names = stage.step.table.slots, stage.step.schedule.slots
-    for i, slot in enumerate(slots):
-        now = entries(i)
-        # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
-        #    is the last one of the tick before, whose results are in the carry.)
-        beside = [flow for flow in _flows(slots, run, i - 1) if crosses_beside(names, flow, i - 1)]
-        crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
-        coming = host_moves.start(stage, slot, now.away, carry)
-        carry = host_moves.at_hand(stage, slot, now.away, carry)
-        carry = end_turns.before_slot(stage, run, turns, i, carry)
-        # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
-        #    the carry.
-        for code, kind in enumerate(slot.kinds, start=1):
-            of_run = slot.kind[run.start : run.stop] == code
-            with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
-                if run.together[i] == kind:
-                    counts = True if of_run.all() else now.kind == code
-                    carry = ACTIONS[kind](stage, counts, now, carry)
-                elif of_run.any() or stage.only is not None:
-                    carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
-        carry = end_turns.after_slot(stage, run, turns, i, carry)
-        if any(crossing.values()) and stage.step.model.axes:
-            carry = _held(carry)
-        crossing, carry = host_moves.send(stage, slot, now.away, (coming, crossing), carry)
-        # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
-        #    in `beside` too: the kinds that send along a flow also receive along it, so nothing of that flow crosses
-        #    beside a slot that sends along it.
-        at_end = [flow for flow in _flows(slots, run, i) if not crosses_beside(names, flow, i)]
-        crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
-        # 4. Arrivals are written last: the action has read its row by then, so they may take it.
-        for flow, arrived in crossing.items():
-            carry = _receive(stage, flow, slot, now, arrived, carry)
+    pairs = run.pairs if stage.step.one_body is not None else ()
+    for i in range(len(stage.step.table.slots)):
+        if i in pairs:
+            carry = _run_pair(stage, run, i, entries, carry)
+        elif i - 1 not in pairs:
+            carry = _run_slot(stage, run, i, entries(i), turns, carry)
     return carry
+
+
+def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carry: TickCarry) -> TickCarry:
+    """Runs slot `i` of a tick; for the other arguments see `_run_tick`."""
+    slot = stage.step.table.slots[i]
+    # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
+    #    is the last one of the tick before, whose results are in the carry.)
+    crossing = {flow: _sent(stage, flow, slot, carry) for flow in _beside(stage, run, i)}
+    coming = host_moves.start(stage, slot, now.away, carry)
+    carry = host_moves.at_hand(stage, slot, now.away, carry)
+    carry = end_turns.before_slot(stage, run, turns, i, carry)
+    # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
+    #    the carry.
+    for code, kind in enumerate(slot.kinds, start=1):
+        with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
+            if run.together[i] == kind:
+                carry = ACTIONS[kind](stage, _counts(run, slot, code, now), now, carry)
+            elif (slot.kind[run.start : run.stop] == code).any() or stage.only is not None:
+                carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
+    carry = end_turns.after_slot(stage, run, turns, i, carry)
+    if any(crossing.values()) and stage.step.model.axes:
+        carry = _held(carry)
+    crossing, carry = host_moves.send(stage, slot, now.away, (coming, crossing), carry)
+    # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is in
+    #    `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow crosses
+    #    beside a slot that sends along it.
+    crossing |= {flow: _sent(stage, flow, slot, carry) for flow in _at_end(stage, run, i)}
+    # 4. Arrivals are written last: the action has read its row by then, so they may take it.
+    return _receive_all(stage, slot, now, crossing, carry)
+
+
+def _run_pair(stage: Stage, run: Run, i: int, entries: Callable[[int], Now], carry: TickCarry) -> TickCarry:
+    """Runs slots `i` and `i + 1`, a forward and a backward, as one: what crosses arrives before or after both."""
+    slots, nows = stage.step.table.slots[i : i + 2], (entries(i), entries(i + 1))
+    carry = _receive_now(stage, slots[0], nows[0], _beside(stage, run, i), carry)
+    jobs = [_job(stage, _counts(run, slot, 1, now), now) for slot, now in zip(slots, nows, strict=True)]
+    forth = carry.forward._replace(activation=_activation(stage, jobs[0], nows[0], carry))
+    back = carry.backward._replace(cotangent=_cotangent(stage, jobs[1], nows[1], carry))
+    with jax.named_scope(f"slot{i}"), jax.named_scope("FB"):
+        forth, back = stage.both((jobs[0], jobs[1]), forth, back)
+    carry = carry._replace(forward=forth, backward=back)
+    return _receive_now(stage, slots[1], nows[1], [*_beside(stage, run, i + 1), *_at_end(stage, run, i + 1)], carry)
+
+
+def _counts(run: Run, slot: SlotTable, code: int, now: Now) -> Counts:
+    """Whether this stage's action of a kind that all stages compute together counts: it doesn't where it idles."""
+    return True if (slot.kind[run.start : run.stop] == code).all() else now.kind == code
 
 
 def _held(carry: TickCarry) -> TickCarry:
@@ -271,9 +292,19 @@ def _held(carry: TickCarry) -> TickCarry:
     return carry._replace(forward=forward, backward=backward)
 
 
-def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
+def _beside(stage: Stage, run: Run, i: int) -> list[int]:
+    """The flows along which values that the slot before left cross beside slot `i`."""
+    return [flow for flow in _flows(stage, run, i - 1) if crosses_beside(stage.step.schedule.slots, flow, i - 1)]
+
+
+def _at_end(stage: Stage, run: Run, i: int) -> list[int]:
+    """The flows along which values that slot `i` leaves cross before the next slot."""
+    return [flow for flow in _flows(stage, run, i) if not crosses_beside(stage.step.schedule.slots, flow, i)]
+
+
+def _flows(stage: Stage, run: Run, i: int) -> list[int]:
     """The directions in which a slot's actions send in the ticks of a run; slot -1 is the last of the tick before."""
-    slot, earlier = slots[i], int(i < 0)
+    slot, earlier = stage.step.table.slots[i], int(i < 0)
     codes = np.unique(slot.kind[max(0, run.start - earlier) : run.stop - earlier])
     kinds = {slot.kinds[code - 1] for code in codes if code}
     return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]
@@ -314,6 +345,20 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
     if not (up and down):
         return jax.tree.map(whole, sent)
     return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=apart, rocm=apart), sent)
+
+
+def _receive_now(stage: Stage, slot: SlotTable, now: Now, flows: Sequence[int], carry: TickCarry) -> TickCarry:
+    """The carry after what crosses along these flows has been sent and written, with nothing beside it."""
+    return _receive_all(stage, slot, now, {flow: _sent(stage, flow, slot, carry) for flow in flows}, carry)
+
+
+def _receive_all(
+    stage: Stage, slot: SlotTable, now: Now, crossing: dict[int, dict[int, Buffers]], carry: TickCarry
+) -> TickCarry:
+    """The carry with all that has crossed, by flow and route, in its rows."""
+    for flow, arrived in crossing.items():
+        carry = _receive(stage, flow, slot, now, arrived, carry)
+    return carry
 
 
 def _receive(
@@ -364,10 +409,7 @@ def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole
         # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
         recomputes = "R" not in step.schedule.kinds or now.anew > 0
         carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
-    waiting, numbers = carry.waiting_cotangents, step.table.waiting["cotangent"]
-    cotangent = _read_row(step.cotangents, carry.backward.cotangent, waiting, numbers, now.cotangent)
-    cotangent = end_turns.last_cotangents(stage, job, cotangent, carry)
-    work, kept = carry.backward._replace(cotangent=cotangent), carry.forward.kept
+    work, kept = carry.backward._replace(cotangent=_cotangent(stage, job, now, carry)), carry.forward.kept
     backward, kept = stage.backward(job, work, kept, carry.back, whole=whole)
     # What is kept is handed back so that the next action writes into the same memory.
     return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
@@ -406,6 +448,14 @@ def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     numbers = step.table.waiting["activation"]
     activation = _read_row(step.activations, carry.forward.activation, waiting, numbers, now.activation)
     return end_turns.first_input(stage, job, activation, carry)
+
+
+def _cotangent(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
+    """The cotangent of a virtual stage's last layer, in boundary buffers."""
+    step, waiting = stage.step, carry.waiting_cotangents
+    numbers = step.table.waiting["cotangent"]
+    cotangent = _read_row(step.cotangents, carry.backward.cotangent, waiting, numbers, now.cotangent)
+    return end_turns.last_cotangents(stage, job, cotangent, carry)
 
 
 def _read_row(

@@ -5,7 +5,8 @@ loop bounds (`LayerRanges`), which are read from a table by the index of the vir
 are compiled once, wherever they lie, and a layer that a stage doesn't have is a loop of no trips. A `lax.cond` would do
 as well, but it copies the buffers that it hands through; a loop updates them in place (`jpipe.arrays.loops`).
 
-The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I) and `Stage.weight_gradients` (W).
+The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I), `Stage.weight_gradients` (W) and
+`Stage.both` (an F and a B at once).
 
 `g` is the index of a group, `position` that of a layer in it (the first and the last layer are each alone in theirs);
 `v` is the index of a set of variables, and `instance` that of a record in it.
@@ -13,17 +14,18 @@ The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jpipe.arrays.indexing import Index, look_up, put_row, take_row
-from jpipe.arrays.loops import Carry, of_trip
-from jpipe.execution.sweep import Job, Reads, Sweep, Turn
+from jpipe.arrays.loops import of_trip
+from jpipe.execution.sweep import Job, Sweep, Turn
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.memory_order import compact_order, in_order
 from jpipe.memory.storage import Buffers
@@ -67,6 +69,10 @@ class BackwardWork(NamedTuple):
     gradients: Buffers
     shared_gradients: dict[int, list[jax.Array]]
     overwritten: dict[str, Buffers]
+
+
+BothWork: TypeAlias = tuple[ForwardWork, tuple[BackwardWork, Buffers]]
+"""What the two passes of `Stage.both` carry: a forward's work; a backward's, and an empty stash."""
 
 
 class TickCarry(NamedTuple):
@@ -123,6 +129,10 @@ class Stage:
 
     def forward(self, job: Job, work: ForwardWork) -> ForwardWork:
         """Runs the virtual stage's layers; residuals go into the job's row, if it has one."""
+        return self._forward_sweep(job).run(work)
+
+    def _forward_sweep(self, job: Job) -> Sweep[ForwardWork, tuple[Batch, list[Leaf]]]:
+        """How `forward` goes through the layers."""
         step, groups = self.step, self.step.model.groups
 
         def reads(turn: Turn, work: ForwardWork) -> tuple[Batch, list[Leaf]]:
@@ -157,7 +167,7 @@ class Stage:
                 work = work._replace(kept=step.kept.write_residuals(work.kept, turn.layer, new, turn.rows))
             return work
 
-        return self.sweep(job, reads, visit, work)
+        return Sweep(step, job, reads, visit, "F", reverse=False)
 
     def backward(
         self, job: Job, work: BackwardWork, kept: Kept, back: Kept, *, whole: bool = True
@@ -174,6 +184,15 @@ class Stage:
         Returns:
           `work` and `kept`, with the stash written unless it is the whole.
         """
+        if whole:
+            return self._backward_sweep(job, kept, back).run((work, {}))[0], kept
+        work, stash = self._backward_sweep(job, kept, back, whole=False).run((work, kept["stash"]))
+        return work, kept | {"stash": stash}
+
+    def _backward_sweep(
+        self, job: Job, kept: Kept, back: Kept, *, whole: bool = True
+    ) -> Sweep[tuple[BackwardWork, Buffers], tuple[Batch, list[Leaf], list[Leaf]]]:
+        """How `backward` goes through the layers, with its work and its stash."""
         step = self.step
 
         def reads(turn: Turn, state: tuple[BackwardWork, Buffers]) -> tuple[Batch, list[Leaf], list[Leaf]]:
@@ -213,9 +232,41 @@ class Stage:
             passed_on = self._passed_on(step.cotangents, turn, first - 1, cotangents, work.cotangent)
             return work._replace(cotangent=passed_on), stash
 
-        kind, stash = ("B", {}) if whole else ("I", kept["stash"])
-        work, stash = self.sweep(job, reads, visit, (work, stash), kind=kind, reverse=True)
-        return work, kept if whole else kept | {"stash": stash}
+        return Sweep(step, job, reads, visit, "B" if whole else "I", reverse=True)
+
+    def both(
+        self, jobs: tuple[Job, Job], work: ForwardWork, backward: BackwardWork
+    ) -> tuple[ForwardWork, BackwardWork]:
+        """Runs one job forward and another one backward, the layers of group `Step.one_body` in one loop.
+
+        In a trip of this loop a layer runs forward and another one backward: the first and the last, the second and the
+        last but one, and so on. None needs what the other gives, so that what one sends may travel beside what the
+        other computes.
+        """
+        step, g = self.step, self.step.one_body
+        assert g is not None
+        forth, back = self._forward_sweep(jobs[0]), partial(self._backward_sweep, jobs[1], back={})
+        before = [h for h in step.groups_in("F") if h < g], [h for h in step.groups_in("B")[::-1] if h > g]
+        after = [h for h in step.groups_in("F") if h > g], [h for h in step.groups_in("B")[::-1] if h < g]
+        starts = [sweep.bounds(0)[0][g] for sweep in (forth, back(work.kept))]
+
+        def trip(i: Index, both: BothWork) -> BothWork:
+            work, state = both
+            sweep = back(work.kept)
+            turn = sweep.turn(g, sweep.place(g, starts[1], i), sweep.of_job, jobs[1].counts)
+            # Both are in the same buffers. Unless it is certain that what the backward needs is read before the
+            # forward writes, a compiler copies the buffers, in each trip.
+            at_hand, kept = jax.lax.optimization_barrier((sweep.reads(turn, state), work.kept))
+            position = forth.place(g, starts[0], i)
+            work = forth.run_layer(g, position, forth.of_job, work._replace(kept=kept), jobs[0].counts)
+            return work, sweep.visit(turn, at_hand, state)
+
+        state = back(work.kept).run_groups(0, before[1], (backward, {}))
+        work = forth.run_groups(0, before[0], work)
+        with jax.named_scope(step.model.groups[g].scope(g)):
+            work, state = jax.lax.fori_loop(0, step.idle_work.trips[g], trip, (work, state))
+        state = back(work.kept).run_groups(0, after[1], state)
+        return forth.run_groups(0, after[0], work), state[0]
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
         """Adds up the gradients that a `backward` which wasn't whole left."""
@@ -231,7 +282,7 @@ class Stage:
             gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), residuals, stash)
             return self.add_gradients(turn, work, gradients)
 
-        return self.sweep(job, reads, visit, work, kind="W", reverse=True)
+        return Sweep(step, job, reads, visit, "W", reverse=True).run(work)
 
     def add_gradients(self, turn: Turn, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
@@ -336,21 +387,6 @@ class Stage:
         """The cotangents of the sums of the loss."""
         sums = self.step.functions[g].differentiated(self.step.outputs)
         return [jnp.asarray(a, total.dtype) for a, total in zip(self.scales, sums, strict=True)]
-
-    # --- all layers ---
-
-    def sweep(
-        self,
-        job: Job,
-        reads: Callable[[Turn, Carry], Reads],
-        visit: Callable[[Turn, Reads, Carry], Carry],
-        carry: Carry,
-        *,
-        kind: str = "F",
-        reverse: bool = False,
-    ) -> Carry:
-        """The carry after `carry = visit(turn, reads(turn, carry), carry)` for each layer, as `Sweep` says."""
-        return Sweep(self.step, job, reads, visit, kind, reverse).run(carry)
 
     # --- state ---
 

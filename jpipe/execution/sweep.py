@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -118,20 +118,28 @@ class Sweep(Generic[Carry, Reads]):
 
     def run_pass(self, p: Index, carry: Carry) -> Carry:
         """Runs a range of the layers of each group."""
-        virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
-        if isinstance(virtual_stage, int):
-            start, stop = ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
-        else:
-            table = jnp.asarray([ranges.start, ranges.stop])
-            start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
         among = self.step.groups_in(self.kind)
-        for g in reversed(among) if self.reverse else among:
+        return self.run_groups(p, reversed(among) if self.reverse else among, carry)
+
+    def run_groups(self, p: Index, among: Iterable[int], carry: Carry) -> Carry:
+        """Runs a range of the layers of each of these groups, in their order."""
+        groups, (start, stop) = self.step.model.groups, self.bounds(p)
+        for g in among:
             with jax.named_scope(groups[g].scope(g)):
                 if g in self.step.idle_work.trips:
                     carry = self.run_along(g, start[g], stop[g], carry)
                 else:
                     carry = self.run_range(g, start[g], stop[g], carry)
         return carry
+
+    def bounds(self, p: Index) -> tuple[Sequence[Index], Sequence[Index]]:
+        """For each group the first position that the virtual stage runs in a pass, and one past the last."""
+        virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
+        if isinstance(virtual_stage, int):
+            return ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
+        table = jnp.asarray([ranges.start, ranges.stop])
+        start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
+        return start, stop
 
     def run_range(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
         """Runs the virtual stage's own layers of a group; none if it idles."""
@@ -152,13 +160,16 @@ class Sweep(Generic[Carry, Reads]):
         along, counts = self.step.idle_work, self.job.counts
         if g in along.single:
             counts = counts & (jnp.asarray(stop) > start)
-        count = along.trips[g]
-        place = lambda i: start + (count - 1 - i if self.reverse else i)
-        if count == 1:
+        if along.trips[g] == 1:
             return self.run_layer(g, start, self.of_job, carry, counts)
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
-        return jax.lax.fori_loop(0, count, lambda i, c: self.run_layer(g, place(i), self.of_job, c, counts), carry)
+        body = lambda i, carry: self.run_layer(g, self.place(g, start, i), self.of_job, carry, counts)
+        return jax.lax.fori_loop(0, along.trips[g], body, carry)
+
+    def place(self, g: int, start: Index, i: Index) -> Index:
+        """The position of the layer that is run in trip i, of a group that all virtual stages have equally many of."""
+        return start + (self.step.idle_work.trips[g] - 1 - i if self.reverse else i)
 
     def run_layer(
         self,

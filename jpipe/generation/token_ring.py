@@ -26,7 +26,7 @@ from jpipe.arrays.indexing import Index, put_slice, take_row, take_slice
 from jpipe.arrays.loops import when
 from jpipe.execution.executor import moved
 from jpipe.execution.stage import Stage
-from jpipe.execution.sweep import Job, Turn
+from jpipe.execution.sweep import Job, Sweep, Turn
 from jpipe.generation.decoding import Decoding
 from jpipe.memory.memory_order import in_order
 from jpipe.memory.storage import Buffers, Row
@@ -172,7 +172,7 @@ def _work(
             return carry._replace(activation=buffers)
         return _said(stage, call, turn.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
 
-    return stage.sweep(Job(virtual_stage, microbatch, {}), reads, visit, carry)
+    return Sweep(stage.step, Job(virtual_stage, microbatch, {}), reads, visit, "F", reverse=False).run(carry)
 
 
 def _said(

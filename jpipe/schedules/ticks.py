@@ -88,11 +88,14 @@ class Run(NamedTuple):
       start: the first tick.
       stop: one past the last.
       together: for each slot the kind of action that every stage computes in each of these ticks; "" if there is none.
+      pairs: the slots F before a slot B of which no stage needs, for its B, what it computes in its F of the same tick.
+        The two may run as one.
     """
 
     start: int
     stop: int
     together: tuple[str, ...]
+    pairs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +157,10 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         columns["kind"][taus, stages] = np.array([1 + kinds.find(kind) for kinds in used])[taus % width]
         columns["microbatch"][taus, stages] = microbatches
         columns["chunk"][taus, stages] = chunks
-    runs = _runs(used, columns["kind"].reshape(num_ticks, width, -1), idle_work=idle_work)
+    kind, microbatch, chunk = (columns[name].reshape(num_ticks, width, -1) for name in columns)
+    runs = _runs(used, kind, idle_work=idle_work)
+    subject = np.where(kind > 0, microbatch * orders.num_chunks + chunk, -1 - np.arange(width)[:, None])
+    runs = tuple(run._replace(pairs=_pairs(orders.slots, run, subject)) for run in runs)
     backward = np.maximum(at["B"], at["I"])
     anew = np.where((at["R"] >= 0) | (not keep_inputs), at["R"], backward)
     columns["anew"] = np.zeros(shape, np.int32)
@@ -227,6 +233,18 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
             borders = [0, num_ticks]
         runs = [run(*border) for border in itertools.pairwise(borders)]
     return tuple(runs)
+
+
+def _pairs(slots: Sequence[str], run: Run, subject: np.ndarray) -> tuple[int, ...]:
+    """The pairs of a run (`Run.pairs`); `subject` is `[T, width, K]`, different numbers for what actions are of."""
+    of_run = subject[run.start : run.stop]
+    return tuple(
+        i
+        for i in range(len(slots) - 1)
+        if (*slots[i : i + 2],) == run.together[i : i + 2] == ("F", "B")
+        # A B needs the F of its own micro-batch and chunk, and a cotangent that was sent in a tick before.
+        and (of_run[:, i] != of_run[:, i + 1]).all()
+    )
 
 
 def _works_along(runs: Sequence[Run], kinds: str, idles: np.ndarray) -> np.ndarray:

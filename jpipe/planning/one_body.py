@@ -1,0 +1,45 @@
+"""Decides whether a forward and a backward that share a tick run in one loop over layers, so that transfers hide.
+
+Where layers send (a tensor axis, weights gathered at each use), a layer waits for what it sends: the next product needs
+it. A layer's backward of another micro-batch doesn't. If one body of a loop has both, a GPU's compiler has the products
+of one pass run beside the transfers of the other (DualPipe's idea, arXiv 2412.19437, section 3.2.1; here in one SPMD
+program). In return stages wait for what they send each other, since such a tick has no other slot beside which that
+could travel. So it pays only where layers send. A TPU's compiler leaves these transfers synchronous in such a body too,
+so that nothing runs beside them: there the passes run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jpipe.model.traced_layer import DeviceLayer
+from jpipe.partitioner.traffic import sent_in
+from jpipe.planning.idle_work import IdleWork
+from jpipe.planning.layer_ranges import LayerRanges
+from jpipe.schedules.ticks import TickTable
+
+
+def group_of_one_body(
+    layers: Sequence[DeviceLayer],
+    ranges: LayerRanges,
+    idle_work: IdleWork,
+    table: TickTable,
+    sizes: Mapping[str, int],
+) -> int | None:
+    """The group whose layers both passes go through in one loop; None if there is none for which it pays.
+
+    All stages have to run the loop equally often, so the group is one of `idle_work`, which only steps for GPUs have.
+
+    Args:
+      layers: for each group its forward and backward, as one device runs them.
+      ranges: the layers of each virtual stage.
+      idle_work: the layers that all stages compute, also where they idle.
+      table: when each action runs.
+      sizes: mesh axis -> how many devices it has.
+    """
+    looped = [g for g, trips in idle_work.trips.items() if trips > 1]
+    if not looped or ranges.start.shape[1] > 1 or not any(run.pairs for run in table.runs):
+        return None
+    g = max(looped, key=lambda g: idle_work.trips[g])
+    sends = any(sent_in(closed.jaxpr, sizes) for closed in (layers[g].forward.jaxpr, layers[g].backward_jaxpr))
+    return g if sends else None
