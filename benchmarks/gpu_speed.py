@@ -254,6 +254,8 @@ class Ticks:
                 for code, kind in enumerate(slot.kinds, 1):
                     share = float((slot.kind[run.start : run.stop] == code).sum() / actions)
                     total += kernels(loop.find(f"slot{i}", kind, BLOCK)) * share
+                if i in run.pairs:  # as many forwards as backwards
+                    total += kernels(loop.find("FB", BLOCK)) * share
         return total
 
     def beyond_layers(self) -> Kernels:

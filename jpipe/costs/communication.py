@@ -14,9 +14,12 @@ from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import LayerGroup
 from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.traffic import Sent, sent_in
+from jpipe.planning.idle_work import IdleWork
 from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
 from jpipe.planning.unsplit import WholeOperation, unsplit_in
 from jpipe.schedules.actions import ACTION_KINDS
+from jpipe.schedules.ticks import lower
 from jpipe.terminal.tables import Table, Tabular
 from jpipe.types import Batch
 
@@ -105,7 +108,7 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
       title: the pipeline in a line.
     """
     micro = planner.for_training(batch)
-    step, layers = planner.training_step(micro), planner.layers(micro, key_shape())
+    step, layers = _as_one_run(planner.training_step(micro)), planner.layers(micro, key_shape())
     variables = {name: layout.shapes for name, layout in step.plan.layouts.items()}
     traced = jax.make_jaxpr(partial(programs.value_and_grad, step))(variables, batch, None)
     names = {group.scope(g): words_of(group) for g, group in enumerate(step.model.groups)}
@@ -121,6 +124,14 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
     groups = zip(step.model.groups, step.model.traced_as, step.layers, strict=True)
     unsplit = [(words_of(group), one) for group, i, layer in groups for one in unsplit_in(layers[i], layer)]
     return Communication(title, tuple(sorted(transfers, key=lambda one: [*HOW_OFTEN].index(one.loop))), tuple(unsplit))
+
+
+def _as_one_run(step: Step) -> Step:
+    """The step without what idle stages compute along on GPUs: then each action and each layer is there once."""
+    if not step.idle_work.trips:
+        return step
+    table = lower(step.schedule, keep_inputs=step.plan.request.remat.keep_inputs, away=bool(step.kept.away))
+    return replace(step, table=table, idle_work=IdleWork(), one_body=None)
 
 
 def words_of(group: LayerGroup) -> str:

@@ -160,19 +160,25 @@ def compiler_for(chip: Chip | None) -> Compiler:
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
-    """The most that a forward or backward action holds for one layer of a group."""
+    """The most that a forward or backward action holds for one layer of a group; both, if they run in one body."""
     # One of several layers' weights is a slice of a buffer.
     storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
     places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
     weights = tuple(i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1)
-    return _working(step.layers[g], step.functions[g], mesh, compiler, weights)
+    return _working(step.layers[g], step.functions[g], mesh, compiler, weights, together=g == step.one_body)
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
 def _working(
-    layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
+    layer: DeviceLayer,
+    function: LayerFunction,
+    mesh: Mesh,
+    compiler: Compiler,
+    weights: tuple[int, ...],
+    *,
+    together: bool,
 ) -> int:
-    """The most that a layer's forward or backward holds, if the weights of these indices are slices."""
+    """The most that a layer's forward or backward holds, or both do, if the weights of these indices are slices."""
     layer = replace(layer, backward_program=layer.backward_jaxpr)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
     arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
@@ -185,4 +191,4 @@ def _working(
     # Residuals in a row are slices too.
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
     copied = (layer.forward.jaxpr, weights), (backward, [*weights, *residuals])
-    return max(working_bytes(jaxpr, slices, compiler) for jaxpr, slices in copied)
+    return (sum if together else max)(working_bytes(jaxpr, slices, compiler) for jaxpr, slices in copied)

@@ -63,7 +63,7 @@ def predict_time(
         apart += of_ends + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     hop, moves = bytes_of(crossing) / network.hop, _moves(step, chip)
-    timeline = in_time(schedule, work, hop, moves)
+    timeline = in_time(schedule, work, hop, moves, beside=step.one_body is None)
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
     passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
@@ -111,6 +111,8 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
     of_actions = by_layer.copy()
     if step.ends.shared:
         of_actions[[0, -1]] = 0.0
+    layers = [i for i, g in enumerate(step.plan.traced.group_of) if g == step.one_body]
+    of_actions[layers, 1, :2] *= 1 - _beside_the_other_pass(step, of_actions[layers])
     by_stage = np.array([of_actions[start:stop].sum(axis=0) for start, stop in step.plan.partition.bounds])
 
     def work(seconds: np.ndarray) -> Work:
@@ -120,6 +122,22 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
         return Work({kind: of_stages.tolist() for kind, of_stages in times.items()}, again.tolist())
 
     return work(by_stage.sum(axis=1)), work(by_stage[:, 1]), by_layer
+
+
+def _beside_the_other_pass(step: Step, seconds: np.ndarray) -> float:
+    """The part of the transfers of layers that have the other pass's products beside them, all ticks together.
+
+    Args:
+      step: the step.
+      seconds: `[layers, 2, 5]`, as of `_by_layer`, of the layers that both passes go through in one loop; none if they
+        run one after the other.
+    """
+    if not seconds.size:
+        return 0.0
+    kernels, transfers = seconds[:, :, :2].sum(axis=(0, 2))
+    ticks = sum(run.stop - run.start for run in step.table.runs if run.together[0])  # in which stages go forward
+    both = sum(run.stop - run.start for run in step.table.runs if run.pairs)
+    return both / ticks * min(1.0, kernels / transfers)
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:

@@ -294,17 +294,25 @@ def _held(carry: TickCarry) -> TickCarry:
 
 def _beside(stage: Stage, run: Run, i: int) -> list[int]:
     """The flows along which values that the slot before left cross beside slot `i`."""
-    return [flow for flow in _flows(stage, run, i - 1) if crosses_beside(stage.step.schedule.slots, flow, i - 1)]
+    return [
+        flow
+        for flow in _flows(stage.step.table.slots, run, i - 1)
+        if crosses_beside(stage.step.schedule.slots, flow, i - 1)
+    ]
 
 
 def _at_end(stage: Stage, run: Run, i: int) -> list[int]:
     """The flows along which values that slot `i` leaves cross before the next slot."""
-    return [flow for flow in _flows(stage, run, i) if not crosses_beside(stage.step.schedule.slots, flow, i)]
+    return [
+        flow
+        for flow in _flows(stage.step.table.slots, run, i)
+        if not crosses_beside(stage.step.schedule.slots, flow, i)
+    ]
 
 
-def _flows(stage: Stage, run: Run, i: int) -> list[int]:
+def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
     """The directions in which a slot's actions send in the ticks of a run; slot -1 is the last of the tick before."""
-    slot, earlier = stage.step.table.slots[i], int(i < 0)
+    slot, earlier = slots[i], int(i < 0)
     codes = np.unique(slot.kind[max(0, run.start - earlier) : run.stop - earlier])
     kinds = {slot.kinds[code - 1] for code in codes if code}
     return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]

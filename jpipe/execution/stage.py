@@ -250,23 +250,25 @@ class Stage:
         after = [h for h in step.groups_in("F") if h > g], [h for h in step.groups_in("B")[::-1] if h < g]
         starts = [sweep.bounds(0)[0][g] for sweep in (forth, back(work.kept))]
 
+        # Both passes use the same buffers of residuals. A compiler copies them, unless it is certain that what the
+        # backward needs is read before the forward writes.
+        read_first = jax.lax.optimization_barrier
+
         def trip(i: Index, both: BothWork) -> BothWork:
             work, state = both
             sweep = back(work.kept)
             turn = sweep.turn(g, sweep.place(g, starts[1], i), sweep.of_job, jobs[1].counts)
-            # Both are in the same buffers. Unless it is certain that what the backward needs is read before the
-            # forward writes, a compiler copies the buffers, in each trip.
-            at_hand, kept = jax.lax.optimization_barrier((sweep.reads(turn, state), work.kept))
+            at_hand, kept = read_first((sweep.reads(turn, state), work.kept))
             position = forth.place(g, starts[0], i)
             work = forth.run_layer(g, position, forth.of_job, work._replace(kept=kept), jobs[0].counts)
             return work, sweep.visit(turn, at_hand, state)
 
-        state = back(work.kept).run_groups(0, before[1], (backward, {}))
         work = forth.run_groups(0, before[0], work)
+        state, kept = read_first((back(work.kept).run_groups(0, before[1], (backward, {})), work.kept))
         with jax.named_scope(step.model.groups[g].scope(g)):
-            work, state = jax.lax.fori_loop(0, step.idle_work.trips[g], trip, (work, state))
-        state = back(work.kept).run_groups(0, after[1], state)
-        return forth.run_groups(0, after[0], work), state[0]
+            work, state = jax.lax.fori_loop(0, step.idle_work.trips[g], trip, (work._replace(kept=kept), state))
+        work = forth.run_groups(0, after[0], work)
+        return work, back(work.kept).run_groups(0, after[1], state)[0]
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
         """Adds up the gradients that a `backward` which wasn't whole left."""

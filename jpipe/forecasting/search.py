@@ -258,8 +258,9 @@ class Search:
         request = whole.planner.request
         data = request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
         others = tuple(sorted(names.difference(data)))
-        pinned = _pinned(self.options)
-        return Space(num_devices, data, others, batch_size(self.batch), len(request.layers), pinned)
+        overlaps = self.chip.gpu is not None and bool(others or request.splits.gather == "use")
+        sizes = (num_devices, data, others, batch_size(self.batch), len(request.layers))
+        return Space(*sizes, _pinned(self.options), overlaps)
 
     def _improve(self, setting: Setting, best: Setting, space: Space) -> Setting:
         """Varies a setting in one way after the other, until nothing gains.

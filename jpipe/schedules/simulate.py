@@ -263,7 +263,13 @@ class Work:
 
 
 def in_time(
-    schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[float] = (), *, lockstep: bool = True
+    schedule: Schedule,
+    work: Work,
+    hop: float = 0.0,
+    moves: Sequence[float] = (),
+    *,
+    lockstep: bool = True,
+    beside: bool = True,
 ) -> Timeline:
     """A schedule whose actions take these times; see `simulate`.
 
@@ -272,9 +278,13 @@ def in_time(
       moves: what all devices move to and from the hosts in every tick, in lockstep: how long it takes beside each slot,
         whose end waits for it, and then after the last slot. Empty for nothing.
       lockstep: as of `simulate`.
+      beside: in lockstep, whether what is sent crosses beside slots, where it may. It doesn't where a forward and a
+        backward run in one body.
     """
     takes = _takes(schedule, work)
-    spans = _in_lockstep(schedule, takes, hop, moves) if lockstep else _asynchronously(schedule, takes, hop)
+    spans = (
+        _in_lockstep(schedule, takes, hop, moves, beside=beside) if lockstep else _asynchronously(schedule, takes, hop)
+    )
     makespan = max(span.end for span in spans)
     return Timeline(schedule, spans, makespan, busy_times(schedule, work), transfer=hop)
 
@@ -298,11 +308,13 @@ def _takes(schedule: Schedule, work: Work) -> Takes:
     return takes
 
 
-def _in_lockstep(schedule: Schedule, takes: Takes, hop: float, moves: Sequence[float]) -> tuple[Span, ...]:
+def _in_lockstep(
+    schedule: Schedule, takes: Takes, hop: float, moves: Sequence[float], *, beside: bool
+) -> tuple[Span, ...]:
     """Runs the slots one after the other, on all stages at once."""
     spans: list[Span] = []
-    *beside, after = moves or [0.0] * (1 + len(schedule.slots))
-    crossings = [_crossings(schedule, index) for index in range(len(schedule.slots))]
+    *moved, after = moves or [0.0] * (1 + len(schedule.slots))
+    crossings = [_crossings(schedule, index, beside=beside) for index in range(len(schedule.slots))]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
     for index, actions in _slots(schedule):
@@ -311,8 +323,8 @@ def _in_lockstep(schedule: Schedule, takes: Takes, hop: float, moves: Sequence[f
             start, (anew, rest) = ends[stage], takes(stage, action)
             ends[stage] += anew + rest
             spans.append(Span(stage, action, start, ends[stage], anew))
-        waits = after if index == len(beside) - 1 else 0.0
-        crossed, ended = arriving, np.maximum(ends, clocks + beside[index]) + waits
+        waits = after if index == len(moved) - 1 else 0.0
+        crossed, ended = arriving, np.maximum(ends, clocks + moved[index]) + waits
         clocks, arriving = _after_hops(crossings[index], ended, hop)
         clocks = np.maximum(clocks, crossed)
     return tuple(spans)
@@ -345,11 +357,11 @@ Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
 """A crossing along one route: the stages that send, those that receive, and whether the next slot runs beside it."""
 
 
-def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
+def _crossings(schedule: Schedule, index: int, *, beside: bool) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     return [
-        (*np.array(route).T, crosses_beside(schedule.slots, flow, index))
+        (*np.array(route).T, beside and crosses_beside(schedule.slots, flow, index))
         for flow in flows
         for route in schedule.placement.routes(flow)
     ]

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from collectives import read
+from device_programs import programs_for
+from jpipe.costs.communication import BACKWARD, FORWARD, TICK
 
 WIDTH, ROWS = 64, 16
 
@@ -39,7 +41,7 @@ class Whole(nn.Module):
 
 def make(layers, mesh, **options):
     loss = lambda y, _: jnp.mean(jnp.square(y))
-    return jpipe.Pipeline(layers, loss, num_stages=2, num_microbatches=2, mesh=mesh, **options)
+    return jpipe.Pipeline(layers, loss, **{"num_stages": 2, "num_microbatches": 2, "mesh": mesh, **options})
 
 
 X = np.ones((2 * ROWS, WIDTH), np.float32)
@@ -122,3 +124,18 @@ def test_what_ends_send_that_all_stages_compute_counts_apart(make_mesh):
     activation = 2 * 16 * 64 * 4
     assert found.bytes("shared ends") > 3 * activation
     assert "shared ends: for each micro-batch, where all stages compute" in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "overlapped"])
+def test_on_gpus_each_transfer_counts_once_too(schedule):
+    """Each run of ticks, and each trip of a loop of known length, counted by itself: up to four times as many bytes."""
+    found = []
+    for devices in ("cpu", "gpu"):
+        with programs_for(devices):
+            mesh = jpipe.make_mesh(stage=2, model=2, devices=jax.devices()[:4])
+            layers = [nn.Dense(WIDTH), *[FeedForward() for _ in range(4)], nn.Dense(4)]
+            pipe = make(layers, mesh, schedule=schedule, num_microbatches=4, balance=[3, 3])
+            step = pipe.planner.training_step(pipe.planner.for_training(X))
+            assert len(step.table.runs) == (3 if devices == "gpu" else 1)
+            found.append(pipe.communication(X).transfers)
+    assert found[0] == found[1] and {one.loop for one in found[0]} >= {FORWARD, BACKWARD, TICK}

@@ -252,3 +252,35 @@ def test_an_optimisers_state_is_waited_for_as_far_as_it_takes_longer_than_the_up
     assert found.update == plain.update
     assert found.host == pytest.approx(gone / V5E.host.bandwidth - plain.update)
     assert predict_time(pipe.planner, BATCH, with_link(1e30), tx=tx).seconds.host == 0
+
+
+def on_gpus(schedule, microbatches=8):
+    """A model whose layers send along `model`, for GPUs of which there are none."""
+    split = lambda *names: nn.with_partitioning(nn.initializers.lecun_normal(), names)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            up = nn.Dense(4 * 128, kernel_init=split(None, "model"))(x)
+            return x + nn.Dense(128, kernel_init=split("model", None))(nn.tanh(up))
+
+    mesh = jpipe.make_mesh(stage=2, model=2, devices=parse_topology("h100:4").stand_ins())
+    layers = [nn.Dense(128), *[Block() for _ in range(8)], nn.Dense(128)]
+    sizes = {"num_stages": 2, "num_microbatches": microbatches, "mesh": mesh, "balance": [5, 5]}
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes, schedule=schedule)
+
+
+def test_where_both_passes_run_in_one_body_layers_wait_less_and_stages_wait():
+    large = jax.ShapeDtypeStruct((2**17, 128), jnp.float32)
+    apart, overlapped = (predict_time(on_gpus(name).planner, large, CHIPS["h100"]) for name in ("1f1b", "overlapped"))
+    kept = sum(layer_seconds(on_gpus("1f1b").planner, large, CHIPS["h100"]))
+    assert sum(layer_seconds(on_gpus("overlapped").planner, large, CHIPS["h100"])) == pytest.approx(kept)
+    # Two of nine ticks with a forward have no backward: K of M + K - 1.
+    assert overlapped.seconds.collectives == pytest.approx(2 / 9 * apart.seconds.collectives, rel=0.02)
+    assert overlapped.seconds.computation == pytest.approx(apart.seconds.computation)
+    # In 1F1B a hop is under way beside a slot. Here stages wait for almost all of them, eight in each direction.
+    hop, waits = 2**17 // 8 * 128 * 4 / CHIPS["h100"].link_bandwidth, []
+    for timeline in (apart.timeline, overlapped.timeline):
+        longest = lambda kind, spans=timeline.spans: max(s.end - s.start for s in spans if s.action.kind == kind)
+        waits.append((timeline.makespan - 9 * (longest("F") + longest("B"))) / hop)
+    assert waits[0] < 1 and 15 < waits[1] < 16
