@@ -1,9 +1,9 @@
 """A layer's forward of one micro-batch and a layer's backward of another, in one loop body or in two loops.
 
-DualPipe's idea, tried in plain JAX before anything of it is built: what one pass sends may have the other pass's
-products beside it. Or the two halves of a micro-batch go through a layer side by side, in two loops. The blocks are
-those of `axes.py`, split over the devices of one stage; each backward computes its layer anew. Programs are compiled
-for chips that need not be there.
+DualPipe's idea: what one pass sends may have the other pass's products beside it. First in plain JAX, for the devices
+of one stage; there also with the two halves of a micro-batch side by side in a layer, in two loops. Then, for GPUs, a
+steady tick of jpipe's step of two stages, which has one body with the schedule "overlapped". The blocks are those of
+`axes.py`; each backward computes its layer anew. Programs are compiled for chips that need not be there.
 
     python benchmarks/joint_body.py --chip h100 --rows dense sequence
 
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from axes_models import ROWS, Row, Sizes
+from axes_programs import Case, lower_pipeline
 from axes_traffic import Program
 from common import mib, on_cpu, settings, show
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -30,12 +31,12 @@ import tpu_program
 from jpipe.arrays.indexing import take_row
 from jpipe.costs.chips import parse_topology
 from jpipe.costs.network import Network
-from jpipe.forecasting.compiled_program import COLLECTIVES, read, transfers
+from jpipe.forecasting.compiled_program import COLLECTIVES, Loop, read, transfers
 from jpipe.forecasting.waits import turn_in_time
 
 LAYERS = 4
 CHIPS = {"h100": "h100:8", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
-COLUMNS = ("row", "loops", "collectives", "beside products", "works, ms", "waits, ms", "temporaries, MiB")
+COLUMNS = ("row", "loops", "collectives", "beside products", "works, ms", "waits, ms", "temporaries, MiB", "copies")
 Carry = dict[str, Any]
 """x, cotangent; inputs that the forward keeps and the backward reads `[LAYERS, ...]`; gradients `[LAYERS, ...]`."""
 
@@ -114,7 +115,23 @@ def measure(trial: Trial, run: Callable[..., Carry], name: str) -> tuple[str, ..
         waits = sum(one.waited for loop in loops for one in turn_in_time(loop, takes, chip)[1])
         times = f"{1e3 * sum(loop.own for loop in loops) / chip.clock:.3f}", f"{1e3 * waits:.3f}"
     beside = sum(move.beside_products for move in moves)
-    return str(len(moves)), str(beside), *times, mib(compiled.memory_analysis().temp_size_in_bytes)
+    return str(len(moves)), str(beside), *times, mib(compiled.memory_analysis().temp_size_in_bytes), copies(loops)
+
+
+def copies(loops: list[Loop]) -> str:
+    """How many arrays of more than one number a trip of each of these loops copies."""
+    return str(sum(one.opcode == "copy" and "[]" not in one.type for loop in loops for one in loop.operations))
+
+
+def measure_pipeline(row: Row, sizes: Sizes, devices: list[Any], schedule: str) -> tuple[str, ...]:
+    """A row of the table: the loops over layers of a steady tick of jpipe's step on GPUs."""
+    lowered = lower_pipeline(Case.of(row, sizes, devices), schedule=schedule)
+    compiled, text = gpu_program.compile_with_text(lowered)
+    ticks = max(read(text).find("ticks"), key=lambda loop: sum(len(one.operations) for one in loop.walk()))
+    loops = [loop for loop in ticks.walk() if loop is not ticks]
+    moves = [move for loop in loops for move in transfers(loop, COLLECTIVES)]
+    beside = sum(move.beside_products for move in moves)
+    return str(len(moves)), str(beside), "", "", mib(compiled.memory_analysis().temp_size_in_bytes), copies(loops)
 
 
 def main() -> None:
@@ -132,6 +149,9 @@ def main() -> None:
         apart = dataclasses.replace(trial, halves=True)
         runs = {"two loops": trial.two_loops, "one body": trial.one_body, "two halves": apart.two_loops}
         rows += [(row.name, name, *measure(trial, run, options.chip)) for name, run in runs.items()]
+        if mesh.devices.flat[0].platform == "gpu":
+            for schedule in ("1f1b", "overlapped"):
+                rows.append((row.name, f"jpipe, {schedule}", *measure_pipeline(row, sizes, devices, schedule)))
     show("Two passes in one body", COLUMNS, rows, settings(devices[0], str(sizes), f"{LAYERS} layers"))
 
 

@@ -30,6 +30,7 @@ With the schedule "v" all that arrives may be written by the transfer itself, si
 gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
+On GPUs a forward and a backward of a tick may run as one (`_run_pair`): what crosses then arrives before or after both.
 With `ends="shared"`, `end_turns` adds work before and after slots; else its functions change nothing.
 """
 
@@ -237,7 +238,7 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
     slot = stage.step.table.slots[i]
     # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
     #    is the last one of the tick before, whose results are in the carry.)
-    crossing = {flow: _sent(stage, flow, slot, carry) for flow in _beside(stage, run, i)}
+    crossing = _crossing(stage, run, i - 1, carry, beside=True)
     coming = host_moves.start(stage, slot, now.away, carry)
     carry = host_moves.at_hand(stage, slot, now.away, carry)
     carry = end_turns.before_slot(stage, run, turns, i, carry)
@@ -256,22 +257,23 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
     # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is in
     #    `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow crosses
     #    beside a slot that sends along it.
-    crossing |= {flow: _sent(stage, flow, slot, carry) for flow in _at_end(stage, run, i)}
+    crossing |= _crossing(stage, run, i, carry, beside=False)
     # 4. Arrivals are written last: the action has read its row by then, so they may take it.
-    return _receive_all(stage, slot, now, crossing, carry)
+    return _receive(stage, slot, now, crossing, carry)
 
 
 def _run_pair(stage: Stage, run: Run, i: int, entries: Callable[[int], Now], carry: TickCarry) -> TickCarry:
     """Runs slots `i` and `i + 1`, a forward and a backward, as one: what crosses arrives before or after both."""
     slots, nows = stage.step.table.slots[i : i + 2], (entries(i), entries(i + 1))
-    carry = _receive_now(stage, slots[0], nows[0], _beside(stage, run, i), carry)
+    carry = _receive(stage, slots[0], nows[0], _crossing(stage, run, i - 1, carry, beside=True), carry)
     jobs = [_job(stage, _counts(run, slot, 1, now), now) for slot, now in zip(slots, nows, strict=True)]
     forth = carry.forward._replace(activation=_activation(stage, jobs[0], nows[0], carry))
     back = carry.backward._replace(cotangent=_cotangent(stage, jobs[1], nows[1], carry))
     with jax.named_scope(f"slot{i}"), jax.named_scope("FB"):
         forth, back = stage.both((jobs[0], jobs[1]), forth, back)
     carry = carry._replace(forward=forth, backward=back)
-    return _receive_now(stage, slots[1], nows[1], [*_beside(stage, run, i + 1), *_at_end(stage, run, i + 1)], carry)
+    crossing = _crossing(stage, run, i, carry, beside=True) | _crossing(stage, run, i + 1, carry, beside=False)
+    return _receive(stage, slots[1], nows[1], crossing, carry)
 
 
 def _counts(run: Run, slot: SlotTable, code: int, now: Now) -> Counts:
@@ -292,22 +294,11 @@ def _held(carry: TickCarry) -> TickCarry:
     return carry._replace(forward=forward, backward=backward)
 
 
-def _beside(stage: Stage, run: Run, i: int) -> list[int]:
-    """The flows along which values that the slot before left cross beside slot `i`."""
-    return [
-        flow
-        for flow in _flows(stage.step.table.slots, run, i - 1)
-        if crosses_beside(stage.step.schedule.slots, flow, i - 1)
-    ]
-
-
-def _at_end(stage: Stage, run: Run, i: int) -> list[int]:
-    """The flows along which values that slot `i` leaves cross before the next slot."""
-    return [
-        flow
-        for flow in _flows(stage.step.table.slots, run, i)
-        if not crosses_beside(stage.step.schedule.slots, flow, i)
-    ]
+def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> dict[int, dict[int, Buffers]]:
+    """The values, by flow and route, that slot `i` left and that cross beside the slot after it, or else before it."""
+    slots, names = stage.step.table.slots, stage.step.schedule.slots
+    flows = [flow for flow in _flows(slots, run, i) if crosses_beside(names, flow, i) == beside]
+    return {flow: _sent(stage, flow, slots[(i + beside) % len(slots)], carry) for flow in flows}
 
 
 def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
@@ -355,24 +346,10 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
     return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=apart, rocm=apart), sent)
 
 
-def _receive_now(stage: Stage, slot: SlotTable, now: Now, flows: Sequence[int], carry: TickCarry) -> TickCarry:
-    """The carry after what crosses along these flows has been sent and written, with nothing beside it."""
-    return _receive_all(stage, slot, now, {flow: _sent(stage, flow, slot, carry) for flow in flows}, carry)
-
-
-def _receive_all(
+def _receive(
     stage: Stage, slot: SlotTable, now: Now, crossing: dict[int, dict[int, Buffers]], carry: TickCarry
 ) -> TickCarry:
-    """The carry with all that has crossed, by flow and route, in its rows."""
-    for flow, arrived in crossing.items():
-        carry = _receive(stage, flow, slot, now, arrived, carry)
-    return carry
-
-
-def _receive(
-    stage: Stage, flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], carry: TickCarry
-) -> TickCarry:
-    """The carry with what arrived by each route in its row.
+    """The carry with what arrived in a slot, by flow and route, in its rows.
 
     Where the table has a row in each tick, it is always written: if nothing new arrived, the row is no longer needed,
     or has the same value.
@@ -382,14 +359,16 @@ def _receive(
         row, values = arrival
         return jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
 
-    name, field = ("activation", "waiting_activations") if flow > 0 else ("cotangent", "waiting_cotangents")
-    columns, rows, numbers = getattr(slot, f"{name}_in"), getattr(now, f"{name}_in"), stage.step.table.waiting[name]
-    waiting = [*getattr(carry, field)]
-    for route, values in arrived.items():
-        i = route if len(waiting) > 1 else 0
-        writes = bool((columns[route] >= 0).all()) or rows[route] >= 0
-        waiting[i] = when(writes, (rows[route] - numbers[i].start, values), put, waiting[i])
-    return carry._replace(**{field: waiting})
+    for flow, arrived in crossing.items():
+        name, field = ("activation", "waiting_activations") if flow > 0 else ("cotangent", "waiting_cotangents")
+        columns, rows, numbers = getattr(slot, f"{name}_in"), getattr(now, f"{name}_in"), stage.step.table.waiting[name]
+        waiting = [*getattr(carry, field)]
+        for route, values in arrived.items():
+            i = route if len(waiting) > 1 else 0
+            writes = bool((columns[route] >= 0).all()) or rows[route] >= 0
+            waiting[i] = when(writes, (rows[route] - numbers[i].start, values), put, waiting[i])
+        carry = carry._replace(**{field: waiting})
+    return carry
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -132,7 +131,7 @@ class Stage:
         return self._forward_sweep(job).run(work)
 
     def _forward_sweep(self, job: Job) -> Sweep[ForwardWork, tuple[Batch, list[Leaf]]]:
-        """How `forward` goes through the layers."""
+        """The way in which `forward` goes through the layers."""
         step, groups = self.step, self.step.model.groups
 
         def reads(turn: Turn, work: ForwardWork) -> tuple[Batch, list[Leaf]]:
@@ -192,7 +191,7 @@ class Stage:
     def _backward_sweep(
         self, job: Job, kept: Kept, back: Kept, *, whole: bool = True
     ) -> Sweep[tuple[BackwardWork, Buffers], tuple[Batch, list[Leaf], list[Leaf]]]:
-        """How `backward` goes through the layers, with its work and its stash."""
+        """The way in which `backward` goes through the layers, with its work and its stash."""
         step = self.step
 
         def reads(turn: Turn, state: tuple[BackwardWork, Buffers]) -> tuple[Batch, list[Leaf], list[Leaf]]:
@@ -234,41 +233,38 @@ class Stage:
 
         return Sweep(step, job, reads, visit, "B" if whole else "I", reverse=True)
 
-    def both(
-        self, jobs: tuple[Job, Job], work: ForwardWork, backward: BackwardWork
-    ) -> tuple[ForwardWork, BackwardWork]:
+    def both(self, jobs: tuple[Job, Job], forth: ForwardWork, back: BackwardWork) -> tuple[ForwardWork, BackwardWork]:
         """Runs one job forward and another one backward, the layers of group `Step.one_body` in one loop.
 
         In a trip of this loop a layer runs forward and another one backward: the first and the last, the second and the
         last but one, and so on. None needs what the other gives, so that what one sends may travel beside what the
         other computes.
         """
-        step, g = self.step, self.step.one_body
+        g = self.step.one_body
         assert g is not None
-        forth, back = self._forward_sweep(jobs[0]), partial(self._backward_sweep, jobs[1], back={})
-        before = [h for h in step.groups_in("F") if h < g], [h for h in step.groups_in("B")[::-1] if h > g]
-        after = [h for h in step.groups_in("F") if h > g], [h for h in step.groups_in("B")[::-1] if h < g]
-        starts = [sweep.bounds(0)[0][g] for sweep in (forth, back(work.kept))]
-
+        forward, backward = self._forward_sweep(jobs[0]), lambda kept: self._backward_sweep(jobs[1], kept, {})
+        sweeps = forward, backward(forth.kept)
+        starts = [sweep.bounds(0)[0][g] for sweep in sweeps]
+        (before, after), (before_back, after_back) = (sweep.around(g) for sweep in sweeps)
         # Both passes use the same buffers of residuals. A compiler copies them, unless it is certain that what the
         # backward needs is read before the forward writes.
         read_first = jax.lax.optimization_barrier
 
         def trip(i: Index, both: BothWork) -> BothWork:
-            work, state = both
-            sweep = back(work.kept)
-            turn = sweep.turn(g, sweep.place(g, starts[1], i), sweep.of_job, jobs[1].counts)
-            at_hand, kept = read_first((sweep.reads(turn, state), work.kept))
-            position = forth.place(g, starts[0], i)
-            work = forth.run_layer(g, position, forth.of_job, work._replace(kept=kept), jobs[0].counts)
-            return work, sweep.visit(turn, at_hand, state)
+            forth, state = both
+            sweep = backward(forth.kept)
+            turn = sweep.turn_along(g, starts[1], i)
+            at_hand, kept = read_first((sweep.reads(turn, state), forth.kept))
+            forth = forward.run_turn(forward.turn_along(g, starts[0], i), forth._replace(kept=kept))
+            return forth, sweep.visit(turn, at_hand, state)
 
-        work = forth.run_groups(0, before[0], work)
-        state, kept = read_first((back(work.kept).run_groups(0, before[1], (backward, {})), work.kept))
-        with jax.named_scope(step.model.groups[g].scope(g)):
-            work, state = jax.lax.fori_loop(0, step.idle_work.trips[g], trip, (work._replace(kept=kept), state))
-        work = forth.run_groups(0, after[0], work)
-        return work, back(work.kept).run_groups(0, after[1], state)[0]
+        forth = forward.run_groups(0, before, forth)
+        state, kept = read_first((backward(forth.kept).run_groups(0, before_back, (back, {})), forth.kept))
+        with jax.named_scope(self.step.model.groups[g].scope(g)):
+            trips = self.step.idle_work.trips[g]
+            forth, state = jax.lax.fori_loop(0, trips, trip, (forth._replace(kept=kept), state))
+        forth = forward.run_groups(0, after, forth)
+        return forth, backward(forth.kept).run_groups(0, after_back, state)[0]
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
         """Adds up the gradients that a `backward` which wasn't whole left."""

@@ -118,8 +118,17 @@ class Sweep(Generic[Carry, Reads]):
 
     def run_pass(self, p: Index, carry: Carry) -> Carry:
         """Runs a range of the layers of each group."""
-        among = self.step.groups_in(self.kind)
-        return self.run_groups(p, reversed(among) if self.reverse else among, carry)
+        return self.run_groups(p, self.groups, carry)
+
+    @property
+    def groups(self) -> list[int]:
+        """The groups that have loops, in the sweep's order."""
+        return self.step.groups_in(self.kind)[:: -1 if self.reverse else 1]
+
+    def around(self, g: int) -> tuple[list[int], list[int]]:
+        """The groups before a group, and those after it, in the sweep's order."""
+        at = self.groups.index(g)
+        return self.groups[:at], self.groups[at + 1 :]
 
     def run_groups(self, p: Index, among: Iterable[int], carry: Carry) -> Carry:
         """Runs a range of the layers of each of these groups, in their order."""
@@ -164,12 +173,13 @@ class Sweep(Generic[Carry, Reads]):
             return self.run_layer(g, start, self.of_job, carry, counts)
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
-        body = lambda i, carry: self.run_layer(g, self.place(g, start, i), self.of_job, carry, counts)
+        body = lambda i, carry: self.run_turn(self.turn_along(g, start, i), carry)
         return jax.lax.fori_loop(0, along.trips[g], body, carry)
 
-    def place(self, g: int, start: Index, i: Index) -> Index:
-        """The position of the layer that is run in trip i, of a group that all virtual stages have equally many of."""
-        return start + (self.step.idle_work.trips[g] - 1 - i if self.reverse else i)
+    def turn_along(self, g: int, start: Index, i: Index) -> Turn:
+        """The turn in trip i, of a group that all virtual stages have equally many layers of, here from `start` on."""
+        position = start + (self.step.idle_work.trips[g] - 1 - i if self.reverse else i)
+        return self.turn(g, position, self.of_job, self.job.counts)
 
     def run_layer(
         self,
@@ -180,7 +190,10 @@ class Sweep(Generic[Carry, Reads]):
         counts: Counts = True,
     ) -> Carry:
         """Runs one layer."""
-        turn = self.turn(g, position, at, counts)
+        return self.run_turn(self.turn(g, position, at, counts), carry)
+
+    def run_turn(self, turn: Turn, carry: Carry) -> Carry:
+        """Runs the layer whose turn it is."""
         return self.visit(turn, self.reads(turn, carry), carry)
 
     def turn(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], counts: Counts = True) -> Turn:

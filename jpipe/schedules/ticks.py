@@ -157,12 +157,9 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         columns["kind"][taus, stages] = np.array([1 + kinds.find(kind) for kinds in used])[taus % width]
         columns["microbatch"][taus, stages] = microbatches
         columns["chunk"][taus, stages] = chunks
-    kind, microbatch, chunk = (columns[name].reshape(num_ticks, width, -1) for name in columns)
-    runs = _runs(used, kind, idle_work=idle_work)
-    subject = np.where(kind > 0, microbatch * orders.num_chunks + chunk, -1 - np.arange(width)[:, None])
-    runs = tuple(run._replace(pairs=_pairs(orders.slots, run, subject)) for run in runs)
-    backward = np.maximum(at["B"], at["I"])
-    anew = np.where((at["R"] >= 0) | (not keep_inputs), at["R"], backward)
+    by_slot = {name: column.reshape(num_ticks, width, -1) for name, column in columns.items()}
+    runs = _with_pairs(orders.slots, _runs(used, by_slot["kind"], idle_work=idle_work), by_slot)
+    anew = np.where((at["R"] >= 0) | (not keep_inputs), at["R"], np.maximum(at["B"], at["I"]))
     columns["anew"] = np.zeros(shape, np.int32)
     stages, microbatches, chunks = np.nonzero(anew >= 0)
     columns["anew"][anew[stages, microbatches, chunks], stages] = 1
@@ -235,16 +232,18 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
     return tuple(runs)
 
 
-def _pairs(slots: Sequence[str], run: Run, subject: np.ndarray) -> tuple[int, ...]:
-    """The pairs of a run (`Run.pairs`); `subject` is `[T, width, K]`, different numbers for what actions are of."""
-    of_run = subject[run.start : run.stop]
-    return tuple(
-        i
-        for i in range(len(slots) - 1)
-        if (*slots[i : i + 2],) == run.together[i : i + 2] == ("F", "B")
+def _with_pairs(slots: Sequence[str], runs: Sequence[Run], by_slot: dict[str, np.ndarray]) -> tuple[Run, ...]:
+    """The runs with their pairs; `by_slot` has `[T, width, K]` of "kind", "microbatch" and "chunk", as `SlotTable`."""
+
+    def is_pair(run: Run, i: int) -> bool:
+        if not (*slots[i : i + 2],) == run.together[i : i + 2] == ("F", "B"):
+            return False
+        forward, backward = ({name: a[run.start : run.stop, j] for name, a in by_slot.items()} for j in (i, i + 1))
         # A B needs the F of its own micro-batch and chunk, and a cotangent that was sent in a tick before.
-        and (of_run[:, i] != of_run[:, i + 1]).all()
-    )
+        alike = (forward["microbatch"] == backward["microbatch"]) & (forward["chunk"] == backward["chunk"])
+        return not (alike & (forward["kind"] > 0) & (backward["kind"] > 0)).any()
+
+    return tuple(run._replace(pairs=tuple(i for i in range(len(slots) - 1) if is_pair(run, i))) for run in runs)
 
 
 def _works_along(runs: Sequence[Run], kinds: str, idles: np.ndarray) -> np.ndarray:
