@@ -1,9 +1,10 @@
 """A layer's forward of one micro-batch and a layer's backward of another, in one loop body or in two loops.
 
-DualPipe's idea: what one pass sends may have the other pass's products beside it. First in plain JAX, for the devices
-of one stage; there also with the two halves of a micro-batch side by side in a layer, in two loops. Then, for GPUs, a
-steady tick of jpipe's step of two stages, which has one body with the schedule "overlapped". The blocks are those of
-`axes.py`; each backward computes its layer anew. Programs are compiled for chips that need not be there.
+DualPipe's idea: what one pass sends may have the other pass's products beside it. The first rows are plain JAX on the
+devices of one stage, with four blocks: two loops, one body, and two loops with each micro-batch in two halves. On GPUs
+two more rows are jpipe's step of two stages with two blocks each, with "1f1b" and "overlapped"; of it the loops over
+layers of a steady tick count. The blocks are those of `axes.py`; each backward computes its layer anew. Programs are
+compiled for chips that need not be there.
 
     python benchmarks/joint_body.py --chip h100 --rows dense sequence
 
@@ -100,7 +101,7 @@ class Trial:
 
 
 def measure(trial: Trial, run: Callable[..., Carry], name: str) -> tuple[str, ...]:
-    """A row of the table."""
+    """A row of the table, of plain JAX."""
     chip = parse_topology(CHIPS[name]).chip
     with jax.set_mesh(trial.mesh):
         lowered = jax.jit(run, donate_argnums=1).lower(*trial.shapes())
@@ -108,30 +109,29 @@ def measure(trial: Trial, run: Callable[..., Carry], name: str) -> tuple[str, ..
         compiled, text = (gpu_program if is_gpu else tpu_program).compile_with_text(lowered)
     program = read(text)
     loops = [loop for loop in program.walk() if loop is not program]
-    moves = [move for loop in loops for move in transfers(loop, COLLECTIVES)]
     times = ("", "")
     if chip.clock:
         takes = Program(None, 0, 1, trial.mesh).takes(program, Network.of(chip, trial.mesh))
         waits = sum(one.waited for loop in loops for one in turn_in_time(loop, takes, chip)[1])
         times = f"{1e3 * sum(loop.own for loop in loops) / chip.clock:.3f}", f"{1e3 * waits:.3f}"
-    beside = sum(move.beside_products for move in moves)
-    return str(len(moves)), str(beside), *times, mib(compiled.memory_analysis().temp_size_in_bytes), copies(loops)
-
-
-def copies(loops: list[Loop]) -> str:
-    """How many arrays of more than one number a trip of each of these loops copies."""
-    return str(sum(one.opcode == "copy" and "[]" not in one.type for loop in loops for one in loop.operations))
+    return row_of(loops, compiled, times)
 
 
 def measure_pipeline(row: Row, sizes: Sizes, devices: list[Any], schedule: str) -> tuple[str, ...]:
-    """A row of the table: the loops over layers of a steady tick of jpipe's step on GPUs."""
+    """A row of the table, of jpipe on GPUs."""
     lowered = lower_pipeline(Case.of(row, sizes, devices), schedule=schedule)
     compiled, text = gpu_program.compile_with_text(lowered)
     ticks = max(read(text).find("ticks"), key=lambda loop: sum(len(one.operations) for one in loop.walk()))
-    loops = [loop for loop in ticks.walk() if loop is not ticks]
+    return row_of([loop for loop in ticks.walk() if loop is not ticks], compiled, ("", ""))
+
+
+def row_of(loops: list[Loop], compiled: Any, times: tuple[str, str]) -> tuple[str, ...]:
+    """What is read of loops: their collectives, and how many arrays of more than one number they copy."""
     moves = [move for loop in loops for move in transfers(loop, COLLECTIVES)]
     beside = sum(move.beside_products for move in moves)
-    return str(len(moves)), str(beside), "", "", mib(compiled.memory_analysis().temp_size_in_bytes), copies(loops)
+    copies = sum(one.opcode == "copy" and "[]" not in one.type for loop in loops for one in loop.operations)
+    temporaries = mib(compiled.memory_analysis().temp_size_in_bytes)
+    return str(len(moves)), str(beside), *times, temporaries, str(copies)
 
 
 def main() -> None:
@@ -152,7 +152,7 @@ def main() -> None:
         if mesh.devices.flat[0].platform == "gpu":
             for schedule in ("1f1b", "overlapped"):
                 rows.append((row.name, f"jpipe, {schedule}", *measure_pipeline(row, sizes, devices, schedule)))
-    show("Two passes in one body", COLUMNS, rows, settings(devices[0], str(sizes), f"{LAYERS} layers"))
+    show("Two passes in one body", COLUMNS, rows, settings(devices[0], str(sizes)))
 
 
 if __name__ == "__main__":

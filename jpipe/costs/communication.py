@@ -19,7 +19,7 @@ from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.planning.unsplit import WholeOperation, unsplit_in
 from jpipe.schedules.actions import ACTION_KINDS
-from jpipe.schedules.ticks import lower
+from jpipe.schedules.ticks import Run
 from jpipe.terminal.tables import Table, Tabular
 from jpipe.types import Batch
 
@@ -130,8 +130,8 @@ def _as_one_run(step: Step) -> Step:
     """The step without what idle stages compute along on GPUs: then each action and each layer is there once."""
     if not step.idle_work.trips:
         return step
-    table = lower(step.schedule, keep_inputs=step.plan.request.remat.keep_inputs, away=bool(step.kept.away))
-    return replace(step, table=table, idle_work=IdleWork(), one_body=None)
+    run = Run(0, step.table.num_ticks, ("",) * len(step.table.slots))
+    return replace(step, table=replace(step.table, runs=(run,)), idle_work=IdleWork())
 
 
 def words_of(group: LayerGroup) -> str:

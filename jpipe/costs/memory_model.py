@@ -165,7 +165,8 @@ def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
     storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
     places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
     weights = tuple(i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1)
-    return _working(step.layers[g], step.functions[g], mesh, compiler, weights, together=g == step.one_body)
+    passes = _working(step.layers[g], step.functions[g], mesh, compiler, weights)
+    return sum(passes) if g == step.paired_group else max(passes)
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
@@ -175,10 +176,8 @@ def _working(
     mesh: Mesh,
     compiler: Compiler,
     weights: tuple[int, ...],
-    *,
-    together: bool,
-) -> int:
-    """The most that a layer's forward or backward holds, or both do, if the weights of these indices are slices."""
+) -> tuple[int, int]:
+    """The bytes that a layer's forward holds, and its backward, if the weights of these indices are slices."""
     layer = replace(layer, backward_program=layer.backward_jaxpr)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
     arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
@@ -187,8 +186,8 @@ def _working(
     with jax.sharding.use_abstract_mesh(manual):
         backward, _ = with_named_axes(layer.backward, mesh.shape)(arguments, layer.residuals, outputs)
     if compiler.into_products:  # they read slices as they lie
-        return max(working_bytes(jaxpr, (), compiler) for jaxpr in (layer.forward.jaxpr, backward))
+        return working_bytes(layer.forward.jaxpr, (), compiler), working_bytes(backward, (), compiler)
     # Residuals in a row are slices too.
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
-    copied = (layer.forward.jaxpr, weights), (backward, [*weights, *residuals])
-    return (sum if together else max)(working_bytes(jaxpr, slices, compiler) for jaxpr, slices in copied)
+    forward = working_bytes(layer.forward.jaxpr, weights, compiler)
+    return forward, working_bytes(backward, [*weights, *residuals], compiler)

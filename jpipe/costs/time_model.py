@@ -63,7 +63,7 @@ def predict_time(
         apart += of_ends + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     hop, moves = bytes_of(crossing) / network.hop, _moves(step, chip)
-    timeline = in_time(schedule, work, hop, moves, beside=step.one_body is None)
+    timeline = in_time(schedule, work, hop, moves, paired=_paired_ticks(step))
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
     passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
@@ -111,8 +111,9 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
     of_actions = by_layer.copy()
     if step.ends.shared:
         of_actions[[0, -1]] = 0.0
-    layers = [i for i, g in enumerate(step.plan.traced.group_of) if g == step.one_body]
-    of_actions[layers, 1, :2] *= 1 - _beside_the_other_pass(step, of_actions[layers])
+    if step.paired_group is not None:
+        layers = [*step.model.groups[step.paired_group].indices]
+        of_actions[layers, 1, :2] *= 1 - _hidden_share(step, of_actions[layers, :, :2].sum(axis=0))
     by_stage = np.array([of_actions[start:stop].sum(axis=0) for start, stop in step.plan.partition.bounds])
 
     def work(seconds: np.ndarray) -> Work:
@@ -124,20 +125,23 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
     return work(by_stage.sum(axis=1)), work(by_stage[:, 1]), by_layer
 
 
-def _beside_the_other_pass(step: Step, seconds: np.ndarray) -> float:
-    """The part of the transfers of layers that have the other pass's products beside them, all ticks together.
+def _paired_ticks(step: Step) -> set[int]:
+    """The ticks in which a forward and a backward run as one."""
+    runs = [run for run in step.table.runs if run.pairs and step.paired_group is not None]
+    return {tick for run in runs for tick in range(run.start, run.stop)}
+
+
+def _hidden_share(step: Step, seconds: np.ndarray) -> np.ndarray:
+    """`[2]`: the part of what layers in pairs send, in forwards and in backwards, that the other pass's products hide.
 
     Args:
       step: the step.
-      seconds: `[layers, 2, 5]`, as of `_by_layer`, of the layers that both passes go through in one loop; none if they
-        run one after the other.
+      seconds: `[2, 2]`: of the kernels and of the transfers, those of a forward and of a backward.
     """
-    if not seconds.size:
-        return 0.0
-    kernels, transfers = seconds[:, :, :2].sum(axis=(0, 2))
-    ticks = sum(run.stop - run.start for run in step.table.runs if run.together[0])  # in which stages go forward
-    both = sum(run.stop - run.start for run in step.table.runs if run.pairs)
-    return both / ticks * min(1.0, kernels / transfers)
+    kernels, transfers = seconds
+    forwards = sum((run.stop - run.start) * run.together.count("F") for run in step.table.runs)
+    pairs = sum((run.stop - run.start) * len(run.pairs) for run in step.table.runs)
+    return pairs / forwards * np.minimum(1.0, kernels[::-1] / np.maximum(transfers, np.finfo(float).tiny))
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:

@@ -224,7 +224,7 @@ def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list
         stage.
       carry: as the tick before left it.
     """
-    pairs = run.pairs if stage.step.one_body is not None else ()
+    pairs = run.pairs if stage.step.paired_group is not None else ()
     for i in range(len(stage.step.table.slots)):
         if i in pairs:
             carry = _run_pair(stage, run, i, entries, carry)
@@ -263,14 +263,18 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
 
 
 def _run_pair(stage: Stage, run: Run, i: int, entries: Callable[[int], Now], carry: TickCarry) -> TickCarry:
-    """Runs slots `i` and `i + 1`, a forward and a backward, as one: what crosses arrives before or after both."""
+    """Runs slots `i` and `i + 1`, a forward and a backward, as one.
+
+    What crosses between stages arrives before or after both. No residuals go to the host, and no ends are shared
+    (`jpipe.planning.pairs`).
+    """
     slots, nows = stage.step.table.slots[i : i + 2], (entries(i), entries(i + 1))
     carry = _receive(stage, slots[0], nows[0], _crossing(stage, run, i - 1, carry, beside=True), carry)
     jobs = [_job(stage, _counts(run, slot, 1, now), now) for slot, now in zip(slots, nows, strict=True)]
     forth = carry.forward._replace(activation=_activation(stage, jobs[0], nows[0], carry))
     back = carry.backward._replace(cotangent=_cotangent(stage, jobs[1], nows[1], carry))
     with jax.named_scope(f"slot{i}"), jax.named_scope("FB"):
-        forth, back = stage.both((jobs[0], jobs[1]), forth, back)
+        forth, back = stage.run_pair((jobs[0], jobs[1]), forth, back)
     carry = carry._replace(forward=forth, backward=back)
     crossing = _crossing(stage, run, i, carry, beside=True) | _crossing(stage, run, i + 1, carry, beside=False)
     return _receive(stage, slots[1], nows[1], crossing, carry)

@@ -6,7 +6,7 @@ are compiled once, wherever they lie, and a layer that a stage doesn't have is a
 as well, but it copies the buffers that it hands through; a loop updates them in place (`jpipe.arrays.loops`).
 
 The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I), `Stage.weight_gradients` (W) and
-`Stage.both` (an F and a B at once).
+`Stage.run_pair` (an F and a B at once).
 
 `g` is the index of a group, `position` that of a layer in it (the first and the last layer are each alone in theirs);
 `v` is the index of a set of variables, and `instance` that of a record in it.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +68,6 @@ class BackwardWork(NamedTuple):
     gradients: Buffers
     shared_gradients: dict[int, list[jax.Array]]
     overwritten: dict[str, Buffers]
-
-
-BothWork: TypeAlias = tuple[ForwardWork, tuple[BackwardWork, Buffers]]
-"""What the two passes of `Stage.both` carry: a forward's work; a backward's, and an empty stash."""
 
 
 class TickCarry(NamedTuple):
@@ -131,7 +127,7 @@ class Stage:
         return self._forward_sweep(job).run(work)
 
     def _forward_sweep(self, job: Job) -> Sweep[ForwardWork, tuple[Batch, list[Leaf]]]:
-        """The way in which `forward` goes through the layers."""
+        """Returns the sweep that `forward` runs."""
         step, groups = self.step, self.step.model.groups
 
         def reads(turn: Turn, work: ForwardWork) -> tuple[Batch, list[Leaf]]:
@@ -183,30 +179,28 @@ class Stage:
         Returns:
           `work` and `kept`, with the stash written unless it is the whole.
         """
-        if whole:
-            return self._backward_sweep(job, kept, back).run((work, {}))[0], kept
-        work, stash = self._backward_sweep(job, kept, back, whole=False).run((work, kept["stash"]))
-        return work, kept | {"stash": stash}
+        return self._backward_sweep(job, back, whole=whole).run((work, kept))
 
     def _backward_sweep(
-        self, job: Job, kept: Kept, back: Kept, *, whole: bool = True
-    ) -> Sweep[tuple[BackwardWork, Buffers], tuple[Batch, list[Leaf], list[Leaf]]]:
-        """The way in which `backward` goes through the layers, with its work and its stash."""
+        self, job: Job, back: Kept, *, whole: bool = True
+    ) -> Sweep[tuple[BackwardWork, Kept], tuple[Batch, list[Leaf], list[Leaf]]]:
+        """Returns the sweep that `backward` runs, of its work and what is kept."""
         step = self.step
 
-        def reads(turn: Turn, state: tuple[BackwardWork, Buffers]) -> tuple[Batch, list[Leaf], list[Leaf]]:
+        def reads(turn: Turn, state: tuple[BackwardWork, Kept]) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
+            work, kept = state
             if turn.g == step.model.last:
                 cotangents = self.of_loss(turn.g)
             else:
-                cotangents = step.cotangents.read(state[0].cotangent, step.model.groups[turn.g].indices[0], 0)
+                cotangents = step.cotangents.read(work.cotangent, step.model.groups[turn.g].indices[0], 0)
             return self.batch_of(turn), step.kept.read_residuals(kept, turn.layer, turn.rows, back), cotangents
 
         def visit(
-            turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Buffers]
-        ) -> tuple[BackwardWork, Buffers]:
+            turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Kept]
+        ) -> tuple[BackwardWork, Kept]:
             """One layer: adds its gradients, leaves the cotangents of its inputs, and the stash."""
-            (batch, residuals, cotangents), (work, stash) = at_hand, state
+            (batch, residuals, cotangents), (work, kept) = at_hand, state
             arguments, layer = self.arguments(turn, batch), step.layers[turn.g]
             if whole:
                 gradients, new, cotangents = layer.backward(arguments, residuals, cotangents)
@@ -214,8 +208,8 @@ class Stage:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
                 storage = step.kept.storages["stash"]
                 if turn.g in step.idle_work.single:
-                    leaves = turn.chosen(leaves, storage.read(stash, *turn.layer, turn.rows["stash"]))
-                stash = storage.write(stash, *turn.layer, leaves, turn.rows["stash"])
+                    leaves = turn.chosen(leaves, storage.read(kept["stash"], *turn.layer, turn.rows["stash"]))
+                kept = kept | {"stash": storage.write(kept["stash"], *turn.layer, leaves, turn.rows["stash"])}
             work = self.add_gradients(turn, work, gradients)
             if new:
                 names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
@@ -227,44 +221,46 @@ class Stage:
                 work = work._replace(overwritten=overwritten)
             first = step.model.groups[turn.g].indices[0]
             if first == 0:
-                return work, stash
+                return work, kept
             passed_on = self._passed_on(step.cotangents, turn, first - 1, cotangents, work.cotangent)
-            return work._replace(cotangent=passed_on), stash
+            return work._replace(cotangent=passed_on), kept
 
         return Sweep(step, job, reads, visit, "B" if whole else "I", reverse=True)
 
-    def both(self, jobs: tuple[Job, Job], forth: ForwardWork, back: BackwardWork) -> tuple[ForwardWork, BackwardWork]:
-        """Runs one job forward and another one backward, the layers of group `Step.one_body` in one loop.
+    def run_pair(
+        self, jobs: tuple[Job, Job], forward_work: ForwardWork, backward_work: BackwardWork
+    ) -> tuple[ForwardWork, BackwardWork]:
+        """Runs one job forward and another one backward, the layers of `Step.paired_group` in one loop.
 
         In a trip of this loop a layer runs forward and another one backward: the first and the last, the second and the
         last but one, and so on. None needs what the other gives, so that what one sends may travel beside what the
         other computes.
         """
-        g = self.step.one_body
+        g = self.step.paired_group
         assert g is not None
-        forward, backward = self._forward_sweep(jobs[0]), lambda kept: self._backward_sweep(jobs[1], kept, {})
-        sweeps = forward, backward(forth.kept)
-        starts = [sweep.bounds(0)[0][g] for sweep in sweeps]
+        sweeps = forward, backward = self._forward_sweep(jobs[0]), self._backward_sweep(jobs[1], {})
+        bounds = [(start[g], stop[g]) for start, stop in (sweep.bounds(0) for sweep in sweeps)]
         (before, after), (before_back, after_back) = (sweep.around(g) for sweep in sweeps)
         # Both passes use the same buffers of residuals. A compiler copies them, unless it is certain that what the
         # backward needs is read before the forward writes.
         read_first = jax.lax.optimization_barrier
 
-        def trip(i: Index, both: BothWork) -> BothWork:
-            forth, state = both
-            sweep = backward(forth.kept)
-            turn = sweep.turn_along(g, starts[1], i)
-            at_hand, kept = read_first((sweep.reads(turn, state), forth.kept))
-            forth = forward.run_turn(forward.turn_along(g, starts[0], i), forth._replace(kept=kept))
-            return forth, sweep.visit(turn, at_hand, state)
+        def trip(i: Index, both: tuple[ForwardWork, BackwardWork]) -> tuple[ForwardWork, BackwardWork]:
+            forward_work, backward_work = both
+            ahead, turn = (sweep.turn_along(g, *at, i) for sweep, at in zip(sweeps, bounds, strict=True))
+            state = backward_work, forward_work.kept
+            at_hand, kept = read_first((backward.reads(turn, state), forward_work.kept))
+            forward_work = forward.run_turn(ahead, forward_work._replace(kept=kept))
+            return forward_work, backward.visit(turn, at_hand, (backward_work, kept))[0]
 
-        forth = forward.run_groups(0, before, forth)
-        state, kept = read_first((backward(forth.kept).run_groups(0, before_back, (back, {})), forth.kept))
+        work = forward.run_groups(0, before, forward_work)
+        backward_work, kept = read_first(backward.run_groups(0, before_back, (backward_work, work.kept)))
         with jax.named_scope(self.step.model.groups[g].scope(g)):
             trips = self.step.idle_work.trips[g]
-            forth, state = jax.lax.fori_loop(0, trips, trip, (forth._replace(kept=kept), state))
-        forth = forward.run_groups(0, after, forth)
-        return forth, backward(forth.kept).run_groups(0, after_back, state)[0]
+            work, backward_work = jax.lax.fori_loop(0, trips, trip, (work._replace(kept=kept), backward_work))
+        work = forward.run_groups(0, after, work)
+        backward_work, kept = backward.run_groups(0, after_back, (backward_work, work.kept))
+        return work._replace(kept=kept), backward_work
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
         """Adds up the gradients that a `backward` which wasn't whole left."""

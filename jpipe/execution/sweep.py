@@ -142,7 +142,7 @@ class Sweep(Generic[Carry, Reads]):
         return carry
 
     def bounds(self, p: Index) -> tuple[Sequence[Index], Sequence[Index]]:
-        """For each group the first position that the virtual stage runs in a pass, and one past the last."""
+        """Returns `(start, stop)`, the virtual stage's range of positions in a pass, by group."""
         virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
         if isinstance(virtual_stage, int):
             return ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
@@ -166,20 +166,19 @@ class Sweep(Generic[Carry, Reads]):
 
     def run_along(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
         """Runs as many layers of a group as every other virtual stage does, also where they don't count."""
-        along, counts = self.step.idle_work, self.job.counts
-        if g in along.single:
-            counts = counts & (jnp.asarray(stop) > start)
-        if along.trips[g] == 1:
-            return self.run_layer(g, start, self.of_job, carry, counts)
+        trips = self.step.idle_work.trips[g]
+        body = lambda i, carry: self.run_turn(self.turn_along(g, start, stop, i), carry)
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
-        body = lambda i, carry: self.run_turn(self.turn_along(g, start, i), carry)
-        return jax.lax.fori_loop(0, along.trips[g], body, carry)
+        return body(0, carry) if trips == 1 else jax.lax.fori_loop(0, trips, body, carry)
 
-    def turn_along(self, g: int, start: Index, i: Index) -> Turn:
-        """The turn in trip i, of a group that all virtual stages have equally many layers of, here from `start` on."""
+    def turn_along(self, g: int, start: Index, stop: Index, i: Index) -> Turn:
+        """The turn in trip i of a group of `idle_work`; it counts if the job does, and the stage has the layer."""
+        counts = self.job.counts
+        if g in self.step.idle_work.single:
+            counts = counts & (jnp.asarray(stop) > start)
         position = start + (self.step.idle_work.trips[g] - 1 - i if self.reverse else i)
-        return self.turn(g, position, self.of_job, self.job.counts)
+        return self.turn(g, position, self.of_job, counts)
 
     def run_layer(
         self,

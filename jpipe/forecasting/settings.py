@@ -20,7 +20,7 @@ from jpipe.schedules.schedule import Schedule
 WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
 """Schedules with V. "gpipe" takes the time of "1f1b" and more memory; those of papers gain nothing in lockstep."""
 OVERLAPPED = (("overlapped", 1), ("overlapped", 2), ("overlapped-v", 2))
-"""Further ones for GPUs whose layers send: they do so beside the other pass (`jpipe.planning.one_body`)."""
+"""Further ones for GPUs whose layers send: what they send travels beside the other pass (`jpipe.planning.pairs`)."""
 MICROBATCHES_A_STAGE = 4
 """M is K times this at first: the bubble is negligible then (GPipe, section 2.3)."""
 PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over", "offload")
@@ -86,7 +86,7 @@ class Space:
     batch_size: int
     num_layers: int
     pinned: Mapping[str, object]
-    overlaps: bool = False
+    overlaps: bool
 
     def starts(self) -> list[Setting]:
         """A setting of each way to share the devices out, to be improved; those first whose layers are split least."""
@@ -149,10 +149,10 @@ class Space:
         """Schedules with V that there are layers for; of those that aren't known, any V that may suit."""
         pinned = self.pinned.get("schedule"), self.pinned.get("num_chunks")
         name, count = cast("tuple[str | Schedule | None, int | None]", pinned)
-        known = WAYS + OVERLAPPED * self.overlaps
+        known = WAYS + (OVERLAPPED if self.overlaps else ())
         ways = [way for way in known if name in (None, way[0]) and count in (None, way[1])]
         if num_stages == 1 and name is None and count is None:
-            ways = ways[:1]
+            ways = [way for way in ways if way in (WAYS[0], OVERLAPPED[0])]
         ways = ways or [(name or "interleaved", V) for V in ([count] if count else (1, 2, 4))]
         return [(name, V) for name, V in ways if V * num_stages <= self.num_layers]
 

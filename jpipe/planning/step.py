@@ -30,7 +30,7 @@ from jpipe.planning.host_residuals import Going, residuals_that_go
 from jpipe.planning.idle_work import IdleWork, plan_idle_work
 from jpipe.planning.kept import KeptStorage, make_kept_storage
 from jpipe.planning.layer_ranges import LayerRanges, make_ranges
-from jpipe.planning.one_body import group_of_one_body
+from jpipe.planning.pairs import paired_group
 from jpipe.planning.plan import Plan
 from jpipe.planning.unsplit import warn_of_unsplit
 from jpipe.schedules.schedule import Schedule
@@ -63,8 +63,8 @@ class Step:
       idle_work: the layers that idle stages compute along; none, unless the devices are GPUs.
       table: when each action runs, T ticks of K stages.
       ends: how the first and the last layer run.
-      one_body: the group of whose layers one runs forward beside one that runs backward, in ticks in which stages do
-        both; None if the passes run one after the other.
+      paired_group: the group whose layers run in pairs, in each trip of a loop one forward and another one backward;
+        None if the passes run one after the other.
     """
 
     plan: Plan
@@ -83,7 +83,7 @@ class Step:
     idle_work: IdleWork
     table: TickTable
     ends: Ends
-    one_body: int | None
+    paired_group: int | None
 
     @property
     def loss(self) -> TracedLoss | None:
@@ -188,8 +188,8 @@ def build_step(
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks) if idles_work else IdleWork()
     table, kept = _rows(plan, traced, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
-    in_place = stores_residuals and not (kept.away or over_stages)  # all that both passes need is there in a tick
-    one_body = group_of_one_body(of_groups[1], ranges, idle_work, table, request.mesh.shape) if in_place else None
+    may_pair = stores_residuals and not (kept.away or over_stages)  # nothing has to happen between the two passes
+    pairs = paired_group(of_groups[1], ranges, idle_work, table, request.mesh.shape) if may_pair else None
     return Step(
         plan=plan,
         schedule=schedule,
@@ -207,7 +207,7 @@ def build_step(
         idle_work=idle_work,
         table=table,
         ends=make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs) if over_stages else Ends(),
-        one_body=one_body,
+        paired_group=pairs,
     )
 
 

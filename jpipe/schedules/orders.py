@@ -106,10 +106,10 @@ def without_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1) 
 
 
 def overlapped(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """1F1B, or interleaved, with backwards a tick later: no B needs the F of its own tick, nor that F the B.
+    """1F1B, or interleaved, with each backward a tick later, so that no stage's B needs the F of the same tick.
 
-    So both may run as one, each beside what the other's layers send (DualPipe, arXiv 2412.19437, section 3.2.1), as
-    they do on GPUs (`jpipe.planning.one_body`). It takes no more time, but every stage holds a micro-batch more.
+    The two may then run as one, each beside what the other's layers send (DualPipe, arXiv 2412.19437, section 3.2.1),
+    as they do on GPUs (`jpipe.planning.pairs`). It takes no more time, and a stage holds at most a micro-batch more.
 
     >>> print(overlapped(2, 4))
     overlapped: K=2 stages, M=4 micro-batches, V=1 chunks; slots of a tick: F, B
@@ -121,9 +121,10 @@ def overlapped(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> S
 
 
 def overlapped_v(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """ "v" with backwards a tick later, as in `overlapped`: the steady state of DeepSeek's DualPipeV, in lockstep.
+    """The schedule "v" with each backward a tick later, as in `overlapped`.
 
-    With fewer than 2K micro-batches it is "v" itself: no stage has forwards left by which to be late.
+    Its steady ticks are those of DeepSeek's DualPipeV. With fewer than 2K micro-batches it is "v" itself: a stage has
+    too few forwards by which to be late.
 
     >>> print(overlapped_v(2, 4))
     overlapped-v: K=2 stages, M=4 micro-batches, V=2 chunks; slots of a tick: F, B
@@ -132,7 +133,8 @@ def overlapped_v(num_stages: int, num_microbatches: int, num_chunks: int = 2) ->
     stage 1 |.    .    |F0   .    |F0.1 .    |F1   .    |F1.1 .    | ... |.    B2   |.    B3.1 |.    B3   |.    .    |
     5 of 14 ticks are left out; schedule.grid() has all
     """
-    return _with_late_backwards(v_shaped(num_stages, num_microbatches), "overlapped-v")
+    base, name = v_shaped(num_stages, num_microbatches), "overlapped-v"
+    return base.named(name) if num_microbatches < 2 * num_stages else _with_late_backwards(base, name)
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1, style: str = "loop") -> Schedule:
@@ -152,7 +154,7 @@ def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1, st
 
 
 def _with_late_backwards(schedule: Schedule, name: str) -> Schedule:
-    """A schedule whose backwards all run a tick later than in this one."""
+    """This schedule with each backward behind the forward of the next tick; one without such a forward stays."""
     late = {placed: tau + len(schedule.slots) * (placed[1].kind == "B") for placed, tau in schedule.slot_times.items()}
     orders = [sorted(order, key=lambda action, k=k: late[k, action]) for k, order in enumerate(schedule.actions)]
     return Schedule(orders, slots=schedule.slots, style=schedule.style, name=name)
@@ -234,7 +236,7 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
       num_stages: K.
       num_microbatches: M.
       num_chunks: V, the virtual stages of each stage; more than 1 with "interleaved", "zero_bubble", "overlapped"
-        and "forward" only, 2 with those that have a "v" in their names.
+        and "forward" only, 2 with "v" and those that it is a part of ("zb-v", "v-half" and so on).
 
     Raises:
       TypeError: a number is no integer, or `name` neither a string nor a `Schedule`.

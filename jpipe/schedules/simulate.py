@@ -5,7 +5,7 @@ It reads the same tick table as the executor, so it times what will run, and not
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -269,7 +269,7 @@ def in_time(
     moves: Sequence[float] = (),
     *,
     lockstep: bool = True,
-    beside: bool = True,
+    paired: Collection[int] = (),
 ) -> Timeline:
     """A schedule whose actions take these times; see `simulate`.
 
@@ -278,13 +278,10 @@ def in_time(
       moves: what all devices move to and from the hosts in every tick, in lockstep: how long it takes beside each slot,
         whose end waits for it, and then after the last slot. Empty for nothing.
       lockstep: as of `simulate`.
-      beside: in lockstep, whether what is sent crosses beside slots, where it may. It doesn't where a forward and a
-        backward run in one body.
+      paired: in lockstep, the ticks whose slots run as pairs (`Run.pairs`): nothing crosses beside a slot there.
     """
     takes = _takes(schedule, work)
-    spans = (
-        _in_lockstep(schedule, takes, hop, moves, beside=beside) if lockstep else _asynchronously(schedule, takes, hop)
-    )
+    spans = _in_lockstep(schedule, takes, hop, moves, paired) if lockstep else _asynchronously(schedule, takes, hop)
     makespan = max(span.end for span in spans)
     return Timeline(schedule, spans, makespan, busy_times(schedule, work), transfer=hop)
 
@@ -309,23 +306,24 @@ def _takes(schedule: Schedule, work: Work) -> Takes:
 
 
 def _in_lockstep(
-    schedule: Schedule, takes: Takes, hop: float, moves: Sequence[float], *, beside: bool
+    schedule: Schedule, takes: Takes, hop: float, moves: Sequence[float], paired: Collection[int]
 ) -> tuple[Span, ...]:
     """Runs the slots one after the other, on all stages at once."""
     spans: list[Span] = []
-    *moved, after = moves or [0.0] * (1 + len(schedule.slots))
-    crossings = [_crossings(schedule, index, beside=beside) for index in range(len(schedule.slots))]
+    width = len(schedule.slots)
+    *beside, after = moves or [0.0] * (1 + width)
+    crossings = [_crossings(schedule, index) for index in range(width)]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
-    for index, actions in _slots(schedule):
+    for tau, (index, actions) in enumerate(_slots(schedule)):
         ends = clocks.tolist()
         for stage, action in actions:
             start, (anew, rest) = ends[stage], takes(stage, action)
             ends[stage] += anew + rest
             spans.append(Span(stage, action, start, ends[stage], anew))
-        waits = after if index == len(moved) - 1 else 0.0
-        crossed, ended = arriving, np.maximum(ends, clocks + moved[index]) + waits
-        clocks, arriving = _after_hops(crossings[index], ended, hop)
+        waits = after if index == width - 1 else 0.0
+        crossed, ended = arriving, np.maximum(ends, clocks + beside[index]) + waits
+        clocks, arriving = _after_hops(crossings[index], ended, hop, at_once=(tau + 1) // width in paired)
         clocks = np.maximum(clocks, crossed)
     return tuple(spans)
 
@@ -357,17 +355,19 @@ Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
 """A crossing along one route: the stages that send, those that receive, and whether the next slot runs beside it."""
 
 
-def _crossings(schedule: Schedule, index: int, *, beside: bool) -> list[Crossing]:
+def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     return [
-        (*np.array(route).T, beside and crosses_beside(schedule.slots, flow, index))
+        (*np.array(route).T, crosses_beside(schedule.slots, flow, index))
         for flow in flows
         for route in schedule.placement.routes(flow)
     ]
 
 
-def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
+def _after_hops(
+    crossings: list[Crossing], ends: np.ndarray, hop: float, *, at_once: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
@@ -375,6 +375,7 @@ def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tupl
         stage. If it left out those by which no stage sends, they would have to be left out here too.
       ends: when each stage ended the slot, `[K]`.
       hop: the time that a sent value is under way.
+      at_once: all crosses before the next slot.
 
     Returns:
       That, and when each stage has what crosses to it beside its next slot, `[K]`.
@@ -382,7 +383,7 @@ def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tupl
     starts, arriving = ends.copy(), np.zeros_like(ends)
     for senders, receivers, beside in crossings:
         starts[receivers] = np.maximum(starts[receivers], ends[senders])
-        waits = arriving if beside else starts
+        waits = arriving if beside and not at_once else starts
         there = ends[senders] + np.where(senders == receivers, 0.0, hop)
         waits[receivers] = np.maximum(waits[receivers], there)
     return starts, arriving

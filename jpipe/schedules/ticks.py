@@ -88,8 +88,8 @@ class Run(NamedTuple):
       start: the first tick.
       stop: one past the last.
       together: for each slot the kind of action that every stage computes in each of these ticks; "" if there is none.
-      pairs: the slots F before a slot B of which no stage needs, for its B, what it computes in its F of the same tick.
-        The two may run as one.
+      pairs: indices of slots F that may run as one with the slot B after them: in none of these ticks has a stage the F
+        and the B of the same micro-batch and chunk.
     """
 
     start: int
@@ -239,7 +239,7 @@ def _with_pairs(slots: Sequence[str], runs: Sequence[Run], by_slot: dict[str, np
         if not (*slots[i : i + 2],) == run.together[i : i + 2] == ("F", "B"):
             return False
         forward, backward = ({name: a[run.start : run.stop, j] for name, a in by_slot.items()} for j in (i, i + 1))
-        # A B needs the F of its own micro-batch and chunk, and a cotangent that was sent in a tick before.
+        # A B also needs a cotangent, which crosses before the pair.
         alike = (forward["microbatch"] == backward["microbatch"]) & (forward["chunk"] == backward["chunk"])
         return not (alike & (forward["kind"] > 0) & (backward["kind"] > 0)).any()
 

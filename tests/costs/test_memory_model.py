@@ -67,7 +67,7 @@ def test_what_gpus_have_gathered_is_narrow_if_it_is_cast_once_a_step(cast, casts
     assert (parts.casts, parts.other_variables) == (casts, gathered)  # biases are whole anyway
 
 
-def test_both_passes_in_one_body_hold_what_each_needs():
+def test_a_pair_holds_what_each_pass_needs():
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     layers = [nn.Dense(128, kernel_init=init) for _ in range(8)]
     mesh = jpipe.make_mesh(stage=2, model=2, devices=parse_topology("h100:4").stand_ins())

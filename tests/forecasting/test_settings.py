@@ -11,6 +11,7 @@ from jpipe.schedules.orders import make_schedule
 
 def space(**given):
     options = {"num_devices": 8, "data_axes": ("data",), "others": (), "batch_size": 16, "num_layers": 6, "pinned": {}}
+    options["overlaps"] = False
     return Space(**{**options, **given})
 
 
@@ -49,6 +50,8 @@ def test_schedules_that_overlap_are_searched_where_layers_send_on_gpus():
 def test_one_stage_has_one_schedule_and_no_ends():
     lying, _, ways = space(num_devices=1).moves(Setting((("stage", 1), ("data", 1)), 4))
     assert {(s.schedule, s.ends) for s in (*ways, *lying)} == {("1f1b", "own")}
+    _, _, ways = space(num_devices=1, overlaps=True).moves(Setting((("stage", 1), ("data", 1)), 4))
+    assert {s.schedule for s in ways} == {"1f1b", "overlapped"}
 
 
 def test_what_is_pinned_stays():

@@ -1,4 +1,4 @@
-"""Decides whether a forward and a backward that share a tick run in one loop over layers, so that transfers hide.
+"""Decides whether a forward and a backward that share a tick run as a pair, in one loop, so that transfers hide.
 
 Where layers send (a tensor axis, weights gathered at each use), a layer waits for what it sends: the next product needs
 it. A layer's backward of another micro-batch doesn't. If one body of a loop has both, a GPU's compiler has the products
@@ -19,16 +19,18 @@ from jpipe.planning.layer_ranges import LayerRanges
 from jpipe.schedules.ticks import TickTable
 
 
-def group_of_one_body(
+def paired_group(
     layers: Sequence[DeviceLayer],
     ranges: LayerRanges,
     idle_work: IdleWork,
     table: TickTable,
     sizes: Mapping[str, int],
 ) -> int | None:
-    """The group whose layers both passes go through in one loop; None if there is none for which it pays.
+    """The group whose layers both passes of a pair go through in one loop; None if there is none for which it pays.
 
     All stages have to run the loop equally often, so the group is one of `idle_work`, which only steps for GPUs have.
+    The caller sees to it that nothing has to happen between the two passes: that a backward doesn't compute its forward
+    again, that residuals stay on the device, and that the ends aren't shared.
 
     Args:
       layers: for each group its forward and backward, as one device runs them.
@@ -37,9 +39,8 @@ def group_of_one_body(
       table: when each action runs.
       sizes: mesh axis -> how many devices it has.
     """
-    looped = [g for g, trips in idle_work.trips.items() if trips > 1]
-    if not looped or ranges.start.shape[1] > 1 or not any(run.pairs for run in table.runs):
+    if ranges.start.shape[1] > 1 or not any(run.pairs for run in table.runs):
         return None
-    g = max(looped, key=lambda g: idle_work.trips[g])
-    sends = any(sent_in(closed.jaxpr, sizes) for closed in (layers[g].forward.jaxpr, layers[g].backward_jaxpr))
-    return g if sends else None
+    sends = lambda g: any(sent_in(jaxpr.jaxpr, sizes) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr))
+    sending = [g for g, trips in idle_work.trips.items() if trips > 1 and sends(g)]
+    return max(sending, key=lambda g: idle_work.trips[g], default=None)

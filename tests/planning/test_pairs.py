@@ -56,7 +56,7 @@ def test_equals_the_sequential_model(make_mesh, monkeypatch, schedule, num_chunk
         options = {"mesh": make_mesh((2, 2), ("stage", "model")), "balance": counts, "remat": remat}
         pipe = pipeline(truth, schedule, 2, 6, num_chunks, **options)
         variables = pipe.from_layer_variables(truth.trees, truth.batch)
-        assert step_of(pipe, truth.batch).one_body == 1
+        assert step_of(pipe, truth.batch).paired_group == 1
         monkeypatch.setattr(jax.lax, "empty", anything)
         (loss, _), gradients = pipe.value_and_grad(variables, truth.batch)
         assert_close(loss, truth.truth[0], "loss")
@@ -91,7 +91,7 @@ def test_state_and_random_numbers_are_the_sequential_models(make_mesh):
             "mesh": make_mesh((2, 2), ("stage", "data")),
         }
         pipe = jpipe.Pipeline(layers, squares, **sizes, schedule="overlapped")
-        assert step_of(pipe, batch).one_body == 1
+        assert step_of(pipe, batch).paired_group == 1
         assert_step_equals(pipe, items, batch, key, expected)
 
 
@@ -116,4 +116,4 @@ def test_it_is_done_where_it_pays(make_mesh, why, devices, shape, options):
     sizes = {"num_stages": 2, "num_microbatches": microbatches, "balance": counts, "mesh": mesh}
     with programs_for(devices):
         pipe = jpipe.Pipeline(layers, weighted_cross_entropy, **{"schedule": "overlapped", **sizes, **options})
-        assert step_of(pipe, tokens()).one_body == (1 if why == "it is done" else None), why
+        assert step_of(pipe, tokens()).paired_group == (1 if why == "it is done" else None), why
