@@ -1,11 +1,8 @@
 """The headline: the pipelined step equals the sequential model, in outputs, loss and every single gradient leaf."""
 
-import functools
 import itertools
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -175,41 +172,14 @@ def test_a_third_of_the_cases_runs_the_program_for_each_kind_of_devices():
 
 # --- 1F1B as papers draw it -------------------------------------------------------------------------------------------
 
-wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
-KEY = 2
-
-
-class Cell(nn.Module):
-    """Has state, and draws random numbers."""
-
-    @nn.compact
-    def __call__(self, x, train: bool):
-        h = wide(x.shape[-1], use_bias=False)(x)  # BatchNorm takes a bias away
-        norm = nn.BatchNorm(not train, momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False)
-        return x + nn.Dropout(0.25, deterministic=not train)(nn.tanh(norm(h)))
-
-
-def squares(outputs, batch):
-    return jnp.mean((outputs - batch["targets"]) ** 2)
-
-
-@functools.cache
-def sequential_cells(m):
-    """(layers, variables, batch, what plain Flax makes of them in m micro-batches)."""
-    rng = np.random.default_rng(0)
-    layers = [wide(4), *[Cell() for _ in range(4)], wide(3)]
-    batch = {"inputs": rng.normal(size=(24, 5)), "targets": rng.normal(size=(24, 3))}
-    items = sequential.random_items(layers, batch, 1)
-    return layers, items, batch, sequential.truth(layers, items, squares, batch, key=jax.random.key(KEY), m=m, rate=0.1)
-
 
 @pytest.mark.parametrize(("k", "m", "remat"), [(2, 3, "none"), pytest.param(4, 6, "layer", marks=pytest.mark.slow)])
 def test_state_and_random_numbers_are_those_of_the_forward_where_backwards_are_split(k, m, remat):
     with jax.enable_x64(True):
-        layers, items, batch, expected = sequential_cells(m)
+        layers, items, batch, expected = sequential.cells(m)
         sizes = {"num_stages": k, "num_microbatches": m}
-        pipe = jpipe.Pipeline(layers, squares, **sizes, schedule="zero_bubble", remat=remat, balance="even")
-        assert_step_equals(pipe, items, batch, jax.random.key(KEY), expected)
+        pipe = jpipe.Pipeline(layers, sequential.squares, **sizes, schedule="zero_bubble", remat=remat, balance="even")
+        assert_step_equals(pipe, items, batch, jax.random.key(sequential.CELLS_KEY), expected)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +198,7 @@ def test_stage_k_runs_k_less_forwards_ahead_in_one_slot(k, m, remat):
     schedule = one_slot_from_k(k, m)
     assert schedule.ticks.rows["residual"] == tuple(min(m, k - stage) for stage in range(k))
     with jax.enable_x64(True):
-        layers, items, batch, expected = sequential_cells(m)
+        layers, items, batch, expected = sequential.cells(m)
         sizes = {"num_stages": k, "num_microbatches": m}
-        pipe = jpipe.Pipeline(layers, squares, **sizes, schedule=schedule, remat=remat, balance="even")
-        assert_step_equals(pipe, items, batch, jax.random.key(KEY), expected)
+        pipe = jpipe.Pipeline(layers, sequential.squares, **sizes, schedule=schedule, remat=remat, balance="even")
+        assert_step_equals(pipe, items, batch, jax.random.key(sequential.CELLS_KEY), expected)

@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -260,3 +261,33 @@ def typed_like(state: Any, item: Any) -> Any:
     return {
         name: jax.tree.map(lambda a, old: np.asarray(a, old.dtype), tree, item[name]) for name, tree in state.items()
     }
+
+
+# --- a model with state and random numbers ----------------------------------------------------------------------------
+
+CELLS_KEY = 2
+_wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
+
+
+class Cell(nn.Module):
+    """Has state, and draws random numbers."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        h = _wide(x.shape[-1], use_bias=False)(x)  # BatchNorm takes a bias away
+        norm = nn.BatchNorm(not train, momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False)
+        return x + nn.Dropout(0.25, deterministic=not train)(nn.tanh(norm(h)))
+
+
+def squares(outputs: Any, batch: Any) -> Any:
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+@functools.cache
+def cells(m: int) -> tuple:
+    """(layers, variables, batch, what plain Flax makes of them in m micro-batches with the key `CELLS_KEY`)."""
+    rng = np.random.default_rng(0)
+    layers = [_wide(4), *[Cell() for _ in range(4)], _wide(3)]
+    batch = {"inputs": rng.normal(size=(24, 5)), "targets": rng.normal(size=(24, 3))}
+    items = random_items(layers, batch, 1)
+    return layers, items, batch, truth(layers, items, squares, batch, key=jax.random.key(CELLS_KEY), m=m, rate=0.1)

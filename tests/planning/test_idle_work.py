@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from device_programs import programs_for
+from device_programs import anything, programs_for
 from jpipe.planning.idle_work import IdleWork
 
 BATCH = {"x": np.arange(64.0, dtype=np.float32).reshape(8, 8) / 64}
@@ -76,11 +76,6 @@ def test_what_may_never_end_or_calls_back_is_not_computed_of_anything(apply):
         assert step_of(pipeline(layers, [2, 2])).idle_work == IdleWork()
         layers = [lambda x: x, *[product(), product(apply=apply)] * 2, lambda x: x]
         assert step_of(pipeline(layers, [3, 3])).idle_work.trips == {1: 1}, "the others are"
-
-
-def anything(shape, dtype=None, **_):
-    """What an empty array may hold."""
-    return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 1, dtype)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved", "v"])

@@ -3,7 +3,6 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jpipe
@@ -11,6 +10,7 @@ import sequential
 from cases import (
     VOCABULARY,
     WIDTH,
+    Block,
     assert_close,
     assert_step_equals,
     make_model,
@@ -18,15 +18,10 @@ from cases import (
     tokens,
     weighted_cross_entropy,
 )
-from device_programs import programs_for
+from device_programs import anything, programs_for
 from split_model import SplitBlock
 
 wide = {"param_dtype": jnp.float64}
-
-
-def anything(shape, dtype=None, **_):
-    """What an empty array may hold."""
-    return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 1, dtype)
 
 
 def blocks_model(count):
@@ -46,6 +41,7 @@ def step_of(pipe, batch):
         ("overlapped", 1, "layer"),
         ("overlapped-v", 2, "none"),
         pytest.param("overlapped", 2, "none", marks=pytest.mark.slow),
+        pytest.param("gpipe", 1, "none", marks=pytest.mark.slow),
         pytest.param("overlapped", 1, jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow),
     ],
 )
@@ -63,57 +59,49 @@ def test_equals_the_sequential_model(make_mesh, monkeypatch, schedule, num_chunk
         assert_close(pipe.layer_variables({"params": gradients}), truth.truth[2], "gradients")
 
 
-class Cell(nn.Module):
-    """Has state that is summed over data axes, and draws random numbers."""
-
-    @nn.compact
-    def __call__(self, x, train: bool):
-        h = nn.Dense(x.shape[-1], use_bias=False, **wide)(x)
-        norm = nn.BatchNorm(not train, momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False)
-        return x + nn.Dropout(0.25, deterministic=not train)(nn.tanh(norm(h)))
-
-
-def squares(outputs, batch):
-    return jnp.mean((outputs - batch["targets"]) ** 2)
-
-
 def test_state_and_random_numbers_are_the_sequential_models(make_mesh):
-    rng, key = np.random.default_rng(0), jax.random.key(2)
-    batch = {"inputs": rng.normal(size=(24, 5)), "targets": rng.normal(size=(24, 3))}
+    """BatchNorm's statistics are summed over the data axis."""
     with jax.enable_x64(True), programs_for("gpu"):
-        layers = [nn.Dense(4, **wide), *[Cell() for _ in range(4)], nn.Dense(3, **wide)]
-        items = sequential.random_items(layers, batch, 1)
-        expected = sequential.truth(layers, items, squares, batch, key=key, m=6, rate=0.1)
-        sizes = {
-            "num_stages": 2,
-            "num_microbatches": 6,
-            "balance": [3, 3],
-            "mesh": make_mesh((2, 2), ("stage", "data")),
-        }
-        pipe = jpipe.Pipeline(layers, squares, **sizes, schedule="overlapped")
+        layers, items, batch, expected = sequential.cells(6)
+        sizes = {"num_stages": 2, "num_microbatches": 6, "balance": [3, 3]}
+        mesh = make_mesh((2, 2), ("stage", "data"))
+        pipe = jpipe.Pipeline(layers, sequential.squares, **sizes, mesh=mesh, schedule="overlapped")
         assert step_of(pipe, batch).paired_group == 1
-        assert_step_equals(pipe, items, batch, key, expected)
+        assert_step_equals(pipe, items, batch, jax.random.key(sequential.CELLS_KEY), expected)
 
 
 @pytest.mark.parametrize(
-    ("why", "devices", "shape", "options"),
+    ("why", "devices", "shape", "options", "expected"),
     [
-        ("it is done", "gpu", (2, 2), {}),
-        ("other devices have none", "tpu", (2, 2), {}),
-        ("layers send nothing", "gpu", (2, 1), {}),
-        ("B needs the F of its tick", "gpu", (2, 2), {"schedule": "1f1b"}),
-        ("with fewer than 2K micro-batches, too", "gpu", (2, 2), {"schedule": "overlapped-v", "num_chunks": 2}),
-        ("a backward computes its forward anew", "gpu", (2, 2), {"remat": "stage"}),
-        ("rows come back from the host between the two", "gpu", (2, 2), {"remat": "none", "offload": "residuals"}),
-        ("no loop", "gpu", (2, 2), {"unroll": True}),
+        ("it is done", "gpu", (2, 2), {}, 1),
+        ("on one stage too", "gpu", (1, 2), {"num_stages": 1, "balance": [6]}, 1),
+        ("one tick of many has a pair", "gpu", (2, 2), {"schedule": "gpipe"}, 1),
+        ("other devices have none", "tpu", (2, 2), {}, None),
+        ("layers send nothing", "gpu", (2, 1), {}, None),
+        ("B needs the F of its tick", "gpu", (2, 2), {"schedule": "1f1b"}, None),
+        ("a backward computes its forward anew", "gpu", (2, 2), {"remat": "stage"}, None),
+        ("rows come back from the host", "gpu", (2, 2), {"remat": "none", "offload": "residuals"}, None),
+        ("no loop", "gpu", (2, 2), {"unroll": True}, None),
     ],
 )
-def test_it_is_done_where_it_pays(make_mesh, why, devices, shape, options):
-    chunks = options.get("num_chunks", 1)
-    microbatches = 3 if chunks > 1 else 6
-    layers = [nn.Embed(VOCABULARY, WIDTH), *[SplitBlock() for _ in range(4 * chunks)], nn.Dense(VOCABULARY)]
-    mesh, counts = make_mesh(shape, ("stage", "model")), [3] + [2] * (2 * chunks - 2) + [3]
-    sizes = {"num_stages": 2, "num_microbatches": microbatches, "balance": counts, "mesh": mesh}
+def test_it_is_done_where_it_pays(make_mesh, why, devices, shape, options, expected):
+    layers = [nn.Embed(VOCABULARY, WIDTH), *[SplitBlock() for _ in range(4)], nn.Dense(VOCABULARY)]
+    sizes = {"num_stages": 2, "num_microbatches": 6, "balance": [3, 3], "mesh": make_mesh(shape, ("stage", "model"))}
     with programs_for(devices):
         pipe = jpipe.Pipeline(layers, weighted_cross_entropy, **{"schedule": "overlapped", **sizes, **options})
-        assert step_of(pipe, tokens()).paired_group == (1 if why == "it is done" else None), why
+        assert step_of(pipe, tokens()).paired_group == expected, why
+
+
+def test_of_several_groups_one_that_sends_is_taken(make_mesh):
+    half = lambda: [SplitBlock(), SplitBlock(), *[Block() for _ in range(3)]]
+    layers = [nn.Embed(VOCABULARY, WIDTH), *half(), *half(), nn.Dense(VOCABULARY)]
+    sizes = {"num_stages": 2, "num_microbatches": 6, "balance": [6, 6], "mesh": make_mesh((2, 2), ("stage", "model"))}
+    with programs_for("gpu"):
+        step = step_of(jpipe.Pipeline(layers, weighted_cross_entropy, **sizes, schedule="overlapped"), tokens())
+    assert step.idle_work.trips == {0: 1, 1: 2, 2: 3, 3: 1} and step.paired_group == 1
+
+
+def test_shared_ends_need_the_backward_right_after_the_forward():
+    with pytest.raises(ValueError, match="'overlapped' has F1 before the backward of F0: use schedule='1f1b'"):
+        sizes = {"num_stages": 2, "num_microbatches": 4}
+        jpipe.Pipeline([nn.Dense(4)] * 4, sequential.squares, **sizes, schedule="overlapped", ends="shared")
