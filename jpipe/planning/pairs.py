@@ -18,6 +18,9 @@ from jpipe.planning.idle_work import IdleWork
 from jpipe.planning.layer_ranges import LayerRanges
 from jpipe.schedules.ticks import TickTable
 
+LEAST = 0.25
+"""The least share of ticks with a pair for which a step has pairs: "gpipe" has one in a single tick."""
+
 
 def paired_group(
     layers: Sequence[DeviceLayer],
@@ -39,7 +42,8 @@ def paired_group(
       table: when each action runs.
       sizes: mesh axis -> how many devices it has.
     """
-    if ranges.start.shape[1] > 1 or not any(run.pairs for run in table.runs):
+    paired = sum(run.stop - run.start for run in table.runs if run.pairs)
+    if ranges.start.shape[1] > 1 or paired < LEAST * table.num_ticks:
         return None
     sends = lambda g: any(sent_in(jaxpr.jaxpr, sizes) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr))
     sending = [g for g, trips in idle_work.trips.items() if trips > 1 and sends(g)]

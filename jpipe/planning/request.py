@@ -155,8 +155,8 @@ def _check_order(schedule: Schedule) -> None:
             if waiting is not None:
                 raise ValueError(
                     f"ends='shared' takes schedules in which the last stage goes backwards right after each forward; "
-                    f"{schedule.name!r} has {action} before the backward of {waiting}: use schedule='1f1b', or "
-                    "ends='spread'"
+                    f"{schedule.name!r} has {action} before the backward of {waiting}: use schedule="
+                    f"{'1f1b' if schedule.num_chunks == 1 else 'interleaved'!r}, or ends='spread'"
                 )
             waiting = action
         elif action.chunk == schedule.num_chunks - 1 and action.kind in "BI":
