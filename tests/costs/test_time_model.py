@@ -295,7 +295,7 @@ def test_pairs_are_counted_where_they_are():
     for slots, alone in ((("R", "F", "B"), 2 / 9), (("B", "F", "B"), 2 / 9), (("FB", "F", "B"), 3 / 8)):
         pipe = on_gpus(jpipe.Schedule(orders.actions, slots=slots))
         found = predict_time(pipe.planner, large, CHIPS["h100"])
-        assert found.seconds.collectives == pytest.approx(alone * apart.seconds.collectives), slots
+        assert found.seconds.collectives == pytest.approx(alone * apart.seconds.collectives, rel=1e-3), slots
 
 
 def test_no_transfer_hides_beside_products_of_its_own_pass():
