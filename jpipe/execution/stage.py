@@ -158,7 +158,9 @@ class Stage:
                 work = work._replace(activation=activation)
             if turn.rows:
                 if turn.g in step.idle_work.single:  # other stages have something else in its place
-                    new = turn.chosen(new, step.kept.read_residuals(work.kept, turn.layer, turn.rows, {}))
+                    old = step.kept.read_residuals(work.kept, turn.layer, turn.rows, {})
+                    new, kept = turn.chosen_for(work.kept, new, old)
+                    work = work._replace(kept=kept)
                 work = work._replace(kept=step.kept.write_residuals(work.kept, turn.layer, new, turn.rows))
             return work
 
@@ -208,7 +210,8 @@ class Stage:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
                 storage = step.kept.storages["stash"]
                 if turn.g in step.idle_work.single:
-                    leaves = turn.chosen(leaves, storage.read(kept["stash"], *turn.layer, turn.rows["stash"]))
+                    old = storage.read(kept["stash"], *turn.layer, turn.rows["stash"])
+                    leaves, kept = turn.chosen_for(kept, leaves, old)
                 kept = kept | {"stash": storage.write(kept["stash"], *turn.layer, leaves, turn.rows["stash"])}
             work = self.add_gradients(turn, work, gradients)
             if new:
@@ -322,7 +325,7 @@ class Stage:
     ) -> Buffers:
         """Boundary buffers with what a layer gives; where it isn't the virtual stage's own, with what they have."""
         if turn.g in self.step.idle_work.single:
-            leaves = turn.chosen([*leaves], boundaries.read(buffers, boundary, 0))
+            leaves, buffers = turn.chosen_for(buffers, [*leaves], boundaries.read(buffers, boundary, 0))
         return boundaries.write(buffers, boundary, 0, leaves)
 
     def batch_of(self, turn: Turn) -> Batch:

@@ -17,6 +17,7 @@ from jpipe.planning.step import Step
 
 Reads = TypeVar("Reads")
 T = TypeVar("T")
+Written = TypeVar("Written")
 Counts = jax.Array | bool
 """True, or a traced bool: whether what a stage computes counts. It doesn't where the stage only computes along."""
 
@@ -63,6 +64,14 @@ class Turn(NamedTuple):
     def chosen(self, new: T, old: T) -> T:
         """`new` if the layer's turn counts, else `old`, of the same structure."""
         return new if self.counts is True else jax.tree.map(lambda a, b: jnp.where(self.counts, a, b), new, old)
+
+    def chosen_for(self, buffers: Written, new: T, old: T) -> tuple[T, Written]:
+        """`chosen`, and the buffers that `old` was read from, to be written into.
+
+        All of `old` is read before. A compiler copies the buffers if it may read one leaf after another is written.
+        """
+        old, buffers = jax.lax.optimization_barrier((old, buffers))
+        return self.chosen(new, old), buffers
 
     def or_zeros(self, array: jax.Array) -> jax.Array:
         """`array` if the layer's turn counts, else zeros."""

@@ -109,6 +109,28 @@ def test_no_loop_of_a_steady_tick_stops_the_host(schedule, chunks, remat):
     assert any(one.counted for one in inner)
 
 
+def test_residuals_of_an_end_that_all_stages_compute_are_written_in_place():
+    """Of two leaves in one buffer one was written before the other was read: XLA copied it, twice in each tick."""
+
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(nn.LayerNorm()(x))
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(WIDTH)(nn.tanh(nn.Dense(WIDTH)(nn.LayerNorm()(x))))
+
+    layers = [jnp.tanh, *[Block() for _ in range(8)], Head()]
+    batch = {name: jax.ShapeDtypeStruct((256, size), jnp.float32) for name, size in (("inputs", WIDTH), ("targets", 4))}
+    loss_fn = lambda y, batch: jnp.mean((y - batch["targets"]) ** 2)
+    step = lowered_step(layers, loss_fn, gpu_mesh((2,), ("stage",)), batch, remat="none")
+    ticks = read(compiled(step).as_text()).find("ticks")
+    copies = [each.type for loop in ticks for each in loop.operations if each.opcode == "copy"]
+    assert not [each for each in copies if "[]" not in each and "[1," not in each], "of single activations only"
+
+
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(1, 1, 1), (1, 4, 2)])
 def test_one_stage(stages, microbatches, chunks):
     """XLA couldn't compute the trips of loops in which something was tied to the trip."""
