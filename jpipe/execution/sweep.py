@@ -150,7 +150,7 @@ class Sweep(Generic[Carry, Reads]):
                     carry = self.run_range(g, start[g], stop[g], carry)
         return carry
 
-    def bounds(self, p: Index) -> tuple[Sequence[Index], Sequence[Index]]:
+    def bounds(self, p: Index) -> tuple[Sequence[Index] | jax.Array, Sequence[Index] | jax.Array]:
         """Returns `(start, stop)`, the virtual stage's range of positions in a pass, by group."""
         virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
         if isinstance(virtual_stage, int):
