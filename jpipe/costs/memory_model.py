@@ -160,7 +160,7 @@ def compiler_for(chip: Chip | None) -> Compiler:
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
-    """The most that a forward or backward action holds for one layer of a group; both, if they run in one body."""
+    """The most that a forward or a backward holds for one layer of a group; if they run in pairs, what both hold."""
     # One of several layers' weights is a slice of a buffer.
     storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
     places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
