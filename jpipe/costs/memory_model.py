@@ -171,11 +171,7 @@ def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
 def _working(
-    layer: DeviceLayer,
-    function: LayerFunction,
-    mesh: Mesh,
-    compiler: Compiler,
-    weights: tuple[int, ...],
+    layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
 ) -> tuple[int, int]:
     """The bytes that a layer's forward holds, and its backward, if the weights of these indices are slices."""
     layer = replace(layer, backward_program=layer.backward_jaxpr)  # not as the devices at hand compute it

@@ -189,16 +189,9 @@ class Sweep(Generic[Carry, Reads]):
         position = start + (self.step.idle_work.trips[g] - 1 - i if self.reverse else i)
         return self.turn(g, position, self.of_job, counts)
 
-    def run_layer(
-        self,
-        g: int,
-        position: Index,
-        at: tuple[Index, dict[str, Row]],
-        carry: Carry,
-        counts: Counts = True,
-    ) -> Carry:
+    def run_layer(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], carry: Carry) -> Carry:
         """Runs one layer."""
-        return self.run_turn(self.turn(g, position, at, counts), carry)
+        return self.run_turn(self.turn(g, position, at), carry)
 
     def run_turn(self, turn: Turn, carry: Carry) -> Carry:
         """Runs the layer whose turn it is."""
