@@ -105,6 +105,9 @@ class Pipeline(Tabular):
       ends: weights of the ends lie there ("own") or at rest on all stages ("spread"), or all compute both ("shared").
       offload: what lies in the hosts' memory: "residuals", "boundaries", "optimizer", several, or a share by word.
       rings: whether products of TPUs run beside what they send along axes of weights (`jpipe.partitioner.rings`).
+      loss_over: what a loss of one number is of. Default: the mini-batch, whose parts micro-batches compute; a loss
+        that couples examples is an error. "batch": any loss, of all outputs at once (one more forward; arXiv
+        2101.06983). "microbatch": each micro-batch has its own, and the mean is taken.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -132,6 +135,7 @@ class Pipeline(Tabular):
         ends: str = "own",
         offload: str | Sequence[str] | Mapping[str, float] = (),
         rings: bool = True,
+        loss_over: str | None = None,
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         whole, inputs = as_whole(layers), inputs or default_inputs
@@ -155,7 +159,7 @@ class Pipeline(Tabular):
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather, rings_of(self.mesh) if rings else ()),
-            options=Options(cast, unroll, ends, as_offload(offload), rings),
+            options=Options(cast, unroll, ends, as_offload(offload), rings, loss_over),
         )
         self.planner = Planner(request)
         self.agreement = Agreement(self.planner)

@@ -49,12 +49,12 @@ def without_unread(outputs: Shapes, read: Sequence[bool]) -> Shapes:
     return jax.tree.unflatten(structure, [leaf if is_read else None for leaf, is_read in pairs])
 
 
-def with_zeros(loss_fn: LossFn, outputs: Shapes, batch: Shapes, read: Sequence[bool]) -> LossFn:
+def with_zeros(loss_fn: LossFn, outputs: Shapes, shapes: Shapes, read: Sequence[bool]) -> LossFn:
     """A loss that takes outputs with None for each leaf that isn't read.
 
     Args:
       loss_fn: the user's.
-      outputs, batch: all outputs for one micro-batch, and that micro-batch.
+      outputs, shapes: all outputs for one micro-batch, and that micro-batch.
       read: for each leaf of the outputs, whether it is read.
 
     Raises:
@@ -62,7 +62,7 @@ def with_zeros(loss_fn: LossFn, outputs: Shapes, batch: Shapes, read: Sequence[b
     """
     if all(read):
         return loss_fn
-    if any(now and not then for now, then in zip(outputs_read(loss_fn, outputs, batch), read, strict=True)):
+    if any(now and not then for now, then in zip(outputs_read(loss_fn, outputs, shapes), read, strict=True)):
         raise ValueError(
             "loss_fn reads outputs of the model, of a batch of these shapes, that it didn't read of the first one; "
             "let it read the same for all shapes"
@@ -70,9 +70,11 @@ def with_zeros(loss_fn: LossFn, outputs: Shapes, batch: Shapes, read: Sequence[b
 
     @functools.wraps(loss_fn)
     def loss(given: PyTree, batch: Batch, **options: object) -> PyTree:
-        kept = iter(jax.tree.leaves(given))
+        kept, size = iter(jax.tree.leaves(given)), jax.tree.leaves(shapes)[0].shape[0]
+        ratio = jax.tree.leaves(batch)[0].shape[0] // size  # of a whole mini-batch the zeros are as many
+        rows = lambda shape: (ratio * size, *shape[1:]) if shape[:1] == (size,) else shape
         pairs = zip(jax.tree.leaves(outputs), read, strict=True)
-        leaves = [next(kept) if is_read else jnp.zeros(leaf.shape, leaf.dtype) for leaf, is_read in pairs]
+        leaves = [next(kept) if is_read else jnp.zeros(rows(leaf.shape), leaf.dtype) for leaf, is_read in pairs]
         return loss_fn(jax.tree.unflatten(jax.tree.structure(outputs), leaves), batch, **options)
 
     return loss

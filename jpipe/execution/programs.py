@@ -7,6 +7,7 @@ layouts. `Pipeline` jits them; all are traceable, so that they run inside a user
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import jax
@@ -16,8 +17,8 @@ from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.arrays.indexing import Index
 from jpipe.batches.microbatches import split_microbatches
 from jpipe.batches.outputs import join_microbatches
+from jpipe.execution.before_ticks import known_to_loss, loss_at_once
 from jpipe.execution.executor import run_inference, run_training
-from jpipe.execution.loss_scales import loss_scales
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
 from jpipe.jaxprs.tracing import replay
@@ -98,17 +99,16 @@ def value_and_grad(
     dtypes = {name: buffer.dtype for name, buffer in params.rest.storage.named_buffers}
 
     def work(stage: Stage) -> tuple[PyTree, ...]:
+        at_once, stage = _with_loss_at_once(stage)
         sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype))
         with jax.named_scope("reduce"):
             grads = params.reduced(grads, partial_along)
-            if step.loss is not None and step.loss.weights is None:  # the backward began from 1 (`loss_scales`)
-                grads = jax.tree.map(lambda leaf: leaf / sums[1].astype(leaf.dtype), grads)
             grads = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), grads, dtypes)
-        return sums, add_stage_axis(updates), add_stage_axis(grads)
+        return at_once or sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(step.plan)
     state_specs = {name: specs[name] for name in step.collections("state", GRADIENT)}
-    out_specs = [PartitionSpec()] * len(step.outputs), state_specs, specs["params"]
+    out_specs = PartitionSpec(), state_specs, specs["params"]
     sums, updates, grads = run_step(step, work, (variables, batch, key, only), out_specs)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     assert step.loss is not None
@@ -118,9 +118,21 @@ def value_and_grad(
 
 def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
     """The loss of a batch `[B, ...]` in evaluation mode."""
-    specs = [PartitionSpec()] * len(step.outputs)
+
+    def work(stage: Stage) -> list[jax.Array]:
+        return _with_loss_at_once(stage)[0] or run_inference(stage)
+
     assert step.loss is not None
-    return step.loss.means(run_step(step, run_inference, (variables, batch, None, None), specs))[0]
+    return step.loss.means(run_step(step, work, (variables, batch, None, None), PartitionSpec()))[0]
+
+
+def _with_loss_at_once(stage: Stage) -> tuple[list[jax.Array], Stage]:
+    """(the sums of a loss that is computed at once, else none; the stage that knows its gradient at the outputs)."""
+    if (forward := stage.step.outputs_step) is None:
+        return [], stage
+    outputs = run_inference(replace(stage, step=forward))
+    sums, gradients = loss_at_once(stage.step, outputs, forward.outputs_at, stage.batch, stage.key)
+    return sums, replace(stage, known=gradients)
 
 
 def apply(step: Step, joined_along: tuple[int, ...], variables: dict[str, StageTree], batch: Batch) -> PyTree:
@@ -175,8 +187,8 @@ def run_step(
         variables |= {"params": cast(variables["params"])}  # before they are gathered, which sends less then
         variables |= {name: plan.at_work[name].gathered(variables[name]) for name in step.collections(*WEIGHTS)}
         variables |= {"params": cast(variables["params"])}  # of the ends, what has been brought together
-        scales = loss_scales(step, batch) if step.schedule.trains else []
-        return work(Stage(step, variables, batch, key, only, scales, send_shared(step, variables, device), device))
+        known = known_to_loss(step, batch, key)
+        return work(Stage(step, variables, batch, key, only, known, send_shared(step, variables, device), device))
 
     splits = plan.request.splits
     count = step.schedule.num_microbatches

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jpipe.arrays.indexing import Index, look_up, put_row, take_row
 from jpipe.arrays.loops import of_trip
@@ -35,6 +34,9 @@ from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
 from jpipe.types import Batch, Leaf
 
+AtHand = tuple[Batch, list[Leaf]]
+"""A micro-batch, or None, and what the loss needs besides of the whole mini-batch."""
+
 
 class ForwardWork(NamedTuple):
     """The arrays that the forward of a stage's layers reads and writes. An empty one stays empty: it isn't computed.
@@ -44,8 +46,8 @@ class ForwardWork(NamedTuple):
       kept: buffers by `ROWS`: "residual" and "kept" hold residuals ("kept" those that W reads too), "stash" what I
         leaves for W; a row for each micro-batch in flight.
       state: by collection, buffers with the totals of new state so far.
-      results: with a loss, scalars: the sums over the micro-batches so far of each of its terms and of that term's
-        weight, and such a pair for each metric. Without a loss, the outputs of all micro-batches, `[M, b, ...]`.
+      results: with a loss, scalars: the sums over the micro-batches so far of its parts (`TracedLoss.parts`). Without a
+        loss, the outputs of all micro-batches, `[M, b, ...]`.
     """
 
     activation: Buffers
@@ -107,8 +109,7 @@ class Stage:
       key: the step's key; None in evaluation.
       only: None, or for measurements `[slots, ticks, K]` of 0 and 1: only so many ticks run, and in them only the
         actions marked by 1. The results then mean nothing. Stages that have no action idle then, also on GPUs.
-      scales: for each term of the loss the cotangent of its sum: 1 / W_t, or 1 if the weight W_t depends on the outputs
-        (`loss_scales`); empty if the step is forward only.
+      known: what the loss needs of the whole mini-batch (`jpipe.execution.before_ticks`).
       shared: for each shared set of variables, its weights by collection, on every stage, as layers use them.
       device: the stage's index k, a Python integer if there is one stage only.
     """
@@ -118,7 +119,7 @@ class Stage:
     batch: Batch
     key: Key | None
     only: jax.Array | None
-    scales: Sequence[jax.Array | np.ndarray | float]
+    known: Sequence[jax.Array]
     shared: dict[int, dict[str, list[Leaf]]]
     device: Index
 
@@ -126,17 +127,17 @@ class Stage:
         """Runs the virtual stage's layers; residuals go into the job's row, if it has one."""
         return self._forward_sweep(job).run(work)
 
-    def _forward_sweep(self, job: Job) -> Sweep[ForwardWork, tuple[Batch, list[Leaf]]]:
+    def _forward_sweep(self, job: Job) -> Sweep[ForwardWork, tuple[AtHand, list[Leaf]]]:
         """Returns the sweep that `forward` runs."""
         step, groups = self.step, self.step.model.groups
 
-        def reads(turn: Turn, work: ForwardWork) -> tuple[Batch, list[Leaf]]:
+        def reads(turn: Turn, work: ForwardWork) -> tuple[AtHand, list[Leaf]]:
             """(the micro-batch, the layer's input out of the boundary buffers)."""
             first = groups[turn.g].indices[0]
             # Equal leaves lie at the same place: the boundary before the group's first layer stands for all of them.
             return self.batch_of(turn), step.activations.read(work.activation, first - 1, 0) if first else []
 
-        def visit(turn: Turn, inputs: tuple[Batch, list[Leaf]], work: ForwardWork) -> ForwardWork:
+        def visit(turn: Turn, inputs: tuple[AtHand, list[Leaf]], work: ForwardWork) -> ForwardWork:
             """One layer: leaves the next activation and its residuals, adds to the state's totals and the results."""
             batch, x = inputs
             arguments = self.arguments(turn, batch)
@@ -185,11 +186,11 @@ class Stage:
 
     def _backward_sweep(
         self, job: Job, back: Kept, *, whole: bool = True
-    ) -> Sweep[tuple[BackwardWork, Kept], tuple[Batch, list[Leaf], list[Leaf]]]:
+    ) -> Sweep[tuple[BackwardWork, Kept], tuple[AtHand, list[Leaf], list[Leaf]]]:
         """Returns the sweep that `backward` runs, of its work and what is kept."""
         step = self.step
 
-        def reads(turn: Turn, state: tuple[BackwardWork, Kept]) -> tuple[Batch, list[Leaf], list[Leaf]]:
+        def reads(turn: Turn, state: tuple[BackwardWork, Kept]) -> tuple[AtHand, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             work, kept = state
             if turn.g == step.model.last:
@@ -199,7 +200,7 @@ class Stage:
             return self.batch_of(turn), step.kept.read_residuals(kept, turn.layer, turn.rows, back), cotangents
 
         def visit(
-            turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Kept]
+            turn: Turn, at_hand: tuple[AtHand, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Kept]
         ) -> tuple[BackwardWork, Kept]:
             """One layer: adds its gradients, leaves the cotangents of its inputs, and the stash."""
             (batch, residuals, cotangents), (work, kept) = at_hand, state
@@ -269,12 +270,12 @@ class Stage:
         """Adds up the gradients that a `backward` which wasn't whole left."""
         step = self.step
 
-        def reads(turn: Turn, _: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
+        def reads(turn: Turn, _: BackwardWork) -> tuple[AtHand, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, the stash)."""
             residuals = step.kept.read_residuals(kept, turn.layer, turn.rows, back, late=True)
             return self.batch_of(turn), residuals, step.kept.read(kept, "stash", turn.layer, turn.rows)
 
-        def visit(turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
+        def visit(turn: Turn, at_hand: tuple[AtHand, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
             batch, residuals, stash = at_hand
             gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), residuals, stash)
             return self.add_gradients(turn, work, gradients)
@@ -328,24 +329,27 @@ class Stage:
             leaves, buffers = turn.chosen_for(buffers, [*leaves], boundaries.read(buffers, boundary, 0))
         return boundaries.write(buffers, boundary, 0, leaves)
 
-    def batch_of(self, turn: Turn) -> Batch:
-        """The micro-batch, for layers that look at it; else None.
+    def batch_of(self, turn: Turn) -> AtHand:
+        """(the micro-batch, for layers that look at it, else None; what the loss needs of the whole mini-batch).
 
         It is read in the order of dimensions in which the batch lies at rest. Else a compiler would change the order
         of all micro-batches ahead of the ticks, and pad the three channels of images to 128. With `cast="use"`,
         `of_trip` keeps the compiler from casting all micro-batches ahead of the ticks.
         """
-        if not self.step.functions[turn.g].reads_batch:
-            return None
+        function = self.step.functions[turn.g]
+        if not function.reads_batch:
+            return None, []
         request = self.step.plan.request
 
         def row(leaf: Leaf) -> Leaf:
             examples = in_order(take_row(leaf, turn.microbatch), compact_order(leaf.shape[1:], request.mesh))
             return of_trip(examples, turn.microbatch) if request.options.cast == "use" else examples
 
-        return jax.tree.map(row, self.batch)
+        stacked = zip(self.known, function.loss.stacked, strict=True) if function.loss is not None else ()
+        known = [take_row(a, turn.microbatch) if each else a for a, each in stacked]
+        return jax.tree.map(row, self.batch), known
 
-    def arguments(self, turn: Turn, batch: Batch) -> LayerArguments:
+    def arguments(self, turn: Turn, at_hand: AtHand) -> LayerArguments:
         """The arguments of a layer besides its activation, in forward and backward."""
         group, key = self.step.model.groups[turn.g], None
         if self.key is not None:
@@ -353,7 +357,7 @@ class Stage:
             key = layer_key(self.key, index, turn.microbatch, of_model=of_model)
         params, fixed = self.weights(turn)
         state = self._read(self.variables, group.state_names, turn.g, turn.position)
-        return LayerArguments(params, state, fixed, key, batch)
+        return LayerArguments(params, state, fixed, key, *at_hand)
 
     def weights(self, turn: Turn) -> tuple[list[Leaf], list[Leaf]]:
         """(a layer's parameters, the leaves of collections that it only reads and its constants)."""
@@ -381,9 +385,8 @@ class Stage:
         return params, fixed
 
     def of_loss(self, g: int) -> list[Leaf]:
-        """The cotangents of the sums of the loss."""
-        sums = self.step.functions[g].differentiated(self.step.outputs)
-        return [jnp.asarray(a, total.dtype) for a, total in zip(self.scales, sums, strict=True)]
+        """The cotangents of the parts of the loss: it is their sum."""
+        return [jnp.ones((), part.dtype) for part in self.step.functions[g].differentiated(self.step.outputs)]
 
     # --- state ---
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from jpipe.layers.base import AnyLayer
 from jpipe.layers.decode_mode import CACHE
 from jpipe.model.constants import Constants
 from jpipe.partitioner.shardings import Axis, Sharding, named, part_structs
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import PyTree, Shapes
 
 KEEP, GRADIENT = "keep", "gradient"
@@ -46,6 +48,24 @@ INIT, TRAIN, EVALUATION, DECODE = "init", "train", "evaluation", "decode"
 """The functions of a layer: its initialisation, its calls in either mode, its initialisation in decode mode."""
 
 
+class LayerTrace(NamedTuple):
+    """A layer's call as traced on whole arrays, in training.
+
+    Attributes:
+      jaxpr: variables, inputs, batch, key -> outputs, new state.
+      variables: the shapes of its variables by collection.
+      gives: the shapes of its outputs.
+      dropouts: the names of its dropouts.
+      written: the collection of each leaf of the new state.
+    """
+
+    jaxpr: ClosedJaxpr
+    variables: dict[str, Shapes]
+    gives: Shapes
+    dropouts: list[str]
+    written: list[str]
+
+
 @dataclass(frozen=True, eq=False)
 class LayerGroup:
     """Layers that are the same function of the same shapes, but for numbers.
@@ -67,6 +87,7 @@ class LayerGroup:
       rules: what becomes of collections other than parameters, by name.
       variable_set: the index in `Model.variable_sets` of the set that their variables are in; None without variables.
       constants: the numbers in which they differ, by function; empty if they are the same.
+      trace: of the first of them; None in tests that make groups by hand.
     """
 
     layer: AnyLayer
@@ -82,6 +103,7 @@ class LayerGroup:
     rules: Mapping[str, str] = field(default_factory=lambda: DEFAULT_RULES)
     variable_set: int | None = None
     constants: Mapping[str, Constants] = field(default_factory=dict)
+    trace: LayerTrace | None = None
 
     def scope(self, g: int) -> str:
         """The named scope in which programs call the layers, if they are group g; "/" would part it in two."""

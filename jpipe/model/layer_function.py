@@ -11,6 +11,7 @@ layer's activation have to be stored (`jpipe.model.traced_layer`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class LayerArguments(NamedTuple):
         (`LayerFunction.constants`).
       key: its random key for the micro-batch; None in evaluation.
       batch: the micro-batch, a pytree of `[b, ...]`; None for a layer that doesn't read it.
+      known: what the loss that follows it needs of the whole mini-batch (`TracedLoss.known`); empty without one.
     """
 
     params: list[Leaf]
@@ -54,6 +56,7 @@ class LayerArguments(NamedTuple):
     fixed: list[Leaf]
     key: Leaf | None
     batch: Batch
+    known: Sequence[Leaf] = ()
 
     @property
     def variables(self) -> list[Leaf]:
@@ -65,8 +68,8 @@ class Results(NamedTuple):
     """The results of a layer's forward.
 
     Attributes:
-      outputs: the leaves of what the layer gives, `[b, ...]`. Where the loss follows the layer, scalars instead: a sum
-        and a weight for each term of the loss, then for each metric (`TracedLoss.sums`).
+      outputs: the leaves of what the layer gives, `[b, ...]`. Where the loss follows the layer, scalars instead: the
+        micro-batch's parts of the loss, then a sum and a weight for each metric (`TracedLoss.parts`).
       state: the leaves of the new state, of all collections in order; empty in evaluation.
     """
 
@@ -118,6 +121,7 @@ class LayerFunction:
             fixed=[*group.leaves(group.fixed_names), *self.constants.shapes],
             key=self.key,
             batch=self.batch if self.reads_batch else None,
+            known=[] if self.loss is None else [*self.loss.known],
         )
 
     @property
@@ -145,7 +149,7 @@ class LayerFunction:
             raise ValueError(f"{group.layer.name} {error}") from error
         outputs = self._checked(outputs)
         if self.loss is not None:
-            outputs = self.loss.sums(outputs, arguments.batch, arguments.key)
+            outputs = self.loss.parts(outputs, arguments.batch, arguments.known, arguments.key)
         return Results(jax.tree.leaves(outputs), jax.tree.leaves([new_state.get(name) for name in group.state_names]))
 
     def _checked(self, outputs: PyTree) -> PyTree:
@@ -158,9 +162,9 @@ class LayerFunction:
         return jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, gives)
 
     def differentiated(self, outputs: list[Leaf]) -> list[Leaf]:
-        """Picks the outputs that have cotangents: the sums of the loss's terms, or else the floating-point leaves."""
+        """Picks the outputs that have cotangents: the parts of the loss, or else the floating-point leaves."""
         if self.loss is not None:
-            return outputs[: 2 * len(self.loss.terms) : 2]
+            return outputs[: self.loss.num_differentiated]
         return [leaf for leaf in outputs if is_float(leaf)]
 
     def shardings(self, splits: Splits) -> LayerShardings:
@@ -179,11 +183,11 @@ class LayerFunction:
             variables=variables,
             gathered=[splits.gathered(spec) for name in group.names for spec in group.specs[name]] + constants,
             state=[at for name in group.state_names for at in by_name[name]],
-            arguments=[*variables, *[whole] * self.train, *batch],
+            arguments=[*variables, *[whole] * self.train, *batch, *[whole] * len(self.arguments.known)],
             activation=takes_at,
             outputs=gives_at if self.loss is None else None,
             sums=_added_up_over_stages if splits.over_stages else as_it_lies,
-            cotangents=[whole] * len(self.loss.terms) if self.loss is not None else _of_floats(group.gives, gives_at),
+            cotangents=[whole] * self.loss.num_differentiated if self.loss else _of_floats(group.gives, gives_at),
             gradients=[*(_unreduced(at, axes) for at in by_name.get("params", ())), *map(always, input_gradients)],
         )
 

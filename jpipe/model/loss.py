@@ -1,37 +1,44 @@
-"""Takes a loss's result apart, (sum, weight) or a mean, as sums over examples that are added up and divided once."""
+"""A user's loss function: what it may return, and how the parts of micro-batches make up the loss of the mini-batch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.dtypes import accumulator_dtype
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
 from jpipe.jaxprs.rewriting import uses, without_prints
 from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import describe
 from jpipe.layers.functions import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
+from jpipe.model.whole_loss import PartsOfLoss, whole_structs, with_gradient
+from jpipe.partitioner.examples import CouplesError
+from jpipe.partitioner.shardings import AxisSharding, Shard
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
-from jpipe.terminal.notices import warn_user
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 LossFn = Callable[..., PyTree]
-"""`(outputs, micro-batch)` -> the mean loss, `(loss_sum, weight_sum)`, `(loss_sum, weight_sum, metrics)`; or several
-means, a dict of such means or pairs, or `(dict, metrics)`. One with a parameter `key` is given a random key too."""
+"""`(outputs, batch)` -> the loss, `(loss_sum, weight_sum)`, `(loss_sum, weight_sum, metrics)`; or a dict of losses or
+pairs, whose sum is the loss, or `(dict, metrics)`. One with a parameter `key` is given a random key too."""
 
 OWN_METRICS = ("loss", "grad_norm", "finite")
 ONLY = ""
-"""The name of a loss that is one mean."""
+"""The name of a loss of one term."""
+OVER = (None, "batch", "microbatch")
+"""What a loss may be taken over (`loss_over`): by default a number is the mini-batch's, and is shown to be its sum over
+micro-batches; or it is computed of all outputs at once; or each micro-batch has its own."""
 
 
 def loss_parts(returned: PyTree) -> tuple[dict[str, PyTree], PyTree]:
-    """Takes a loss function's result apart: (its terms by name, each a mean or a pair (sum, weight); its metrics)."""
+    """Takes a loss function's result apart: (its terms by name, each a number or a pair (sum, weight); its metrics)."""
     if isinstance(returned, dict):
         return returned, {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], dict):
@@ -41,37 +48,35 @@ def loss_parts(returned: PyTree) -> tuple[dict[str, PyTree], PyTree]:
     return {ONLY: returned}, {}
 
 
-def loss_sums(returned: PyTree) -> list[jax.Array]:
-    """Lists the sums over examples in a loss function's result: for each term, then each metric, a sum and its weight.
-
-    A mean has weight 1. All are in the dtype of the loss's sums: a count of tokens may be too large or too fine for a
-    narrow loss.
-    """
-    terms, metrics = loss_parts(returned)
-    pairs = [_as_pair(terms[name], 1.0) for name in sorted(terms)]
-    dtype = accumulator_dtype(jnp.result_type(*(jnp.asarray(total) for total, _ in pairs)))
-    constant = lambda value: jax.lax.stop_gradient(jnp.asarray(value)).astype(dtype)
-    metric_parts = [constant(part) for name in sorted(metrics) for part in _as_pair(metrics[name], 1.0)]
-    return [*(part for total, weight in pairs for part in (jnp.asarray(total), constant(weight))), *metric_parts]
-
-
-def _as_pair(value: PyTree, weight: object) -> tuple:
+def _as_pair(value: PyTree, weight: object = 1.0) -> tuple:
     """Makes a pair of a term or a metric: itself if it is a tuple, else with this weight."""
     return value if isinstance(value, tuple) else (value, weight)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TracedLoss:
-    """The result of a loss function for a micro-batch, traced.
+    """The loss that follows the last layer, traced at the shapes of a micro-batch, in training or in evaluation.
+
+    It is a sum of terms, and each term a sum of parts, one for each micro-batch. So the backward starts from 1.
+
+    - A number of the mini-batch has the parts that `numbers` computes.
+    - A pair (sum, weight) has as part the sum, divided by the weights of all micro-batches. These are known before any
+      layer runs. (Where each micro-batch has a loss of its own, its weight is 1.)
+    - A loss `at_once` has as part the product of a micro-batch's outputs with the loss's gradient at them.
 
     Attributes:
       function: the user's.
       of_batch: the type of a whole batch's loss.
-      terms: the names of the means that it is the sum of, in the order of `loss_sums`.
-      metrics: the names of its metrics, in the order of `loss_sums`.
-      weights: micro-batch -> the weights of its terms, which are known before any layer runs; None if the weight of a
-        single term depends on the outputs or on the key.
-      is_pair: whether it returned `(loss_sum, weight_sum)` without metrics.
+      terms: the names of its terms.
+      metrics: the names of its metrics.
+      weights: micro-batch, random key (none in evaluation) -> the weights of all terms.
+      total_weights: these, over all micro-batches, if they follow from shapes alone; else None.
+      whole: the names of the terms that are numbers of the mini-batch.
+      numbers: these terms by micro-batch; None if there are none.
+      at_once: outputs, mini-batch, random key -> `sums_at_once`, then the gradients at floating-point outputs; None if
+        the loss isn't taken so.
+      known: the shapes of what a micro-batch needs of the whole mini-batch.
+      lying: how a micro-batch lies in each leaf of the outputs of all of them.
       needs_key: whether it draws random numbers.
       constrained: the mesh axes that sharding constraints and `shard_map`s in it name.
     """
@@ -80,50 +85,72 @@ class TracedLoss:
     of_batch: jax.ShapeDtypeStruct
     terms: tuple[str, ...]
     metrics: tuple[str, ...]
-    weights: ClosedJaxpr | None
-    is_pair: bool
+    weights: ClosedJaxpr
+    total_weights: list[float] | None
+    whole: tuple[str, ...] = ()
+    numbers: PartsOfLoss | None = None
+    at_once: ClosedJaxpr | None = None
+    known: Sequence[jax.ShapeDtypeStruct] = ()
+    lying: Sequence[AxisSharding] = ()
     needs_key: bool
     constrained: frozenset[str]
 
-    def sums(self, outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
-        """Computes the sums of a micro-batch (`loss_sums`); `key` is the last layer's, None in evaluation.
+    @property
+    def stacked(self) -> list[bool]:
+        """For each of `known`, whether each micro-batch has a part of its own."""
+        of_numbers = [one.shard is not None for one in self.numbers.known] if self.numbers else []
+        rest = len(self.known) - len(of_numbers)
+        return [*of_numbers, *[self.at_once is not None] * rest]
 
-        Raises:
-          ValueError: the loss can't be computed without a key.
+    @property
+    def num_differentiated(self) -> int:
+        """How many of the results of `parts`, the first ones, make up the loss."""
+        return len(self.terms) if self.at_once is None else 1
+
+    def parts(self, outputs: PyTree, batch: Batch, known: Sequence[Leaf], key: Leaf | None) -> list[jax.Array]:
+        """Computes a micro-batch's part of each term, then a sum and a weight for each metric.
+
+        Args:
+          outputs, batch: of the micro-batch.
+          known: its values of `known`.
+          key: the last layer's; None in evaluation.
         """
-        if key is not None or "key" not in signature_of(self.function):
-            return loss_sums(_called(self.function, outputs, batch, None if key is None else loss_key(key)))
-        try:
-            sums = loss_sums(_called(self.function, outputs, batch, None))
-            if len(sums) != 2 * len((*self.terms, *self.metrics)):
-                raise ValueError("it returns other terms or metrics than with one")
-            return sums
-        except Exception as error:
-            fault = f"loss_fn {loss_name(self.function)} raised {type(error).__name__}: {error}"
-            remedy = "It was called with key=None, as in evaluation; let it do without a key there, and return as much"
-            raise ValueError(f"{fault}. {remedy}") from error
+        if self.at_once is not None:
+            floats = filter(is_float, jax.tree.leaves(outputs))
+            products = [jnp.sum(gradient * leaf) for gradient, leaf in zip(known, floats, strict=True)]
+            return [sum(product.astype(self.of_batch.dtype) for product in products)]
+        if self.whole == self.terms and not self.metrics:
+            parts, metrics = {}, {}
+        else:
+            terms, metrics = loss_parts(_called(self.function, outputs, batch, key))
+            totals = known[-len(self.terms) :] if self.total_weights is None else self.total_weights
+            weighted = zip(self.terms, totals, strict=True)
+            parts = {name: self._quotient(_as_pair(terms[name])[0], total) for name, total in weighted}
+        if self.numbers is not None:
+            keys = key if "key" in signature_of(self.function) else None
+            parts |= dict(zip(self.whole, self.numbers(outputs, batch, keys, known), strict=True))
+        return [*(parts[name] for name in self.terms), *self._constants(metrics)]
 
-    def means(self, sums: list[jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Divides the sums over all micro-batches: (the loss of the whole batch, its terms and metrics by name)."""
-        quotients = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
-        named = dict(zip((*self.terms, *self.metrics), quotients, strict=True))
+    def sums_at_once(self, outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
+        """Computes each term, then a sum and a weight for each metric, of a whole mini-batch."""
+        terms, metrics = loss_parts(_called(self.function, outputs, batch, key))
+        return [*(self._quotient(*_as_pair(terms[name])) for name in self.terms), *self._constants(metrics)]
+
+    def _quotient(self, total: Leaf, weight: Leaf) -> jax.Array:
+        return jnp.asarray(total).astype(self.of_batch.dtype) * (1 / jnp.asarray(weight).astype(self.of_batch.dtype))
+
+    def _constants(self, metrics: PyTree) -> list[jax.Array]:
+        """A sum and a weight for each metric, in the dtype of the loss's sums; nothing is differentiated by them."""
+        pairs = [part for name in sorted(metrics) for part in _as_pair(metrics[name])]
+        return [jax.lax.stop_gradient(jnp.asarray(part)).astype(self.of_batch.dtype) for part in pairs]
+
+    def means(self, sums: Sequence[jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """From the sums of all `parts`: (the whole batch's loss, its terms and metrics by name)."""
+        terms, pairs = sums[: len(self.terms)], sums[len(self.terms) :]
+        quotients = [total / weight for total, weight in zip(pairs[::2], pairs[1::2], strict=True)]
+        named = dict(zip((*self.terms, *self.metrics), (*terms, *quotients), strict=True))
         named.pop(ONLY, None)
-        return sum(quotients[1 : len(self.terms)], quotients[0]), named
-
-    def warn_of_late_weight(self) -> None:
-        """Warns of a weight that is known only after the forward: the backward can't start from 1 / weight then.
-
-        A pair is most likely (loss, metric), and would be read as (loss_sum, weight_sum).
-        """
-        if self.weights is not None:
-            return
-        metric = "If the second value is a metric, return the loss alone, or (loss, 1.0, {'accuracy': accuracy}). "
-        warn_user(
-            f"loss_fn {loss_name(self.function)} returned a weight_sum that depends on the model's outputs or on its "
-            f"key. {metric * self.is_pair}Such a weight isn't known before the backward. So jpipe divides gradients at "
-            "the end of the step, and a backward rule that isn't linear (a jax.custom_vjp that clips or rounds) sees "
-            "cotangents that are larger by the weight. Compute the weight from the batch alone to avoid this"
-        )
+        return sum(terms[1:], terms[0]), named
 
 
 def loss_name(function: LossFn) -> str:
@@ -133,72 +160,161 @@ def loss_name(function: LossFn) -> str:
 
 
 def _called(function: LossFn, outputs: PyTree, batch: Batch, key: Leaf | None) -> PyTree:
-    """Calls a loss function; it gets the key if its signature has a parameter `key`."""
-    return function(outputs, batch, **({"key": key} if "key" in signature_of(function) else {}))
+    """Calls a loss function. If its signature has a parameter `key`, it gets one made of the last layer's."""
+    keys = {"key": None if key is None else loss_key(key)} if "key" in signature_of(function) else {}
+    return function(outputs, batch, **keys)
 
 
-def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
+def trace_loss(
+    loss_fn: LossFn,
+    outputs: Shapes,
+    batch: Shapes,
+    *,
+    lying: Sequence[AxisSharding] = (),
+    count: int = 1,
+    over: str | None = None,
+    train: bool = True,
+) -> TracedLoss:
     """Traces a loss function at what the model gives for one micro-batch.
 
     Args:
       loss_fn: the user's.
       outputs: what the last layer gives, shapes.
       batch: the micro-batch, shapes `[b, ...]`.
+      lying: how a micro-batch lies in each leaf of the outputs of all of them; empty if each has a loss of its own.
+      count: M, the number of micro-batches.
+      over: one of `OVER`.
+      train: training, or evaluation, where there is no key.
 
     Raises:
       ValueError: it raised an error; or returned neither a floating-point scalar, nor a tuple of scalars and metrics,
-        nor a dict of scalars and pairs of which no weight depends on the outputs.
+        nor a dict of scalars and pairs; or a weight depends on the outputs; or it couples examples.
     """
-    call = functools.partial(_called, loss_fn)
-    try:
-        jaxpr, returned = trace(call, outputs, batch, key_shape())
-    except Exception as error:
-        bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
-        hint = "; the first batch that a pipeline sees has to be a whole one, not its inputs alone" * bare
-        fault = f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}"
-        called = f"the outputs {describe(outputs)} and the batch {describe(batch)} of one micro-batch{hint}"
-        raise ValueError(f"{fault}; it was called with {called}") from error
+    call, key = functools.partial(_called, loss_fn), key_shape() if train and "key" in signature_of(loss_fn) else None
+    with _telling(loss_fn, "one micro-batch", outputs, batch, key):
+        jaxpr, returned = trace(call, outputs, batch, key)
     terms, metrics = loss_parts(returned)
     _check_terms(returned, terms)
     _check_metrics(returned, terms, metrics)
-    sums = without_prints(trace(lambda *arguments: loss_sums(call(*arguments)), outputs, batch, key_shape())[0])
     names = tuple(sorted(terms))
-    return TracedLoss(
+    dtype = accumulator_dtype(jnp.result_type(*(_as_pair(terms[name])[0].dtype for name in names)))
+    weights, by_shapes = _weights(call, (outputs, batch, key), returned, names, dtype)
+    totals = None if by_shapes is None else [count * weight for weight in by_shapes]
+    loss = TracedLoss(
         function=loss_fn,
-        of_batch=jax.ShapeDtypeStruct((), shapes_of(sums.jaxpr.outvars)[1].dtype),
+        of_batch=jax.ShapeDtypeStruct((), dtype),
         terms=names,
         metrics=tuple(sorted(metrics)),
-        weights=_weights(sums, names, len(jax.tree.leaves(outputs))),
-        is_pair=ONLY in terms and isinstance(returned, tuple) and len(returned) == 2,
-        needs_key=uses(sums)[-1],
+        weights=weights,
+        total_weights=totals,
+        needs_key=key is not None and uses(without_prints(jaxpr))[-1],
         constrained=named_axes(jaxpr),
+        lying=lying,
     )
+    with_totals = lambda loss: loss if totals else replace(loss, known=[*loss.known, *[loss.of_batch] * len(names)])
+    if not lying:
+        return with_totals(loss)
+    by_rows = [Shard(0)] * len(jax.tree.leaves(batch))
+    whole = whole_structs(outputs, lying, count), whole_structs(batch, by_rows, count), key
+    if over == "batch":
+        with _telling(loss_fn, "the whole mini-batch", *whole):
+            at_once = with_gradient(loss.sums_at_once, *whole)
+        return replace(loss, at_once=at_once, known=list(filter(is_float, jax.tree.leaves(outputs))))
+    is_number = isinstance(returned, tuple) and len(returned) == 3 and by_shapes == [1.0]
+    numbers = tuple(name for name in names if is_number or not isinstance(terms[name], tuple))
+    return with_totals(_by_microbatch(loss, numbers, (outputs, batch, key), whole, lying) if numbers else loss)
 
 
-def _weights(sums: ClosedJaxpr, names: Sequence[str], num_outputs: int) -> ClosedJaxpr | None:
-    """Traces micro-batch -> the terms' weights; None if the only term's weight depends on more than the batch.
-
-    Args:
-      sums: leaves of the outputs, of the micro-batch, random key -> `loss_sums`.
-      names: of the terms.
-      num_outputs: how many leaves the outputs have.
+def _by_microbatch(
+    loss: TracedLoss,
+    numbers: tuple[str, ...],
+    of_part: tuple[Shapes, Shapes, Shapes],
+    whole: tuple[Shapes, Shapes, Shapes],
+    lying: Sequence[AxisSharding],
+) -> TracedLoss:
+    """The same loss, of which some terms are numbers of the mini-batch; arguments as of `trace_loss`.
 
     Raises:
-      ValueError: there are several terms, and a weight depends on more than the batch.
+      ValueError: it couples examples.
     """
-    of_batch = [num_outputs <= i < len(sums.in_avals) - 1 for i in range(len(sums.in_avals))]
 
-    def are_weights(terms: Collection[int]) -> list[bool]:
-        return [i in {2 * t + 1 for t in terms} for i in range(len(sums.out_avals))]
+    def terms_of(outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
+        terms, _ = loss_parts(_called(loss.function, outputs, batch, key))
+        return [_as_pair(terms[name])[0] for name in numbers]
 
-    for t, name in enumerate(names):
-        if any(used and not is_known for used, is_known in zip(uses(sums, are_weights([t])), of_batch, strict=True)):
-            if len(names) == 1:
-                return None
-            fault = f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs"
-            remedy = "compute it from the batch alone, or return one pair (loss_sum, weight_sum)"
-            raise ValueError(f"{fault}; {remedy}")
-    return needed_part(sums, are_weights(range(len(names))), keep=of_batch)[0]
+    name, rows = loss_name(loss.function), [jax.tree.leaves(batch)[0].shape[0] for batch in (whole[1], of_part[1])]
+    try:
+        with _telling(loss.function, "the whole mini-batch", *whole):
+            parts = PartsOfLoss(terms_of, of_part, whole, lying)
+    except CouplesError as error:
+        raise ValueError(
+            f"loss_fn {name} couples the examples of the mini-batch: {error.args[0]}. So it isn't the sum of what "
+            f"micro-batches give, and {rows[0] // rows[1]} micro-batches would make another loss of it. "
+            'Pass loss_over="batch" to jpipe.Pipeline: exact for any loss, for one more forward, and all outputs held; '
+            "or return (loss_sum, weight_sum), if the sums of micro-batches over their weights are meant; or pass "
+            'loss_over="microbatch", if each micro-batch is to have a loss of its own, of which the mean is taken'
+        ) from None
+    return replace(loss, whole=numbers, numbers=parts, known=parts.shapes)
+
+
+@contextmanager
+def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Shapes | None) -> Iterator[None]:
+    """Calls a user's loss function; what it raises is told with what it was called with.
+
+    Raises:
+      ValueError: for any error but a `CouplesError`.
+    """
+    try:
+        yield
+    except CouplesError:
+        raise
+    except Exception as error:
+        fault = f"loss_fn {loss_name(function)} raised {type(error).__name__}: {error}"
+        if key is None and "key" in signature_of(function):
+            remedy = "It was called with key=None, as in evaluation; let it do without a key there, and return as much"
+            raise ValueError(f"{fault}. {remedy}") from error
+        bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
+        hint = "; the first batch that a pipeline sees has to be a whole one, not its inputs alone" * bare
+        fault = f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}"
+        called = f"the outputs {describe(outputs)} and the batch {describe(batch)} of {of}{hint}"
+        raise ValueError(f"{fault}; it was called with {called}") from error
+
+
+def _weights(
+    call: Callable[..., PyTree],
+    arguments: tuple[Shapes, Shapes, Shapes | None],
+    returned: PyTree,
+    names: Sequence[str],
+    dtype: jnp.dtype,
+) -> tuple[ClosedJaxpr, list[float] | None]:
+    """Traces (micro-batch, random key -> the terms' weights); also their numbers, if shapes alone tell them.
+
+    Raises:
+      ValueError: a weight depends on the outputs.
+    """
+
+    def weights_of(*arguments: PyTree) -> list[jax.Array]:
+        terms, _ = loss_parts(call(*arguments))
+        return [jnp.asarray(_as_pair(terms[name])[1]).astype(dtype) for name in names]
+
+    closed = without_prints(trace(weights_of, *arguments)[0])
+    num_outputs = len(jax.tree.leaves(arguments[0]))
+    for i, name in enumerate(names):
+        if any(uses(closed, [j == i for j in range(len(names))])[:num_outputs]):
+            is_pair = isinstance(returned, tuple) and len(returned) == 2
+            metric = 'if it is a metric, return (loss, 1.0, {"accuracy": accuracy}); ' * is_pair
+            raise ValueError(
+                f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs, but a pair is "
+                f"(loss_sum, weight_sum), and weights have to be known before the backward: {metric}compute the weight "
+                'from the batch alone; or return the quotient, and pass loss_over="batch" to jpipe.Pipeline'
+            )
+    of_batch = [i >= num_outputs for i in range(len(closed.in_avals))]
+    weights, _ = needed_part(closed, [True] * len(names), keep=of_batch)
+    alone, used = needed_part(weights, [True] * len(names))
+    if any(used):
+        return weights, None
+    with on_this_host():
+        return weights, [float(weight) for weight in interpret(alone)]
 
 
 def _are_scalars(value: PyTree) -> bool:

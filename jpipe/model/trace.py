@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from jpipe.model.groups import (
     DEFAULT_RULES,
     WEIGHTS,
     LayerGroup,
+    LayerTrace,
     Model,
     role_of,
     same_shapes,
@@ -49,22 +49,6 @@ from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
 from jpipe.terminal.notices import warn_once
 from jpipe.types import Batch, PyTree, Shapes
-
-
-class LayerTrace(NamedTuple):
-    """A layer's call as traced on whole arrays.
-
-    Attributes:
-      jaxpr: variables, inputs, batch, key -> outputs, new state.
-      variables: the shapes of its variables by collection.
-      gives: the shapes of its outputs.
-      dropouts: the names of its dropouts.
-    """
-
-    jaxpr: ClosedJaxpr
-    variables: dict[str, Shapes]
-    gives: Shapes
-    dropouts: list[str]
 
 
 def trace_model(
@@ -183,8 +167,9 @@ def _trace_layer(
             with layer.dropouts() as dropouts:
                 jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
             check_updates(variables, updates, jaxpr)
-            traces[index] = LayerTrace(jaxpr, variables, strong(gives), dropouts)
-        jaxpr, variables, gives, dropouts = traces[index]
+            written = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
+            traces[index] = LayerTrace(jaxpr, variables, strong(gives), dropouts, written)
+        jaxpr, variables, gives, dropouts, _ = traces[index]
         # A shared layer may have weights (parameters, and whatever else has a role in `WEIGHTS`) and caches, of which
         # each use has its own; nothing else.
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
@@ -199,7 +184,9 @@ def _trace_layer(
     if not needs_key and not decodes and not is_frozen:
         warn_of_dropouts(name, dropouts)
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
-    group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules)
+    group = LayerGroup(
+        layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules, trace=traces[index]
+    )
     # The partitioner's errors need the layer's name alone: such as that a `jax.shard_map` in the layer can't be carried
     # out on these axes.
     try:

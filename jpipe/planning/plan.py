@@ -182,15 +182,13 @@ def make_plan(
       ValueError: the request has a rule for a collection that no layer has; or shared ends that have state.
 
     Warns:
-      UserWarning: the loss's weight depends on the model's outputs; a module looks tied and isn't; nothing is split
+      UserWarning: a module looks tied and isn't; nothing is split
         over a mesh axis; a layer alone costs more than the share of a stage, and the model more than next to nothing;
         or it has a part whose FLOPs can't be counted.
     """
     check_collections(request.merge, model.groups)
     if request.shares_ends:
         _check_ends(model)
-    if loss is not None:
-        loss.warn_of_late_weight()
     _warn_of_untied(request, model)
     _warn_of_idle_axes(request, model, loss)
     measure = measure_of(request.balance)

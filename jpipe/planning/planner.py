@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ import numpy as np
 
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
-from jpipe.batches.outputs import in_halves, output_axes
+from jpipe.batches.outputs import in_halves, lying_by_shapes, output_axes
 from jpipe.cutting.module import Modes, WholeModel, make_whole
 from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.jaxprs.rewriting import equations_in
@@ -34,12 +34,14 @@ from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import shapes_only
 from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context
-from jpipe.model.groups import Model
+from jpipe.model.examples_in_layers import follow_examples
+from jpipe.model.groups import LayerGroup, LayerTrace, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
-from jpipe.model.trace import LayerTrace, trace_model
+from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
+from jpipe.partitioner.shardings import AxisSharding
 from jpipe.planning.balance import as_balance, measure_of
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, early_partition, make_plan
@@ -73,7 +75,10 @@ class Planner:
       plan: None until a batch was seen.
       cut: of a model that is one module, where it is cut; None until a batch was seen.
       model: micro-batch -> the layers traced at its shapes, checked against the plan if there is one.
-      loss: micro-batch -> the loss that follows them, checked; None if there is none.
+      examples: micro-batch -> what the layers do to its examples.
+      outputs_lie: micro-batch -> how it lies in each leaf of the outputs of all of them.
+      loss: micro-batch -> the loss that follows them in training, checked; None if there is none.
+      loss_in_evaluation: micro-batch -> the same in evaluation, where it gets no random key.
       pieces: micro-batch -> the pieces of a model that is one module, as layers for its shapes.
       layers: micro-batch, type of random keys -> the layers of each group in training.
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
@@ -98,7 +103,10 @@ class Planner:
 
     def _begin_anew(self) -> None:
         """Sets all that is cached to nothing."""
-        self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
+        self.model, self.output_axes = cache(self._model), cache(self._output_axes)
+        self.examples = cache(lambda micro: follow_examples(self.model(micro)))
+        self.outputs_lie = cache(self._outputs_lie)
+        self.loss, self.loss_in_evaluation = cache(self._loss), cache(partial(self._loss, train=False))
         self.layers, self.programs = cache(self._layers), DevicePrograms()
         self.traces: Traces | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
@@ -125,6 +133,7 @@ class Planner:
         if mine.splits != others.splits or mine.schedule.num_microbatches != others.schedule.num_microbatches:
             return
         self.model, self.loss = other.model, other.loss
+        self.examples, self.outputs_lie = other.examples, other.outputs_lie
         if mine.remat == others.remat:
             self.layers = other.layers
         if other.cut is not None:
@@ -208,28 +217,43 @@ class Planner:
                 self.traces.calls[micro] = {i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)}
             return model
 
+    def _outputs_lie(self, micro: MicroBatch) -> list[AxisSharding]:
+        """How a micro-batch lies in each leaf of the outputs of all of them, replicated where examples have no axis."""
+        found, outputs = self.examples(micro), self.model(micro).groups[-1].gives
+        if found.is_certain:
+            return found.outputs
+        return lying_by_shapes(outputs, self._doubled(micro), found.outputs, micro.size)
+
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
-        outputs, doubled = self.model(micro).groups[-1].gives, None
+        found, outputs = self.examples(micro), self.model(micro).groups[-1].gives
+        return output_axes(outputs, self._doubled(micro), micro.size, found.outputs if found.is_certain else None)
+
+    def _doubled(self, micro: MicroBatch) -> LayerGroup | None:
+        """The last layer for twice as many examples, `in_halves` if that can be; None if the model can't take them."""
         halves = in_halves(self.request.mesh)
         # Layers that need this mesh (`shard_map`) are traced over it, and then where halves lie isn't known. A model
         # that takes micro-batches of one size alone can't be traced at all.
         for splits in (halves, self.request.splits):
             with suppress(Exception):
                 last = self._traced(micro.doubled, splits).groups[-1]
-                doubled = last if splits is halves else replace(last, gives_at=[()] * len(last.gives_at))
-                break
-        if doubled is not None and jax.tree.structure(doubled.gives) != jax.tree.structure(outputs):
-            doubled = None
-        return output_axes(outputs, doubled, micro.size)
+                same = jax.tree.structure(last.gives) == jax.tree.structure(self.model(micro).groups[-1].gives)
+                lies = last.gives_at if splits is halves else [()] * len(last.gives_at)
+                return replace(last, gives_at=lies) if same else None
+        return None
 
-    def _loss(self, micro: MicroBatch) -> TracedLoss | None:
+    def _loss(self, micro: MicroBatch, *, train: bool = True) -> TracedLoss | None:
         if self.request.loss_fn is None:
             return None
-        loss_fn, outputs = self.request.loss_fn, self.model(micro).groups[-1].gives
+        loss_fn, outputs, over = (
+            self.request.loss_fn,
+            self.model(micro).groups[-1].gives,
+            self.request.options.loss_over,
+        )
+        lying = [] if micro.count == 1 or over == "microbatch" else self.outputs_lie(micro)
         with self.tracing():
             if self.cut is not None:
                 loss_fn = self.cut.loss(loss_fn, self._modes(micro).outputs, micro.shapes)
-            return trace_loss(loss_fn, outputs, micro.shapes)
+            return trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         functions, layers = self._functions(micro, key, with_loss=True), []
@@ -251,7 +275,8 @@ class Planner:
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
         model, remat = self.model(micro), self.request.remat
-        loss = lambda g: self.loss(micro) if with_loss and g == model.last else None
+        of_mode = self.loss if key is not None else self.loss_in_evaluation
+        loss = lambda g: of_mode(micro) if with_loss and g == model.last else None
         return [LayerFunction(group, key, remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---
@@ -361,17 +386,29 @@ class Planner:
                 layers,
                 self.programs,
                 idles_work=self.request.splits.on_gpu,
+                outputs=self._outputs_step(micro, key),
             )
 
     def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
         if with_loss:
             self.request.check_has_loss()
+        outputs = self._outputs_step(micro, None) if with_loss else None
+        return self._forward_step(micro, self._functions(micro, None, with_loss), outputs)
+
+    def _outputs_step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None) -> Step | None:
+        """The step forward only that gives the outputs of which the loss is computed at once; None if it isn't."""
+        loss = self.loss(micro) if key is not None else self.loss_in_evaluation(micro)
+        if loss is None or loss.at_once is None:
+            return None
+        return self._forward_step(micro, self._functions(micro, key, with_loss=False))
+
+    def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction], outputs: Step | None = None) -> Step:
         sizes = self.request.schedule.sizes | {"num_microbatches": micro.count}
-        schedule = forward_only(**sizes, style=self.request.schedule.style)
-        functions = self._functions(micro, None, with_loss)
+        schedule, idles = forward_only(**sizes, style=self.request.schedule.style), self.request.splits.on_gpu
         with self.tracing():
-            idles = self.request.splits.on_gpu
-            return build_step(self.known_plan(), self.model(micro), schedule, functions, idles_work=idles)
+            return build_step(
+                self.known_plan(), self.model(micro), schedule, functions, idles_work=idles, outputs=outputs
+            )
 
 
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:

@@ -11,7 +11,7 @@ from jpipe.layers.base import AnyLayer
 from jpipe.memory.offload import NOTHING, Offload
 from jpipe.mesh.splits import Splits, check_when
 from jpipe.model.groups import DEFAULT_RULES
-from jpipe.model.loss import LossFn
+from jpipe.model.loss import OVER, LossFn
 from jpipe.model.remat import Remat
 from jpipe.planning.balance import Balance
 from jpipe.schedules.schedule import Schedule
@@ -35,6 +35,7 @@ class Options:
         lie otherwise, and go to a pipeline without by `layer_variables` and `from_layer_variables`.
       offload: what lies in the memory of the hosts.
       rings: products run beside what they gather and scatter, where the mesh has rings (`Splits.rings`).
+      loss_over: what a loss of one number is taken over (`jpipe.model.loss.OVER`).
 
     Raises:
       ValueError: an unknown word.
@@ -46,11 +47,14 @@ class Options:
     ends: str = "own"
     offload: Offload = NOTHING
     rings: bool = True
+    loss_over: str | None = None
 
     def __post_init__(self) -> None:
         check_when("cast", self.cast)
         if self.ends not in ENDS:
             raise ValueError(f"ends={self.ends!r} is unknown; use one of {list(ENDS)}")
+        if self.loss_over not in OVER:
+            raise ValueError(f"loss_over={self.loss_over!r} is unknown; use 'batch' or 'microbatch', or leave it out")
         if not isinstance(self.unroll, bool):
             raise TypeError(
                 f"unroll={self.unroll!r} is not a bool; True compiles a stage's layers one by one, False as a loop"

@@ -63,6 +63,8 @@ class Step:
       idle_work: the layers that idle stages compute along; none, unless the devices are GPUs.
       table: when each action runs, T ticks of K stages.
       ends: how the first and the last layer run.
+      outputs_step: the step forward only that gives the outputs of which the loss is computed at once
+        (`TracedLoss.at_once`); None if micro-batches have parts of the loss.
       paired_group: the group whose layers run in pairs, in each trip of a loop one forward and another one backward;
         None if the passes run one after the other.
     """
@@ -84,6 +86,7 @@ class Step:
     table: TickTable
     ends: Ends
     paired_group: int | None
+    outputs_step: Step | None = None
 
     @property
     def loss(self) -> TracedLoss | None:
@@ -144,6 +147,7 @@ def build_step(
     programs: DevicePrograms | None = None,
     *,
     idles_work: bool = False,
+    outputs: Step | None = None,
 ) -> Step:
     """Lays out a step for the shapes of one micro-batch.
 
@@ -155,6 +159,7 @@ def build_step(
       trained: their forward and backward, in the same order; empty for a step without backward.
       programs: what devices run of layers; default: nothing is there yet.
       idles_work: whether idle stages may compute along (`jpipe.planning.idle_work`).
+      outputs: the step that gives the outputs of which the loss is computed at once.
 
     Raises:
       ValueError: as `check_end` and `make_merging`.
@@ -208,6 +213,7 @@ def build_step(
         table=table,
         ends=make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs) if over_stages else Ends(),
         paired_group=pairs,
+        outputs_step=outputs,
     )
 
 

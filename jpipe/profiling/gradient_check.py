@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.batches.microbatches import split_microbatches
+from jpipe.execution.before_ticks import in_order, joined_outputs
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
@@ -221,57 +221,59 @@ def _of_reference(reference: Reference, planner: Planner, model: Model) -> Plain
 
 
 def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, key: jax.Array) -> Plain:
-    """The layers one after the other, each as its library has it: sums of losses and weights are divided once.
+    """The layers one after the other, or a model that is one module as it is, each as its library has it.
 
-    Or a model that is one module as it is, so that it doesn't matter where it is cut.
+    They take the whole mini-batch, as does the loss. If they draw random numbers, each micro-batch draws its own: then
+    they take one after the other, and the loss takes all outputs.
     """
     micro, request = planner.for_training(batch), planner.request
-    loss, cut = planner.loss(micro), planner.cut
+    loss, cut, count = planner.loss(micro), planner.cut, micro.count
     own = request.layers if cut is None else [replace(cut.whole.layer, has_model_key=True)]
     layers = with_inputs(own, request.read_inputs)
     assert loss is not None, "without one there are no gradients"
-    num_terms = len(loss.terms)
+    draws = loss.needs_key or any(group.needs_key for group in model.groups)
+    key_of = lambda key, i, m: layer_key(key, i, m, of_model=layers[i].has_model_key)
 
-    def of_part(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: Key, weights: jax.Array) -> PyTree:
-        """The gradients of micro-batch m's sums of loss, each divided by its weight; and all sums."""
+    def outputs(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: Key) -> PyTree:
+        x, variables = (), _whole(model, params, trees)
+        for i, layer in enumerate(layers):
+            of_layer = variables[i] if cut is None else cut.to_model(variables)
+            x, _ = layer.apply(of_layer, positional(x), Context(key_of(key, i, m), True, part))
+        return x if cut is None else cut.wanted(x)
 
-        def mean(params: Params) -> tuple[jax.Array, list[jax.Array]]:
-            x, variables = (), _whole(model, params, trees)
-            for i, layer in enumerate(layers):
-                of_layer = variables[i] if cut is None else cut.to_model(variables)
-                x, _ = layer.apply(
-                    of_layer, positional(x), Context(layer_key(key, i, m, of_model=layer.has_model_key), True, part)
-                )
-            x = x if cut is None else cut.wanted(x)
-            sums = loss.sums(x, part, layer_key(key, len(layers) - 1, m, of_model=layers[-1].has_model_key))
-            return jnp.sum(jnp.stack(sums[: 2 * num_terms : 2]) / weights), sums
+    def of_loss(outputs: PyTree, batch: Batch, key: Key) -> jax.Array:
+        return sum(loss.sums_at_once(outputs, batch, key_of(key, len(layers) - 1, 0))[: len(loss.terms)])
 
-        return jax.grad(mean, has_aux=True)(params)
+    def of_parts(outputs: PyTree, parts: Batch, batch: Batch, key: Key) -> jax.Array:
+        """The loss if it draws random numbers: each micro-batch draws its own."""
+        keys, leaves = [key_of(key, len(layers) - 1, m) for m in range(count)], jax.tree.leaves(batch)
+        of_each = [jax.tree.map(lambda a, m=m: a[m], (outputs, parts)) for m in range(count)]
+        values = replay(loss.numbers.ahead, loss.numbers.known)(leaves) if loss.numbers else []
+        weights = [replay(loss.weights, loss.terms)(of_each[m][1], keys[m]) for m in range(count)]
+        known = in_order(loss, count, values, [] if loss.total_weights else list(map(sum, zip(*weights, strict=True))))
+        of_part = lambda m: [a[m] if each else a for a, each in zip(known, loss.stacked, strict=True)]
+        sums = [loss.parts(*of_each[m], of_part(m), keys[m])[: loss.num_differentiated] for m in range(count)]
+        return sum(map(sum, sums))
 
-    number, weights = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((num_terms,), loss.of_batch.dtype)
+    shapes = micro.shapes if draws else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    arguments = _made_params(model, trees), trees, shapes, jax.ShapeDtypeStruct((), np.int32), key_shape(key)
     with planner.tracing():
-        params = _made_params(model, trees)
-        jaxpr, results = trace(of_part, params, trees, micro.shapes, number, key_shape(key), weights)
-    run = replay(_on_one_device(jaxpr), results)
+        jaxpr, given = trace(outputs, *arguments)
+        run = replay(_on_one_device(jaxpr), given)
 
-    def value_and_grad(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
-        parts, indices = split_microbatches(batch, micro.count), jnp.arange(micro.count, dtype=jnp.int32)
+    def value(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> jax.Array:
+        if not draws:
+            return of_loss(run(params, trees, batch, 0, key), batch, key)
+        parts, indices = split_microbatches(batch, count), jnp.arange(count, dtype=jnp.int32)
+        one = jax.checkpoint(lambda at: run(params, trees, at[1], at[0], key))
+        all_outputs = jax.lax.map(one, (indices, parts))
+        if loss.needs_key and loss.at_once is None:
+            return of_parts(all_outputs, parts, batch, key)
+        leaves, structure = jax.tree.flatten(all_outputs)
+        whole = joined_outputs(leaves, planner.outputs_lie(micro))
+        return of_loss(jax.tree.unflatten(structure, whole), batch, key)
 
-        def run_part(m: jax.Array, weights: jax.Array) -> PyTree:
-            return run(params, trees, jax.tree.map(lambda a: a[m], parts), m, key, weights)
-
-        # First all sums: a micro-batch's gradients are divided by the weights of the whole mini-batch.
-        totals = list(map(jnp.sum, jax.lax.map(lambda m: run_part(m, jnp.ones_like(weights))[1], indices)))
-
-        def add(sums: Params, m: jax.Array) -> tuple[Params, None]:
-            grads, _ = run_part(m, jnp.stack(totals[1 : 2 * num_terms : 2]))
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), None
-
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, accumulator_dtype(a.dtype)), params)
-        grads = jax.tree.map(lambda g, a: g.astype(a.dtype), jax.lax.scan(add, zeros, indices)[0], params)
-        return loss.means(totals)[0], grads
-
-    return value_and_grad
+    return jax.value_and_grad(value)
 
 
 def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:

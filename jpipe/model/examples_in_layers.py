@@ -1,0 +1,63 @@
+"""Follows the examples of a micro-batch through a model: where they lie in its outputs, and what couples them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jpipe.model.groups import LayerGroup, Model
+from jpipe.partitioner.examples import Coupling, Examples
+from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
+
+
+@dataclass(frozen=True, eq=False)
+class ExamplesInLayers:
+    """What layers do to the examples of a micro-batch, in training.
+
+    Attributes:
+      outputs: how each example lies in each leaf of the model's outputs; replicated or partial where it doesn't.
+      couplings: by index of a layer, what looks at several examples in it, but for unknown operations.
+      is_certain: whether examples were followed through operations that are all known, and that couple none of them
+        but by BatchNorm's statistics. Else an output may have examples elsewhere too.
+    """
+
+    outputs: list[AxisSharding]
+    couplings: dict[int, list[Coupling]]
+    is_certain: bool
+
+    def of(self, index: int) -> Coupling | None:
+        """What couples examples in a layer, other than BatchNorm's statistics if there is anything else."""
+        found = self.couplings.get(index, [])
+        return next((one for one in found if not one.is_statistic), found[0] if found else None)
+
+
+def follow_examples(model: Model) -> ExamplesInLayers:
+    """Follows examples through all layers of a model."""
+    size, at, certain = jax.tree.leaves(model.batch)[0].shape[0], list[AxisSharding](), True
+    seen: dict[tuple[object, ...], Examples] = {}
+    couplings: dict[int, list[Coupling]] = {}
+    for index, g in enumerate(model.group_of):
+        group, place = model.groups[g], (g, *at)
+        if place not in seen:
+            seen[place] = _follow(group, at, size)
+        found, at = seen[place].couplings, seen[place].results[: len(jax.tree.leaves(group.gives))]
+        certain &= all(one.is_statistic for one in found)
+        if known := [one for one in found if one.is_known]:
+            couplings[index] = known
+    return ExamplesInLayers(at, couplings, certain)
+
+
+def _follow(group: LayerGroup, takes: Sequence[AxisSharding], size: int) -> Examples:
+    """Follows `size` examples through one layer, which has them in its inputs as `takes` says."""
+    assert group.trace is not None
+    closed, written = group.trace.jaxpr, group.trace.written
+    num_variables = len(group.leaves(list(group.variables)))
+    rest = len(closed.in_avals) - num_variables - len(takes)
+    lying = [*[REPLICATED] * num_variables, *takes, *[Shard(0)] * (rest - 1), REPLICATED]
+    # A running average's new value is made of the statistic that examples are normalised by.
+    moments = [
+        len(closed.out_avals) - len(written) + i for i, n in enumerate(written) if group.rules.get(n) == "moments"
+    ]
+    return Examples(closed, size, lying, [True] * len(lying), strict=False, statistics=moments)

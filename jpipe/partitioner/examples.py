@@ -1,0 +1,397 @@
+"""Follows the examples of a batch through a function: where it treats them by themselves, and where it couples them.
+
+A function of a whole mini-batch is to be carried out micro-batch by micro-batch. The micro-batches are one more axis
+that arrays are split over, so the same rules (`jpipe.partitioner.rules`) say how each operation treats them. Of
+
+    loss = sum(error(outputs, labels) * mask) / sum(mask)         outputs, labels, mask [B, T]
+
+`outputs` is a shard, and so are the error and its product with the mask. Their sum is partial: each micro-batch has a
+part of it. `sum(mask)` is partial too, but follows from the batch alone: it is computed *ahead*, once for the whole
+mini-batch, and each micro-batch divides its part by that number. The parts add up to the loss.
+
+An equation *couples* examples if it needs more of the outputs than a micro-batch has of them: two micro-batches side by
+side (pairs), a sum over all (the square of a mean), or all in order (a sort). Then no parts add up to the function.
+
+Nothing is converted here but what is the same for all micro-batches: it is cut, or each takes an M-th part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jpipe.jaxprs.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
+from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
+from jpipe.partitioner.by_rule import way_by_rule
+from jpipe.partitioner.choice import Chooser
+from jpipe.partitioner.control_flow import CONTROL_FLOW
+from jpipe.partitioner.per_device import HANDLERS
+from jpipe.partitioner.rules import RULES, part_params
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, is_possible, part_shape
+from jpipe.partitioner.way import Axes, Way
+from jpipe.seam.inside import at_line_of, carry_out, line_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.types import Leaf
+
+Form = tuple[int, AxisSharding]
+"""A value by its number, and how a micro-batch has it: a shard of it, the whole, or a part of a sum."""
+
+
+class Coupling(NamedTuple):
+    """An equation that needs more of a value than a micro-batch has.
+
+    Attributes:
+      flat: the equation.
+      why: what it does, in words.
+      is_statistic: whether it needs sums that results called statistics are made of, and nothing else.
+    """
+
+    flat: FlatEquation
+    why: str
+    is_statistic: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a rule for its operation. Else it may well treat examples by themselves."""
+        return self.flat.equation.primitive.name in RULES.keys() | CONTROL_FLOW.keys()
+
+    def __str__(self) -> str:
+        line = line_of(self.flat.equation, self.flat.callers) or "an unknown line"
+        return f"{self.flat.equation.primitive.name} at {line} {self.why}"
+
+
+class CouplesError(ValueError):
+    """A function couples examples. Its argument is the `Coupling`."""
+
+
+class Known(NamedTuple):
+    """A value that micro-batches need and that follows from the batch alone, of the whole mini-batch.
+
+    Attributes:
+      value: its number; None for the micro-batch's index.
+      shard: the part that each micro-batch has of it; None if each has the whole.
+    """
+
+    value: int | None
+    shard: Shard | None
+
+
+INDEX = Known(None, Shard(0))
+
+
+@dataclass(frozen=True)
+class _Microbatches(Axis):
+    """The axis of micro-batches. `here` holds the index of the one that is being computed."""
+
+    here: list[Leaf] = field(default_factory=list, compare=False)
+
+    def index(self) -> jax.Array:
+        """The micro-batch's index, where a device has its own."""
+        return jnp.asarray(self.here[0], jnp.int32)
+
+
+class _Recipe(NamedTuple):
+    """How a micro-batch computes a value: `run` takes the forms that it reads, and gives this one."""
+
+    reads: Sequence[Form]
+    run: Callable[..., Leaf]
+
+
+class Examples:
+    """How a function treats the examples of a mini-batch.
+
+    Args:
+      closed: the function, of whole arrays of all micro-batches together.
+      count: M, the number of micro-batches.
+      arguments: how a micro-batch has each argument.
+      late: for each argument, whether it is known only when a micro-batch is computed; those of the batch aren't.
+      strict: whether an equation that couples late values is an error.
+      statistics: the indices of results that are statistics of examples, such as a running mean.
+
+    Attributes:
+      at: by number, how a micro-batch has each value, if it can compute it; else whole.
+      couplings: the equations that couple late values; empty if `strict`.
+      known: what micro-batches need of the whole mini-batch, as far as `function` was called.
+
+    Raises:
+      CouplesError: `strict`, and an equation couples late values.
+    """
+
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        count: int,
+        arguments: Sequence[AxisSharding],
+        late: Sequence[bool],
+        *,
+        strict: bool,
+        statistics: Sequence[int] = (),
+    ):
+        self.flat, self.axis, self._strict = flatten(closed), _Microbatches(("microbatches",), (count,), True), strict
+        self._chooser = Chooser((self.axis,), HANDLERS, by_rule=partial(_by_rule, axes=(self.axis,)))
+        self.at: dict[int, AxisSharding] = dict.fromkeys(self.flat.constants, REPLICATED)
+        self.at |= dict(zip(self.flat.arguments, arguments, strict=True))
+        self._late = {number for number, is_late in zip(self.flat.arguments, late, strict=True) if is_late}
+        self._early = {*self.flat.arguments} - self._late  # and what follows from these alone
+        # For each part of a sum, the equations that summed over examples.
+        self._sums: dict[int, frozenset[int]] = {}
+        self._of_statistics = {*self.flat.needed_for(self.flat.results[i] for i in statistics)}
+        self.couplings: list[Coupling] = []
+        self.known: list[Known] = []
+        self._ways = [self._follow(i, flat) for i, flat in enumerate(self.flat.equations)]
+
+    @property
+    def results(self) -> list[AxisSharding]:
+        """How a micro-batch has each result."""
+        return [self.at[number] for number in self.flat.results]
+
+    # --- from the first equation to the last: how a micro-batch has each value ---
+
+    def _follow(self, i: int, flat: FlatEquation) -> Way:
+        """Finds how an equation is carried out for a micro-batch, and notes how it has the results."""
+        now = [self.at[number] for number in flat.reads]
+        way = self._own_places(i, now) or self._way(i, now)
+        is_late, sends = not self._late.isdisjoint(flat.reads), _sends(way)
+        moved = [
+            n for n, old, (new,) in zip(flat.reads, now, way.operands, strict=True) if old not in (new, REPLICATED)
+        ]
+        if is_late and (sends or not self._late.isdisjoint(moved)):
+            sums = frozenset[int]().union(*(self._sums.get(n, ()) for n in moved))
+            is_sum = not sends and all(self.at[n] == PARTIAL for n in moved)
+            is_statistic = is_sum and sums <= self._of_statistics
+            coupling = Coupling(flat, _why(flat.equation, now), is_statistic)
+            if self._strict:
+                raise CouplesError(coupling)
+            self.couplings.append(coupling)
+        if not is_late and (sends or moved or not all(isinstance(at, Shard) for (at,) in way.results)):
+            way = self._way(i, [REPLICATED] * len(now))  # of the whole mini-batch
+        if is_late:
+            self._late.update(flat.makes)
+        elif not self._early.isdisjoint(flat.reads):
+            self._early.update(flat.makes)
+        for number, (at,) in zip(flat.makes, way.results, strict=True):
+            self.at[number] = at
+            if at == PARTIAL:
+                summed = [self._sums[n] for n, old in zip(flat.reads, now, strict=True) if old == PARTIAL]
+                self._sums[number] = frozenset[int]().union(*summed) or frozenset({i})
+        return way
+
+    def _way(self, i: int, lying: Sequence[AxisSharding]) -> Way:
+        return self._chooser.way(self.flat, i, tuple((at,) for at in lying))
+
+    def _own_places(self, i: int, now: Sequence[AxisSharding]) -> Way | None:
+        """The way of a look-up in each example's own row, `logits[jnp.arange(B), labels]`, or of its transpose.
+
+        Rules don't know that indices are the examples' own places. A micro-batch counts them from its first row.
+        """
+        equation, dims = (
+            self.flat.equations[i].equation,
+            self.flat.equations[i].equation.params.get("dimension_numbers"),
+        )
+        if equation.primitive.name == "gather":
+            chosen, removed, kept, entries = (
+                dims.start_index_map,
+                dims.collapsed_slice_dims,
+                dims.offset_dims,
+                equation.outvars[0],
+            )
+        elif equation.primitive.name == "scatter-add":
+            chosen, removed, kept = (
+                dims.scatter_dims_to_operand_dims,
+                dims.inserted_window_dims,
+                dims.update_window_dims,
+            )
+            entries = equation.invars[2]
+        else:
+            return None
+        indices = now[1]
+        if not isinstance(indices, Shard) or indices.outer > 1:
+            return None
+        at = Shard([d for d in range(len(aval_of(entries).shape)) if d not in kept][indices.dim])
+        for column, dim in enumerate(chosen):
+            table = Shard(dim)
+            if dim in removed and now[0] in (table, REPLICATED) and self._counts(i, column, indices.dim):
+                result = at if equation.primitive.name == "gather" else table
+                run = partial(_at_own_places, equation, column, indices.dim, result, self.axis)
+                return Way(((table,), (indices,), (at,))[: len(now)], ((result,),), run)
+        return None
+
+    def _counts(self, i: int, column: int, dim: int) -> bool:
+        """Whether a column of the indices of a look-up counts the rows of its table, along this dimension."""
+        (table, number), flat = self.flat.equations[i].reads[:2], self.flat
+        made = flat.equations[flat.made_by[number]] if number in flat.made_by else None
+        if made is not None and made.equation.primitive.name == "concatenate":
+            ends = np.cumsum([flat.avals[n].shape[-1] for n in made.reads])
+            part = int(np.searchsorted(ends, column, side="right"))
+            number, column = made.reads[part], column - int(ends[part]) + flat.avals[made.reads[part]].shape[-1]
+        if number in self._late | self._early:
+            return False
+        needed = [flat.equations[j] for j in flat.needed_for([number])]
+        with on_this_host():
+            (found,) = interpret(jaxpr_of(flat, needed, (), (number,)))
+        rows = np.moveaxis(found[..., column], dim, -1)
+        return rows.shape[-1] in flat.avals[table].shape and bool(np.all(rows == np.arange(rows.shape[-1])))
+
+    # --- from what is wanted to what it needs: what a micro-batch computes ---
+
+    def function(self, wanted: Sequence[Form]) -> Callable[[Sequence[Leaf], Sequence[Leaf]], list[Leaf]]:
+        """Makes the function of one micro-batch that computes some values.
+
+        Args:
+          wanted: the values, and how a micro-batch is to have them.
+
+        Returns:
+          (the micro-batch's arguments, its values of `known`) -> what is wanted. Call it once `known` is complete.
+
+        Raises:
+          CouplesError: a micro-batch can't have a value so.
+        """
+        recipes, todo = dict[Form, _Recipe](), list(wanted)
+        while todo:
+            if (form := todo.pop()) not in recipes:
+                recipes[form] = self._recipe(*form)
+                todo += recipes[form].reads
+        # A value follows the equation that makes it; an M-th part follows the whole.
+        order = sorted(recipes, key=lambda form: (self.flat.made_by.get(form[0], -1), form[1] == PARTIAL))
+
+        def run(arguments: Sequence[Leaf], known: Sequence[Leaf]) -> list[Leaf]:
+            self._given = dict(zip(self.flat.arguments, arguments, strict=True))
+            self._at_hand = dict(zip(self.known, known, strict=False))
+            self.axis.here[:] = [self._at_hand.get(INDEX, 0)]
+            values = dict[Form, Leaf]()
+            for form in order:
+                flat = self.flat.equations[self.flat.made_by[form[0]]] if form[0] in self.flat.made_by else None
+                with at_line_of(flat.equation, flat.callers) if flat else nullcontext():
+                    values[form] = recipes[form].run(*(values[read] for read in recipes[form].reads))
+            return [jnp.asarray(values[form]) for form in wanted]
+
+        return run
+
+    def ahead(self) -> ClosedJaxpr:
+        """Computes the values of `known` but for the index, whole, from the leaves of the mini-batch."""
+        values = [number for number, _ in self.known if number is not None]
+        takes = [number for number in self.flat.arguments if number in self._early]
+        return jaxpr_of(self.flat, [self.flat.equations[i] for i in self.flat.needed_for(values)], takes, values)
+
+    def _recipe(self, number: int, form: AxisSharding) -> _Recipe:
+        """How a micro-batch computes a value in some form."""
+        i, now, is_late = self.flat.made_by.get(number), self.at[number], number in self._late
+        if number in self.flat.constants and form == REPLICATED:
+            return _Recipe((), lambda: self.flat.constants[number])
+        if form == PARTIAL and now == REPLICATED and jnp.issubdtype(self.flat.avals[number].dtype, jnp.inexact):
+            return _Recipe([(number, REPLICATED)], lambda x: x / self.axis.size)
+        if now == form and i is None:
+            return _Recipe((), lambda: self._given[number])
+        if now == form and i is not None and (is_late or form != REPLICATED or number not in self._early):
+            return self._by_way(i, self._ways[i], number)
+        if i is not None and now == REPLICATED and isinstance(form, Shard) and (split := self._split(i, number, form)):
+            return split
+        if is_late:
+            flat = self.flat.equations[i] if i is not None else self.flat.equations[-1]
+            raise CouplesError(Coupling(flat, "is of all examples together"))
+        return self._known(Known(number, form if isinstance(form, Shard) else None))
+
+    def _known(self, known: Known) -> _Recipe:
+        if known not in self.known:
+            self.known.append(known)
+        return _Recipe((), lambda: self._at_hand[known])
+
+    def _by_way(self, i: int, way: Way, number: int) -> _Recipe:
+        flat, run = self.flat.equations[i], way.run
+        if way.plans:
+            self._known(INDEX)  # in a loop something may be cut
+        place = flat.makes.index(number)
+        reads = [(n, at) for n, (at,) in zip(flat.reads, way.operands, strict=True)]
+        return _Recipe(reads, lambda *parts: run(*parts)[place])
+
+    def _split(self, i: int, number: int, form: Shard) -> _Recipe | None:
+        """Computes a micro-batch's part of what all have alike: where it is spread over examples, or from parts."""
+        flat, shape = self.flat.equations[i], self.flat.avals[number].shape
+        equation, name, sizes = (
+            flat.equation,
+            flat.equation.primitive.name,
+            [self.flat.avals[n].shape for n in flat.reads],
+        )
+        part = part_shape(shape, (form,), (self.axis,))
+        spread = name == "broadcast_in_dim" and not any(
+            d == form.dim and n > 1 for d, n in zip(equation.params["broadcast_dimensions"], sizes[0], strict=True)
+        )
+        if spread or (name == "random_bits" and equation.params["shape"] == shape):
+            params = (
+                {**equation.params, "sharding": None, "shape": part} if spread else {**equation.params, "shape": part}
+            )
+            return _Recipe([(n, REPLICATED) for n in flat.reads], lambda *x: carry_out(equation, x, params)[0])
+        now = [self.at[n] for n in flat.reads]
+        for k, size in enumerate(sizes):
+            for at in (Shard(d, outer) for d in range(len(size)) for outer in {1, form.outer}):
+                if now[k] in (at, REPLICATED) and is_possible(size, (at,), (self.axis,)):
+                    way = self._way(i, [*now[:k], at, *now[k + 1 :]])
+                    moves = any(old not in (new, REPLICATED) for old, (new,) in zip(now, way.operands, strict=True))
+                    if way.results[flat.makes.index(number)] == (form,) and not moves and not _sends(way):
+                        return self._by_way(i, way, number)
+        return None
+
+
+def _sends(way: Way) -> bool:
+    return way.sends or any(plan.sends for plan, _ in way.plans)
+
+
+def _by_rule(equation: JaxprEqn, lying: Sequence[tuple[AxisSharding]], *, axes: Axes, is_last: bool = False) -> Way:
+    """As `way_by_rule`, but sums stay partial wherever that is right: here sums aren't waited for to send less."""
+    name, now = equation.primitive.name, [at for (at,) in lying]
+    is_float = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
+    linear = {
+        "convert_element_type": is_float,
+        "reduce_precision": True,
+        "broadcast_in_dim": True,
+        "div": is_float and now[1:] == [REPLICATED],
+        "dot_general": REPLICATED in now,
+    }
+    if name == "random_bits" or (PARTIAL in now and linear.get(name, False)):
+        whole = way_by_rule(equation, [(REPLICATED,)] * len(now), axes) if name != "random_bits" else None
+        if whole is None:
+            run = lambda *parts: carry_out(equation, parts)
+            return Way(((REPLICATED,),) * len(now), ((REPLICATED,),), run)
+        return replace(whole, operands=tuple(lying), results=((PARTIAL,),))
+    return way_by_rule(equation, lying, axes, is_last=is_last)
+
+
+def _at_own_places(
+    equation: JaxprEqn,
+    column: int,
+    dim: int,
+    result: Shard,
+    axis: Axis,
+    table: jax.Array,
+    indices: jax.Array,
+    *updates: jax.Array,
+) -> list[jax.Array]:
+    """Carries out a look-up or an addition for a micro-batch, in whose table its own rows count from 0."""
+    is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+    indices = jnp.where(is_column, lax.broadcasted_iota(indices.dtype, indices.shape, dim), indices)
+    shape = part_shape(aval_of(equation.outvars[0]).shape, (result,), (axis,))
+    return carry_out(equation, (table, indices, *updates), part_params(equation, [table.shape], [shape]))
+
+
+def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> str:
+    """What an equation does to examples, in words."""
+    name, shards = equation.primitive.name, [at for at in now if isinstance(at, Shard)]
+    if name not in RULES and name not in CONTROL_FLOW:
+        return "isn't known to treat examples by themselves"
+    if PARTIAL in now:
+        return "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"
+    if len(shards) > 1 and name not in ("concatenate", "sort"):
+        return "makes pairs of examples"
+    if name in ("sort", "top_k") or name.startswith("cum"):
+        return "goes through the examples in order, as a sort or a running sum does"
+    if name in ("gather", "scatter", "scatter-add", "slice", "dynamic_slice", "rev", "concatenate", "split", "reshape"):
+        return "takes examples by their place in the batch, as its halves"
+    return "looks at all examples together"
