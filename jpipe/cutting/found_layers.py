@@ -14,6 +14,7 @@ from jpipe.cutting.whole import cut_model
 from jpipe.jaxprs.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe
+from jpipe.model.examples_in_layers import follow_examples
 from jpipe.model.layer_function import trace_call
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
@@ -34,6 +35,7 @@ class FoundLayer:
       gives: the shapes of what crosses out of it; of the last one the model's outputs.
       flops: the FLOPs of its forward.
       same_as: the index of the first layer that is the same function; its own if it is the first.
+      couples: what looks at several examples of a micro-batch in it, in words; empty if nothing does.
     """
 
     name: str
@@ -42,6 +44,7 @@ class FoundLayer:
     gives: Shapes
     flops: float
     same_as: int
+    couples: str = ""
 
 
 class FoundLayers(Sequence[FoundLayer], Tabular):
@@ -76,7 +79,9 @@ class FoundLayers(Sequence[FoundLayer], Tabular):
             )
             for index, layer in enumerate(self._layers)
         ]
-        return Table(self._title, ("layer", "name", "function", "arrays", "FLOPs", "gives"), rows, {})
+        marks = {index: "couples examples" for index, layer in enumerate(self._layers) if layer.couples}
+        notes = list(dict.fromkeys(layer.couples for layer in self._layers if layer.couples))
+        return Table(self._title, ("layer", "name", "function", "arrays", "FLOPs", "gives"), rows, marks, notes)
 
 
 def layers_of(
@@ -108,6 +113,8 @@ def layers_of(
     whole, modes = whole.read_by(loss_fn, whole.trace(read, shapes), shapes)
     cut = cut_model(whole, modes, wanted)
     traced = trace_model(cut.layers(modes), read, shapes)
+    examples = follow_examples(traced)
+    couples = {g: line for g, line in zip(examples.couplings, examples.in_words(traced), strict=True)}
     found = []
     for index in range(traced.num_layers):
         group = traced.group_at(index)
@@ -120,6 +127,7 @@ def layers_of(
                 gives=group.gives,
                 flops=count_flops(jaxpr).flops,
                 same_as=group.indices[0],
+                couples=couples.get(traced.group_of[index], ""),
             )
         )
     kinds = len(traced.groups)

@@ -18,34 +18,41 @@ class ExamplesInLayers:
 
     Attributes:
       outputs: how each example lies in each leaf of the model's outputs; replicated or partial where it doesn't.
-      couplings: by index of a layer, what looks at several examples in it, but for unknown operations.
+      couplings: by index of a group of layers, what looks at several examples in it, but for unknown operations.
       is_certain: whether examples were followed through operations that are all known, and that couple none of them
         but by BatchNorm's statistics. Else an output may have examples elsewhere too.
     """
 
     outputs: list[AxisSharding]
-    couplings: dict[int, list[Coupling]]
+    couplings: dict[int, Coupling]
     is_certain: bool
 
-    def of(self, index: int) -> Coupling | None:
-        """What couples examples in a layer, other than BatchNorm's statistics if there is anything else."""
-        found = self.couplings.get(index, [])
-        return next((one for one in found if not one.is_statistic), found[0] if found else None)
+    def in_words(self, model: Model, *, statistics: bool = True) -> list[str]:
+        """A line for each group that couples examples; `statistics`: also those that do by BatchNorm's alone."""
+        lines = []
+        for g, one in self.couplings.items():
+            indices = model.groups[g].indices
+            several, names = len(indices) > 1, ", ".join(map(str, indices))
+            what = "BatchNorm's statistics" if one.is_statistic else str(one)
+            if statistics or not one.is_statistic:
+                which = f"layer{'s' * several} {names} ({model.groups[g].layer.name}) look{'s' * (not several)}"
+                lines.append(f"{which} at several examples of a micro-batch: {what}")
+        return lines
 
 
 def follow_examples(model: Model) -> ExamplesInLayers:
     """Follows examples through all layers of a model."""
     size, at, certain = jax.tree.leaves(model.batch)[0].shape[0], list[AxisSharding](), True
     seen: dict[tuple[object, ...], Examples] = {}
-    couplings: dict[int, list[Coupling]] = {}
-    for index, g in enumerate(model.group_of):
+    couplings: dict[int, Coupling] = {}
+    for g in model.group_of:
         group, place = model.groups[g], (g, *at)
         if place not in seen:
             seen[place] = _follow(group, at, size)
         found, at = seen[place].couplings, seen[place].results[: len(jax.tree.leaves(group.gives))]
         certain &= all(one.is_statistic for one in found)
-        if known := [one for one in found if one.is_known]:
-            couplings[index] = known
+        if known := sorted((one for one in found if one.is_known), key=lambda one: one.is_statistic):
+            couplings.setdefault(g, known[0])
     return ExamplesInLayers(at, couplings, certain)
 
 

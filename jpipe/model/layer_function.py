@@ -178,12 +178,14 @@ class LayerFunction:
         fixed = [at for name in group.fixed_names for at in by_name[name]]
         batch = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(self.arguments.batch)]
         takes_at, gives_at = (_with_stage(at, splits) for at in (group.takes_at, group.gives_at))
+        at_once = self.loss is not None and self.loss.at_once is not None  # then it knows the gradient at its outputs
+        known = _of_floats(group.gives, gives_at) if at_once else [whole] * len(self.arguments.known)
         input_gradients = [*(fixed[i] for i in self.overwritten), *_of_floats(group.takes, takes_at)]
         return LayerShardings(
             variables=variables,
             gathered=[splits.gathered(spec) for name in group.names for spec in group.specs[name]] + constants,
             state=[at for name in group.state_names for at in by_name[name]],
-            arguments=[*variables, *[whole] * self.train, *batch, *[whole] * len(self.arguments.known)],
+            arguments=[*variables, *[whole] * self.train, *batch, *known],
             activation=takes_at,
             outputs=gives_at if self.loss is None else None,
             sums=_added_up_over_stages if splits.over_stages else as_it_lies,

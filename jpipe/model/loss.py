@@ -96,6 +96,17 @@ class TracedLoss:
     constrained: frozenset[str]
 
     @property
+    def takes_key(self) -> bool:
+        """Whether its signature has a parameter `key`."""
+        return "key" in signature_of(self.function)
+
+    def check_same(self, other: TracedLoss) -> None:
+        """Checks that the loss in evaluation has the terms and metrics of the one in training."""
+        if (self.terms, self.metrics) != (other.terms, other.metrics):
+            with _telling(self.function, "", (), (), None):
+                raise ValueError("it returns other terms or metrics than with one")
+
+    @property
     def stacked(self) -> list[bool]:
         """For each of `known`, whether each micro-batch has a part of its own."""
         of_numbers = [one.shard is not None for one in self.numbers.known] if self.numbers else []
@@ -127,7 +138,7 @@ class TracedLoss:
             weighted = zip(self.terms, totals, strict=True)
             parts = {name: self._quotient(_as_pair(terms[name])[0], total) for name, total in weighted}
         if self.numbers is not None:
-            keys = key if "key" in signature_of(self.function) else None
+            keys = key if self.takes_key else None
             parts |= dict(zip(self.whole, self.numbers(outputs, batch, keys, known), strict=True))
         return [*(parts[name] for name in self.terms), *self._constants(metrics)]
 
@@ -174,6 +185,7 @@ def trace_loss(
     count: int = 1,
     over: str | None = None,
     train: bool = True,
+    pairs: bool = False,
 ) -> TracedLoss:
     """Traces a loss function at what the model gives for one micro-batch.
 
@@ -185,6 +197,7 @@ def trace_loss(
       count: M, the number of micro-batches.
       over: one of `OVER`.
       train: training, or evaluation, where there is no key.
+      pairs: whether pairs count as numbers of the mini-batch, too, to see what couples examples in them.
 
     Raises:
       ValueError: it raised an error; or returned neither a floating-point scalar, nor a tuple of scalars and metrics,
@@ -221,7 +234,7 @@ def trace_loss(
             at_once = with_gradient(loss.sums_at_once, *whole)
         return replace(loss, at_once=at_once, known=list(filter(is_float, jax.tree.leaves(outputs))))
     is_number = isinstance(returned, tuple) and len(returned) == 3 and by_shapes == [1.0]
-    numbers = tuple(name for name in names if is_number or not isinstance(terms[name], tuple))
+    numbers = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
     return with_totals(_by_microbatch(loss, numbers, (outputs, batch, key), whole, lying) if numbers else loss)
 
 

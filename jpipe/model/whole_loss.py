@@ -93,7 +93,7 @@ class PartsOfLoss:
         of_terms, of_outputs = examples.flat.results[: len(values)], examples.flat.results[len(values) :]
         floats = [s for s, leaf in zip(at, jax.tree.leaves(outputs), strict=False) if is_float(leaf)]
         forms = [s if isinstance(s, Shard) else PARTIAL for s in floats]  # of what isn't split, a part of the gradient
-        self._value = examples.function([(n, PARTIAL) for n in of_terms])
+        self._value = examples.function([(n, PARTIAL) for n in of_terms], shows=True)
         self._gradient = examples.function(list(zip(of_outputs, forms, strict=True)))
         self._zeros = [0.0] * len(values)
         self.known, self.ahead = tuple(examples.known), examples.ahead()

@@ -37,7 +37,7 @@ from jpipe.partitioner.per_device import HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, is_possible, part_shape
 from jpipe.partitioner.way import Axes, Way
-from jpipe.seam.inside import at_line_of, carry_out, line_of
+from jpipe.seam.inside import at_line_of, carry_out, line_of, needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
 from jpipe.types import Leaf
 
@@ -61,7 +61,7 @@ class Coupling(NamedTuple):
     @property
     def is_known(self) -> bool:
         """Whether there is a rule for its operation. Else it may well treat examples by themselves."""
-        return self.flat.equation.primitive.name in RULES.keys() | CONTROL_FLOW.keys()
+        return self.flat.equation.primitive.name in RULES.keys() | CONTROL_FLOW.keys() | BATCHED
 
     def __str__(self) -> str:
         line = line_of(self.flat.equation, self.flat.callers) or "an unknown line"
@@ -118,7 +118,7 @@ class Examples:
 
     Attributes:
       at: by number, how a micro-batch has each value, if it can compute it; else whole.
-      couplings: the equations that couple late values; empty if `strict`.
+      couplings: the equations that couple late values; if `strict`, those that only prints need.
       known: what micro-batches need of the whole mini-batch, as far as `function` was called.
 
     Raises:
@@ -135,7 +135,8 @@ class Examples:
         strict: bool,
         statistics: Sequence[int] = (),
     ):
-        self.flat, self.axis, self._strict = flatten(closed), _Microbatches(("microbatches",), (count,), True), strict
+        used = needed_part(closed, [True] * len(closed.out_avals), keep=True)[0]  # and what has effects, as prints
+        self.flat, self.axis, self._strict = flatten(used), _Microbatches(("microbatches",), (count,), True), strict
         self._chooser = Chooser((self.axis,), HANDLERS, by_rule=partial(_by_rule, axes=(self.axis,)))
         self.at: dict[int, AxisSharding] = dict.fromkeys(self.flat.constants, REPLICATED)
         self.at |= dict(zip(self.flat.arguments, arguments, strict=True))
@@ -143,6 +144,7 @@ class Examples:
         self._early = {*self.flat.arguments} - self._late  # and what follows from these alone
         # For each part of a sum, the equations that summed over examples.
         self._sums: dict[int, frozenset[int]] = {}
+        self._needed = {*self.flat.needed_for(self.flat.results)}  # others are for prints alone
         self._of_statistics = {*self.flat.needed_for(self.flat.results[i] for i in statistics)}
         self.couplings: list[Coupling] = []
         self.known: list[Known] = []
@@ -163,12 +165,12 @@ class Examples:
         moved = [
             n for n, old, (new,) in zip(flat.reads, now, way.operands, strict=True) if old not in (new, REPLICATED)
         ]
-        if is_late and (sends or not self._late.isdisjoint(moved)):
+        if flat.makes and is_late and (sends or not self._late.isdisjoint(moved)):
             sums = frozenset[int]().union(*(self._sums.get(n, ()) for n in moved))
             is_sum = not sends and all(self.at[n] == PARTIAL for n in moved)
             is_statistic = is_sum and sums <= self._of_statistics
             coupling = Coupling(flat, _why(flat.equation, now), is_statistic)
-            if self._strict:
+            if self._strict and i in self._needed:
                 raise CouplesError(coupling)
             self.couplings.append(coupling)
         if not is_late and (sends or moved or not all(isinstance(at, Shard) for (at,) in way.results)):
@@ -242,11 +244,14 @@ class Examples:
 
     # --- from what is wanted to what it needs: what a micro-batch computes ---
 
-    def function(self, wanted: Sequence[Form]) -> Callable[[Sequence[Leaf], Sequence[Leaf]], list[Leaf]]:
+    def function(
+        self, wanted: Sequence[Form], *, shows: bool = False
+    ) -> Callable[[Sequence[Leaf], Sequence[Leaf]], list[Leaf]]:
         """Makes the function of one micro-batch that computes some values.
 
         Args:
           wanted: the values, and how a micro-batch is to have them.
+          shows: whether it prints, too, what the function prints.
 
         Returns:
           (the micro-batch's arguments, its values of `known`) -> what is wanted. Call it once `known` is complete.
@@ -255,6 +260,11 @@ class Examples:
           CouplesError: a micro-batch can't have a value so.
         """
         recipes, todo = dict[Form, _Recipe](), list(wanted)
+        # Prints of what follows from the outputs by operations that couple none.
+        prints = [flat for flat in self.flat.equations if shows and flat.equation.effects and not flat.makes]
+        coupled = [self.flat.made_by[one.flat.makes[0]] for one in self.couplings]
+        shown = [flat for flat in prints if {*coupled}.isdisjoint(self.flat.needed_for(flat.reads))]
+        todo += [(n, self.at[n]) for flat in shown for n in flat.reads]
         while todo:
             if (form := todo.pop()) not in recipes:
                 recipes[form] = self._recipe(*form)
@@ -271,6 +281,8 @@ class Examples:
                 flat = self.flat.equations[self.flat.made_by[form[0]]] if form[0] in self.flat.made_by else None
                 with at_line_of(flat.equation, flat.callers) if flat else nullcontext():
                     values[form] = recipes[form].run(*(values[read] for read in recipes[form].reads))
+            for flat in shown:
+                carry_out(flat.equation, [values[n, self.at[n]] for n in flat.reads])
             return [jnp.asarray(values[form]) for form in wanted]
 
         return run
@@ -340,6 +352,10 @@ class Examples:
         return None
 
 
+BATCHED = frozenset({"cholesky", "eigh", "fft", "householder_product", "lu", "qr", "svd", "triangular_solve"})
+"""Operations on the last dimensions of arrays, each matrix by itself, which the partitioner has no rules for."""
+
+
 def _sends(way: Way) -> bool:
     return way.sends or any(plan.sends for plan, _ in way.plans)
 
@@ -347,6 +363,12 @@ def _sends(way: Way) -> bool:
 def _by_rule(equation: JaxprEqn, lying: Sequence[tuple[AxisSharding]], *, axes: Axes, is_last: bool = False) -> Way:
     """As `way_by_rule`, but sums stay partial wherever that is right: here sums aren't waited for to send less."""
     name, now = equation.primitive.name, [at for (at,) in lying]
+    if not equation.outvars:  # a print
+        return Way(tuple(lying), (), lambda *x: [])
+    core = len(equation.params["fft_lengths"]) if name == "fft" else 2
+    first = now[0] if now else REPLICATED
+    if name in BATCHED and isinstance(first, Shard) and first.dim < len(aval_of(equation.invars[0]).shape) - core:
+        return Way((lying[0],) * len(now), (lying[0],) * len(equation.outvars), lambda *x: carry_out(equation, x))
     is_float = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
     linear = {
         "convert_element_type": is_float,
@@ -384,7 +406,7 @@ def _at_own_places(
 def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> str:
     """What an equation does to examples, in words."""
     name, shards = equation.primitive.name, [at for at in now if isinstance(at, Shard)]
-    if name not in RULES and name not in CONTROL_FLOW:
+    if name not in RULES.keys() | CONTROL_FLOW.keys() | BATCHED:
         return "isn't known to treat examples by themselves"
     if PARTIAL in now:
         return "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"

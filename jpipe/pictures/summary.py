@@ -45,7 +45,7 @@ def summarize(title: str, planner: Planner) -> Table:
     if plan is not None:
         held = holdings(plan)
         columns["parameters"] = _parameters(plan, held)
-        notes += [*_held(held), *_memory(planner, plan), *_shared(plan, held)]
+        notes += [*_held(held), *_memory(planner, plan), *_shared(plan, held), *plan.examples.in_words(plan.traced)]
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} {_costs_in_words(plan.request)}; {bubble}"
     columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks

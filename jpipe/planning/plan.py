@@ -19,6 +19,7 @@ from jpipe.layers.base import describe
 from jpipe.layers.shared import how_to_share
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
+from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type, unrolled
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
@@ -66,6 +67,11 @@ class Plan:
     def model(self) -> Model:
         """The layers as the stages run them (`arranged`)."""
         return self.arranged(self.traced)
+
+    @cached_property
+    def examples(self) -> ExamplesInLayers:
+        """What the layers do to the examples of a micro-batch."""
+        return follow_examples(self.traced)
 
     @property
     def batch(self) -> Shapes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import jax
@@ -49,6 +49,7 @@ from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.schedules.orders import forward_only
 from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.terminal.notices import warn_once
 from jpipe.terminal.progress import task
 from jpipe.types import Batch
 
@@ -106,7 +107,7 @@ class Planner:
         self.model, self.output_axes = cache(self._model), cache(self._output_axes)
         self.examples = cache(lambda micro: follow_examples(self.model(micro)))
         self.outputs_lie = cache(self._outputs_lie)
-        self.loss, self.loss_in_evaluation = cache(self._loss), cache(partial(self._loss, train=False))
+        self.loss, self.loss_in_evaluation = cache(self._loss), cache(self._loss_in_evaluation)
         self.layers, self.programs = cache(self._layers), DevicePrograms()
         self.traces: Traces | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
@@ -255,6 +256,15 @@ class Planner:
                 loss_fn = self.cut.loss(loss_fn, self._modes(micro).outputs, micro.shapes)
             return trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
 
+    def _loss_in_evaluation(self, micro: MicroBatch) -> TracedLoss | None:
+        training = self.loss(micro)
+        if training is None or not training.takes_key:
+            return training
+        found = self._loss(micro, train=False)
+        assert found is not None
+        training.check_same(found)
+        return found
+
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         functions, layers = self._functions(micro, key, with_loss=True), []
         # Without others there is nothing to share; and a policy of the user's may have no hash.
@@ -363,6 +373,10 @@ class Planner:
             model, loss = self.model(micro), self.loss(micro)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
             layers = self.layers(micro, key_shape()) if measure_of(self.request.balance) else ()
+            if loss is not None and micro.count > 1:
+                for line in self.examples(micro).in_words(model, statistics=False):
+                    sees = f"sees the {micro.size} of a micro-batch, in plain Flax it would see the whole mini-batch"
+                    warn_once(f"{line}. With num_microbatches={micro.count} it {sees}")
             return make_plan(self.request, model, loss, layers, self.cut)
 
     # --- plan -> step ---

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.batches.microbatches import split_microbatches
+from jpipe.batches.microbatches import MicroBatch, split_microbatches
 from jpipe.execution.before_ticks import in_order, joined_outputs
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.jaxprs.tracing import no_mesh, replay, trace
@@ -24,6 +24,7 @@ from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths
 from jpipe.memory.layer_trees import LayerTrees, to_items
 from jpipe.model.groups import Model
+from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import Key, as_key, key_shape, layer_key
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import summed
@@ -84,12 +85,14 @@ class GradientCheck(Tabular):
       loss: the loss.
       leaves: the gradient of each parameter, in the order of layers.
       narrowest: the narrowest type of the floating-point numbers that the plain model computes with.
+      couples: what couples examples in the layers and in the loss, in words: there a micro-batch sees its own alone.
     """
 
     title: str
     loss: CheckedLeaf
     leaves: tuple[CheckedLeaf, ...]
     narrowest: str
+    couples: tuple[str, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -122,6 +125,7 @@ class GradientCheck(Tabular):
             f"rounding: that of {self.narrowest}, which the plain model shows where its parameters are off by a bit.",
             *[f"zero: {zeros} gradients are zero but for rounding, so that any two computations differ."] * (zeros > 0),
         ]
+        notes += [] if self.agrees else self.couples
         header = ("layer", "parameter", "largest", "off by", "rounding")
         return Table(f"Loss and gradients of {self.title}, and the plain model's", header, texts, marks, notes)
 
@@ -176,7 +180,24 @@ def check_gradients(
     names: list[tuple[str, str]] = [("", "loss"), *((layer, path) for i, layer in layers.items() for path in paths[i])]
     sizes = _compared((loss, grads), results, float(jnp.finfo(narrowest).eps))
     of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip(names, sizes, strict=True)]
-    return GradientCheck(title, of_loss, tuple(leaves), narrowest.name)
+    return GradientCheck(title, of_loss, tuple(leaves), narrowest.name, _couples(planner, planner.for_training(batch)))
+
+
+def _couples(planner: Planner, micro: MicroBatch) -> tuple[str, ...]:
+    """What couples the examples of a mini-batch, in words."""
+    model, loss = planner.model(micro), planner.loss(micro)
+    lines = planner.examples(micro).in_words(model)
+    assert loss is not None
+    if micro.count > 1 and loss.at_once is None:
+        try:
+            lying = planner.outputs_lie(micro)
+            with planner.tracing():
+                trace_loss(
+                    loss.function, model.groups[-1].gives, micro.shapes, lying=lying, count=micro.count, pairs=True
+                )
+        except ValueError as error:
+            lines = [*lines, str(error).partition(". ")[0]]
+    return tuple(lines)
 
 
 # --- the plain model --------------------------------------------------------------------------------------------------
@@ -248,8 +269,9 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
         """The loss if it draws random numbers: each micro-batch draws its own."""
         keys, leaves = [key_of(key, len(layers) - 1, m) for m in range(count)], jax.tree.leaves(batch)
         of_each = [jax.tree.map(lambda a, m=m: a[m], (outputs, parts)) for m in range(count)]
-        values = replay(loss.numbers.ahead, loss.numbers.known)(leaves) if loss.numbers else []
-        weights = [replay(loss.weights, loss.terms)(of_each[m][1], keys[m]) for m in range(count)]
+        ahead = loss.numbers.ahead if loss.numbers else None
+        values = replay(ahead, [0] * len(ahead.out_avals))(leaves) if ahead else []
+        weights = [replay(loss.weights, [*loss.terms])(of_each[m][1], keys[m]) for m in range(count)]
         known = in_order(loss, count, values, [] if loss.total_weights else list(map(sum, zip(*weights, strict=True))))
         of_part = lambda m: [a[m] if each else a for a, each in zip(known, loss.stacked, strict=True)]
         sums = [loss.parts(*of_each[m], of_part(m), keys[m])[: loss.num_differentiated] for m in range(count)]

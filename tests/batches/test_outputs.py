@@ -67,9 +67,12 @@ def test_what_can_not_be_joined(small, large, message):
 
 
 def test_of_a_model_of_one_batch_size():
-    assert output_axes(shapes(x=(3, 4), y=(4,)), None, 4) == (1, 0)
-    with pytest.raises(ValueError, match=r"the axes \[0, 1\] may each"):
-        output_axes(shapes(x=(4, 4)), None, 4)
+    """Its only axis of length b was taken for the batch; now its operations have to tell."""
+    assert output_axes(shapes(x=(4, 4), y=(4,)), None, 4, [Shard(1), Shard(0)]) == (1, 0)
+    with pytest.raises(ValueError, match=r"no axis is the batch"):
+        output_axes(shapes(x=(4, 4)), None, 4, [REPLICATED])
+    with pytest.raises(ValueError, match=r"can't be traced for 8 examples.*let it take batches of any size"):
+        output_axes(shapes(x=(3, 4)), None, 4)
 
 
 def test_they_are_joined_in_order():

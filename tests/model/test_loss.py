@@ -9,7 +9,7 @@ import pytest
 
 import jpipe
 from cases import assert_close
-from jpipe.model.loss import loss_sums, trace_loss
+from jpipe.model.loss import trace_loss
 from sequential import layer_key
 
 Y = jax.ShapeDtypeStruct((4, 3), jnp.float32)
@@ -21,43 +21,59 @@ def x64():
         yield
 
 
-@pytest.mark.parametrize(
-    ("loss", "sums"),
-    [
-        (jnp.float32(2), [2, 1]),
-        ((jnp.float32(6), 3), [6, 3]),
-        ((jnp.float32(6), 3, {"b": jnp.float32(5), "a": (1, 2)}), [6, 3, 1, 2, 5, 1]),
-        ({"b": (jnp.float32(6), 3), "a": jnp.float32(5)}, [5, 1, 6, 3]),
-        (({"b": (jnp.float32(6), 3), "a": jnp.float32(5)}, {"c": (1, 2)}), [5, 1, 6, 3, 1, 2]),
-    ],
-)
-def test_sums(loss, sums):
-    """Those of each term by name, with its weight, then those of each metric; a mean has weight 1."""
-    found = loss_sums(loss)
-    np.testing.assert_array_equal(found, sums)
-    assert {value.dtype for value in found} == {np.dtype(np.float32)}
-
-
-def test_weights_of_a_narrow_loss_are_wide():
-    loss_sum, weight = loss_sums((jnp.bfloat16(2), jnp.int32(1001)))
-    assert (loss_sum.dtype, weight.dtype, int(weight)) == (jnp.bfloat16, jnp.float32, 1001)
+KNOWN = {"b": np.float32([2, 4, 0, 0]), "y": np.ones((4, 3), np.float32)}
+B = {"b": jax.ShapeDtypeStruct((4,), jnp.float32), "y": Y}
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "follows"),
+    ("loss", "parts"),
     [
-        (lambda y, b: jnp.mean(y), False),
-        (lambda y, b: (jnp.sum(y), jnp.sum(b)), False),
-        (lambda y, b: (jnp.sum(y), jnp.sum(jnp.ones_like(y))), False),
-        (lambda y, b: (jnp.sum(y), jnp.sum(y > 0)), True),
-        (lambda y, b: (jnp.sum(y), jnp.sum(y > 0), {}), True),
-        (lambda y, b, key: (jnp.sum(y), jax.random.uniform(key)), True),
-        (lambda y, b: (jnp.sum(y), jnp.sum(b), {"accuracy": jnp.mean(y)}), False),
+        (lambda y, b: (jnp.sum(y), 3), [12 / (2 * 3)]),
+        (lambda y, b: (jnp.sum(y), 3, {"b": 5.0, "a": (1, 2)}), [12 / (2 * 3), 1, 2, 5, 1]),
+        (lambda y, b: {"b": (jnp.sum(y), 3), "a": (jnp.sum(2 * y), 1.0)}, [24 / 2, 12 / (2 * 3)]),
+        (lambda y, b: ({"b": (jnp.sum(y), 3)}, {"c": (1, 2)}), [12 / (2 * 3), 1, 2]),
+        (lambda y, b: jnp.mean(y), [1 / 2]),
+        (lambda y, b: (jnp.sum(y), jnp.sum(b["b"])), [12 / 100]),
     ],
 )
-def test_what_the_weight_follows(loss_fn, follows):
-    """One that follows from more than the batch isn't known before the backward."""
-    assert (trace_loss(loss_fn, Y, Y).weights is None) is follows
+def test_parts_of_a_micro_batch(loss, parts):
+    """One of each term by name, of two micro-batches, then a sum and a weight for each metric; a mean has weight 1."""
+    found = trace_loss(loss, Y, B, count=2)
+    total = jnp.float32(100)  # of the weights, if shapes don't tell it
+    values = found.parts(KNOWN["y"], KNOWN, [total] * len(found.known), None)
+    np.testing.assert_allclose(values, parts, rtol=1e-6)
+    assert {value.dtype for value in values} == {np.dtype(np.float32)}
+
+
+def test_parts_of_a_narrow_loss_are_wide():
+    found = trace_loss(lambda y, b: (jnp.sum(y).astype(jnp.bfloat16), jnp.int32(1001)), Y, Y)
+    assert found.parts(KNOWN["y"], KNOWN["y"], [], None)[0].dtype == jnp.float32
+    assert found.total_weights == [1001.0]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "total"),
+    [
+        (lambda y, b: jnp.mean(y), [2.0]),
+        (lambda y, b: (jnp.sum(y), jnp.sum(b)), None),
+        (lambda y, b: (jnp.sum(y), jnp.sum(jnp.ones_like(y))), [24.0]),
+        (lambda y, b, key: (jnp.sum(y), jax.random.uniform(key)), None),
+        (lambda y, b: (jnp.sum(y), jnp.sum(b), {"accuracy": jnp.mean(y)}), None),
+    ],
+)
+def test_total_weights_that_shapes_tell(loss_fn, total):
+    assert trace_loss(loss_fn, Y, Y, count=2).total_weights == total
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [lambda y, b: (jnp.sum(y), jnp.sum(y > 0)), lambda y, b: (jnp.mean(y), jnp.mean(y > 0))]
+)
+def test_a_weight_that_follows_from_the_outputs_is_refused(loss_fn):
+    """`return loss, accuracy` came out as infinite, with a warning."""
+    with pytest.raises(
+        ValueError, match=r"depends on the model's outputs.* return \(loss, 1.0, {\"accuracy\": accuracy}\)"
+    ):
+        trace_loss(loss_fn, Y, Y)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jpipe.batches.bare_inputs import default_inputs
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.splits import Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction
-from jpipe.model.loss import loss_sums, trace_loss
+from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES, as_remat
 from jpipe.model.trace import trace_model
@@ -186,15 +186,3 @@ def test_what_is_made_again_needs_parameters_alone():
     local, arguments = layer_of(function), LayerArguments([w], [], [], jax.random.key(0), None)
     gradients = local.backward(arguments, local.forward(arguments, [x])[1], [dy])
     assert_close(tuple(jax.tree.leaves(gradients)), jax.vjp(run, w, x)[1](dy))
-
-
-def test_loss_sums():
-    numbers = lambda loss: [float(part) for part in loss_sums(loss)]
-    assert numbers(jnp.float32(2)) == [2, 1]
-    assert numbers((jnp.float32(2), jnp.int32(3))) == [2, 3]
-    assert {part.dtype for part in loss_sums((jnp.bfloat16(2), 3, {"hits": jnp.int32(300)}))[1:]} == {
-        np.dtype("float32")
-    }
-    assert numbers((jnp.float32(2), 3.0, {"b": (jnp.int32(4), 5), "a": jnp.bool_(True)})) == [2, 3, 1, 1, 4, 5]
-    grad = jax.grad(lambda w: sum(loss_sums((w, w, {"a": w}))[1:]))(2.0)
-    assert float(grad) == 0, "weights and metrics are constants"

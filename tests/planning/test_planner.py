@@ -108,7 +108,7 @@ def test_what_training_and_evaluation_run():
     evaluation = planner.evaluation_step(planner.for_evaluation(halved(BATCH)), with_loss=True)
     assert evaluation.described() == "3 groups of layers, forward, K=2, M=2"
     assert not evaluation.kept.storages["residual"].named_buffers and evaluation.layers == ()
-    assert len(evaluation.outputs) == 2, "the loss's sum, and its weight's"
+    assert len(evaluation.outputs) == 1, "the micro-batch's part of the loss"
     bare = planner.evaluation_step(planner.for_outputs(BATCH["inputs"]), with_loss=False)
     assert [leaf.shape for leaf in bare.outputs] == [(4, 4)]
 

@@ -1,0 +1,445 @@
+"""A loss of one number is the mini-batch's, as it is written, whatever M; one that couples examples is refused.
+
+Masked means, contrastive losses and the like became others without a word where M > 1: each micro-batch's own loss was
+taken, and averaged. The truth is plain JAX, on the whole batch, in float64.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+
+B, T, V = 8, 6, 5
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+@pytest.fixture(autouse=True)
+def as_users_run():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def data(size=B):
+    rng = np.random.default_rng(size)
+    batch = {
+        "inputs": rng.standard_normal((size, T, 4)),
+        "labels": rng.integers(0, V, (size, T)),
+        "mask": 1.0 * (rng.random((size, T)) < 0.4),
+        "advantage": rng.standard_normal(size),
+        "old": rng.standard_normal((size, T)),
+        "class": rng.integers(0, V, size),
+    }
+    batch["mask"][1] = 0  # a micro-batch of one example has no word that counts
+    return batch
+
+
+def log_prob(o, b):
+    return jnp.take_along_axis(jax.nn.log_softmax(o), b["labels"][..., None], -1)[..., 0]
+
+
+def normalized(b):
+    return ((b["advantage"] - b["advantage"].mean()) / (b["advantage"].std() + 1e-6))[:, None]
+
+
+def clipped_ratio(o, b):
+    ratio = jnp.exp(log_prob(o, b) - b["old"])
+    return -jnp.mean(jnp.minimum(ratio * normalized(b), jnp.clip(ratio, 0.8, 1.2) * normalized(b)))
+
+
+def smoothed(o, b):
+    targets = optax.smooth_labels(jax.nn.one_hot(b["labels"], V), 0.1)
+    each = optax.softmax_cross_entropy(o, targets) * b["mask"]
+    return each.sum() / b["mask"].sum() + 1e-3 * jnp.mean(jax.nn.logsumexp(o, -1) ** 2)
+
+
+def over_time(o, b):
+    def add(total, at):
+        logits, labels, mask = at
+        return total + (cross_entropy(logits, labels) * mask).sum(), None
+
+    by_time = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (o, b["labels"], b["mask"]))
+    return jax.lax.scan(add, jnp.zeros(()), by_time)[0] / b["mask"].sum()
+
+
+def each_example(o, b):
+    one = lambda o, labels, mask: (cross_entropy(o, labels) * mask).sum()
+    return jax.vmap(one)(o, b["labels"], b["mask"]).sum() / b["mask"].sum()
+
+
+def connectionist(o, b):
+    labels = jnp.maximum(b["labels"][:, :3], 1)
+    return optax.ctc_loss(o, jnp.zeros(o.shape[:2]), labels, jnp.zeros(labels.shape)).mean()
+
+
+@jax.custom_vjp
+def clip_cotangent(x):
+    return x
+
+
+clip_cotangent.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.002, 0.003),))
+
+
+def class_weights(o, b):
+    counts = jnp.bincount(b["labels"].ravel(), length=V) + 1
+    return (cross_entropy(o, b["labels"]) / counts[b["labels"]]).sum()
+
+
+def pairs_side_by_side(o, b):
+    each = log_prob(o, b).sum(-1)
+    return -jax.nn.log_sigmoid(each[:, None] - jnp.roll(log_prob(o, b), 1, 1).sum(-1)[:, None]).mean()
+
+
+EXACT = {
+    "mean": lambda o, b: cross_entropy(o, b["labels"]).mean(),
+    "sum": lambda o, b: cross_entropy(o, b["labels"]).sum(),
+    "masked mean": lambda o, b: (cross_entropy(o, b["labels"]) * b["mask"]).sum() / b["mask"].sum(),
+    "masked mean of at least one": lambda o, b: (
+        (cross_entropy(o[:, :-1], b["labels"][:, 1:]) * b["mask"][:, 1:]).sum() / jnp.maximum(b["mask"][:, 1:].sum(), 1)
+    ),
+    "mean where": lambda o, b: jnp.mean(cross_entropy(o, b["labels"]), where=b["mask"] > 0),
+    "where there is a mask": lambda o, b: jnp.where(
+        b["mask"].sum() > 0, (cross_entropy(o, b["labels"]) * b["mask"]).sum() / b["mask"].sum(), 0.0
+    ),
+    "smoothing and z loss": smoothed,
+    "normalised advantages": clipped_ratio,
+    "class weights": class_weights,
+    "plus a constant": lambda o, b: cross_entropy(o, b["labels"]).mean() + 0.5,
+    "plus a term of the batch": lambda o, b: cross_entropy(o, b["labels"]).mean() + b["advantage"].std(),
+    "flattened words": lambda o, b: cross_entropy(o.reshape(-1, V), b["labels"].reshape(-1)).mean(),
+    "time first": lambda o, b: cross_entropy(jnp.swapaxes(o, 0, 1).reshape(-1, V), b["labels"].T.reshape(-1)).mean(),
+    "mean of sequence means": lambda o, b: (
+        (cross_entropy(o, b["labels"]) * b["mask"]).sum(-1) / jnp.maximum(b["mask"].sum(-1), 1)
+    ).mean(),
+    "focal": lambda o, b: jnp.mean((1 - jnp.exp(log_prob(o, b))) ** 2 * -log_prob(o, b)),
+    "mean square": lambda o, b: jnp.vdot(o, o) / o.size,
+    "einsum": lambda o, b: jnp.einsum("btv,bt->", o, b["mask"]) / len(o),
+    "huber": lambda o, b: optax.huber_loss(o[..., 0], b["old"]).mean(),
+    "divergence": lambda o, b: optax.kl_divergence(jax.nn.log_softmax(o), jax.nn.softmax(o[..., ::-1])).mean(),
+    "by rows": lambda o, b: -jax.nn.log_softmax(o[:, 0])[jnp.arange(len(o)), b["class"]].mean(),
+    "by rows and places": lambda o, b: (
+        -jax.nn.log_softmax(o)[jnp.arange(len(o))[:, None], jnp.arange(T)[None], b["labels"]].mean()
+    ),
+    "one hot": lambda o, b: -(jax.nn.one_hot(b["labels"], V) * jax.nn.log_softmax(o)).sum() / o[..., 0].size,
+    "weights by place in the batch": lambda o, b: (o[..., 0].mean(1) * jnp.linspace(0, 1, len(o))).sum(),
+    "ranks": lambda o, b: (o[:, 0, 0] * jnp.argsort(b["advantage"])).mean(),
+    "over time": over_time,
+    "each example": each_example,
+    "loop": lambda o, b: jax.lax.fori_loop(0, T, lambda t, total: total + jnp.tanh(o[:, t]).mean(), jnp.zeros(())),
+    "branch": lambda o, b: jax.lax.cond(b["mask"].sum() > 3, lambda o: (o**2).mean(), lambda o: o.mean(), o),
+    "jit": jax.jit(lambda o, b: cross_entropy(o, b["labels"]).mean()),
+    "connectionist": connectionist,
+    "derivatives of one's own": lambda o, b: (clip_cotangent(o) ** 2).mean(),
+    "softplus": lambda o, b: jax.nn.softplus(o).mean() + jax.nn.relu(o).sum() / b["mask"].sum(),
+    "pairs in an example": pairs_side_by_side,
+    "per class": lambda o, b: jnp.dot(o.sum((0, 1)), jnp.arange(1.0, V + 1)) / b["mask"].sum(),
+    "singular values": lambda o, b: jnp.linalg.svd(o, compute_uv=False)[:, :2].mean(),
+}
+
+COUPLED = {
+    "contrastive": (lambda o, b: cross_entropy(o[:, 0] @ o[:, 1].T, jnp.arange(len(o))).mean(), "pairs of examples"),
+    "root mean square": (lambda o, b: jnp.sqrt(jnp.mean(o**2)), "no linear function"),
+    "perplexity": (lambda o, b: jnp.exp(cross_entropy(o, b["labels"]).mean()), "no linear function"),
+    "halves": (
+        lambda o, b: -jax.nn.log_sigmoid(o[: len(o) // 2].sum((1, 2)) - o[len(o) // 2 :].sum((1, 2))).mean(),
+        "by their place in the batch",
+    ),
+    "weights of outputs": (lambda o, b: (o**2 * (o > 0)).sum() / (o > 0).sum(), "no linear function"),
+    "normalised outputs": (lambda o, b: jnp.mean(((o - o.mean(0)) / o.std(0)) ** 2 * o), "no linear function"),
+    "load balance": (lambda o, b: jnp.sum(jax.nn.softmax(o).mean((0, 1)) ** 2), "no linear function"),
+    "hard examples": (lambda o, b: jnp.sort(cross_entropy(o, b["labels"]).mean(1))[-4:].mean(), "in order"),
+    "largest": (lambda o, b: jnp.max(jnp.abs(o)), "all examples together"),
+    "running sum": (lambda o, b: jnp.tanh(jnp.cumsum(o, 0)).mean(), "in order"),
+    "negatives": (lambda o, b: jnp.mean(o * jnp.roll(o, 1, 0)), "by their place in the batch|side by side"),
+    "distances": (lambda o, b: jnp.mean((o[:, None, 0] - o[None, :, 0]) ** 2), "pairs of examples"),
+}
+
+SETTINGS = [
+    {"num_microbatches": 1},
+    {"num_microbatches": 2, "schedule": "gpipe", "remat": "none"},
+    {"num_microbatches": 4, "mesh": {"data": 2}},
+    {"num_microbatches": 8},
+    {"num_microbatches": 2, "mesh": {"data": 2}, "schedule": "zero_bubble", "remat": "none"},
+    {"num_microbatches": 4, "schedule": "interleaved", "num_chunks": 2},
+]
+
+
+class Model(nn.Module):
+    """Words' vectors `[b, T, 4]` to logits `[b, T, V]`."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, param_dtype=jnp.float64)
+        for _ in range(4):
+            x = x + jnp.tanh(dense(4)(x))
+        return dense(V)(x)
+
+
+def pipeline(loss, mesh=None, model=None, **options):
+    grid = jpipe.make_mesh(stage=2, **mesh, devices=jax.devices()[: 2 * 2]) if mesh else None
+    return jpipe.Pipeline(model or Model(), loss, num_stages=2, mesh=grid, **{"balance": "even"} | options)
+
+
+def compare(loss, options, plain=None, batch=None, model=None):
+    """Loss, every gradient and the evaluation's loss beside plain JAX on the whole batch."""
+    model, batch = model or Model(), batch or data()
+    pipe = pipeline(loss, model=model, **options)
+    tree = model.init(jax.random.key(0), batch["inputs"])
+    variables = pipe.from_model_variables(tree, batch)
+    of_batch = lambda tree: (plain or loss)(model.apply(tree, batch["inputs"]), batch)
+    wanted, gradients = jax.value_and_grad(of_batch)(tree)
+    (found, _), grads = pipe.value_and_grad(variables, batch)
+    mine = pipe.model_variables({"params": grads})
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+    close(found, wanted)
+    jax.tree.map(close, jax.device_get(mine), {"params": gradients["params"]})
+    close(pipe.evaluate(variables, batch), wanted)
+    return pipe, variables
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_many_losses_in_one(options):
+    """As terms of one loss, each with a factor of its own, so that the gradients of none make up for another's."""
+    rng = np.random.default_rng(1)
+    factors = {name: rng.uniform(0.5, 2) for name in EXACT}
+    terms = lambda o, b: {name: factors[name] * loss(o, b) for name, loss in EXACT.items()}
+    pipe, variables = compare(terms, options, lambda o, b: sum(terms(o, b).values()))
+    batch = data()
+    plain = terms(Model().apply(pipe.model_variables(variables), batch["inputs"]), batch)
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1), variables)
+    metrics = pipe.train_step(state, batch)[1]
+    for name, value in plain.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-11, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_a_loss(name, options):
+    compare(EXACT[name], options)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("options", SETTINGS[1:4], ids=str)
+def test_a_loss_that_couples_examples_is_refused(name, options):
+    """Before anything is compiled; its line and the three choices are named."""
+    loss, words = COUPLED[name]
+    with pytest.raises(ValueError, match=words) as error:
+        pipeline(loss, **options).init(jax.random.key(0), data())
+    text = str(error.value)
+    assert "test_losses_as_written.py:" in text
+    for choice in ('loss_over="batch"', "(loss_sum, weight_sum)", 'loss_over="microbatch"'):
+        assert choice in text
+
+
+def test_with_one_micro_batch_any_loss_is_exact():
+    terms = {name: loss for name, (loss, _) in COUPLED.items()}
+    compare(lambda o, b: sum(loss(o, b) for loss in terms.values()), {"num_microbatches": 1})
+
+
+@pytest.mark.parametrize("options", SETTINGS[1:], ids=str)
+def test_any_loss_of_the_whole_batch(options):
+    """`loss_over="batch"`: the gradient at the outputs of all micro-batches, then the ordinary step."""
+    terms = {name: loss for name, (loss, _) in COUPLED.items()}
+    compare(lambda o, b: sum(loss(o, b) for loss in terms.values()), options | {"loss_over": "batch"})
+
+
+def test_choices_work_as_they_are_printed():
+    """The pair, and each micro-batch's own loss: what it was before."""
+    loss, M = COUPLED["contrastive"][0], 2
+
+    def of_each(o, b):
+        part = lambda a, m: a[m * B // M : (m + 1) * B // M]
+        return sum(loss(part(o, m), jax.tree.map(lambda a, m=m: part(a, m), b)) for m in range(M)) / M
+
+    compare(loss, {"num_microbatches": M, "loss_over": "microbatch"}, of_each)
+    compare(lambda o, b: (loss(o, b) * len(o), 1.0 * len(o)), {"num_microbatches": M}, of_each)
+    with pytest.raises(ValueError, match=r"loss_over='bath' is unknown; use 'batch' or 'microbatch'"):
+        pipeline(loss, num_microbatches=2, loss_over="bath")
+
+
+def test_the_first_of_three_values_and_metrics():
+    """`(loss, 1.0, metrics)`: the loss is the mini-batch's; a metric is the mean over micro-batches, or a pair."""
+    masked = EXACT["masked mean"]
+    hits = lambda o, b: ((o.argmax(-1) == b["labels"]) * b["mask"]).sum()
+    loss = lambda o, b: (masked(o, b), 1.0, {"accuracy": (hits(o, b), b["mask"].sum())})
+    for over in (None, "batch"):
+        pipe, variables = compare(loss, {"num_microbatches": 4, "loss_over": over}, masked)
+        state = pipe.create_state(jax.random.key(0), data(), optax.sgd(0.1), variables)
+        outputs = Model().apply(pipe.model_variables(variables), data()["inputs"])
+        metrics = pipe.train_step(state, data())[1]
+        np.testing.assert_allclose(metrics["accuracy"], hits(outputs, data()) / data()["mask"].sum(), rtol=1e-12)
+
+
+def test_a_list_of_layers_and_evaluation_of_any_batch_size():
+    layers = [nn.Dense(4, param_dtype=jnp.float64), jnp.tanh, nn.Dense(V, param_dtype=jnp.float64)]
+    loss, batch = EXACT["masked mean"], data()
+    pipe = jpipe.Pipeline(layers, loss, num_stages=2, num_microbatches=4)
+    variables = pipe.init(jax.random.key(0), batch)
+    trees = pipe.layer_variables(variables)
+    plain = lambda trees, b: loss(layers[2].apply(trees[2], jnp.tanh(layers[0].apply(trees[0], b["inputs"]))), b)
+    wanted, gradients = jax.value_and_grad(plain)(trees, batch)
+    (found, _), grads = pipe.value_and_grad(variables, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    mine = jax.device_get(pipe.layer_variables({"params": grads}))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12), mine, gradients)
+    for size in (6, 7, 8):
+        np.testing.assert_allclose(pipe.evaluate(variables, data(size)), plain(trees, data(size)), rtol=1e-12)
+
+
+def test_what_a_model_gives_without_examples_is_averaged():
+    """A model's own number for a micro-batch, such as a load: the mean of all, also in a loss of the whole batch."""
+
+    class WithLoad(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = Model()(x)
+            return y, jnp.mean(y**2)
+
+    model, batch = WithLoad(), data()
+    loss = lambda o, b: EXACT["masked mean"](o[0], b) + 0.1 * o[1]
+    for over in (None, "batch"):
+        compare(loss, {"num_microbatches": 4, "loss_over": over}, batch=batch, model=model)
+
+
+def test_draws_of_the_loss_are_those_of_each_micro_batch():
+    """With a parameter `key` it draws for each micro-batch, and is the mini-batch's in all else."""
+
+    def loss(o, b, key=None):
+        noise = 0.0 if key is None else jax.random.normal(key, o.shape, o.dtype)
+        return (jnp.square(o + noise).sum(-1) * b["mask"]).sum() / b["mask"].sum()
+
+    model, batch, key = Model(), data(), jax.random.key(3)
+    pipe = pipeline(loss, num_microbatches=4)
+    tree = model.init(jax.random.key(0), batch["inputs"])
+    variables = pipe.from_model_variables(tree, batch)
+
+    def plain(tree):
+        o = model.apply(tree, batch["inputs"])
+        keys = [jax.random.fold_in(jax.random.fold_in(key, m), 0x1055) for m in range(4)]
+        noise = jnp.concatenate([jax.random.normal(k, (2, T, V), o.dtype) for k in keys])
+        return (jnp.square(o + noise).sum(-1) * batch["mask"]).sum() / batch["mask"].sum()
+
+    wanted, gradients = jax.value_and_grad(plain)(tree)
+    (found, _), grads = pipe.value_and_grad(variables, batch, key)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
+    jax.tree.map(close, jax.device_get(pipe.model_variables({"params": grads})), gradients)
+    assert pipe.check_gradients(variables, batch, key).agrees
+
+
+class Towers(nn.Module):
+    """Two towers, as FlaxCLIP's: `pairs` makes `[b, b]` logits in the model, else it returns the embeddings."""
+
+    pairs: bool
+
+    @nn.compact
+    def __call__(self, a, t):
+        dense = functools.partial(nn.Dense, param_dtype=jnp.float64)
+        for _ in range(2):
+            a, t = jnp.tanh(dense(8)(a)), jnp.tanh(dense(8)(t))
+        return 10 * t @ a.T if self.pairs else (a, t)
+
+
+def of_pairs(logits):
+    own = jnp.arange(len(logits))
+    return (cross_entropy(logits, own) + cross_entropy(logits.T, own)).mean() / 2
+
+
+def test_a_model_that_makes_pairs_itself():
+    """It trained with the negatives of a micro-batch alone; the remedy equals plain JAX on the whole batch."""
+    rng = np.random.default_rng(0)
+    batch = {"a": rng.standard_normal((8, 6)), "t": rng.standard_normal((8, 6))}
+    options = {"num_stages": 2, "num_microbatches": 4, "inputs": lambda b: (b["a"], b["t"])}
+    with pytest.raises(ValueError, match=r"\(2, 2\).* makes pairs of the examples.*embeddings.*loss_over=\"batch\""):
+        jpipe.Pipeline(Towers(True), lambda o, b: of_pairs(o), **options).init(jax.random.key(0), batch)
+    model, loss = Towers(False), lambda o, b: of_pairs(10 * o[1] @ o[0].T)
+    pipe = jpipe.Pipeline(model, loss, **options, loss_over="batch")
+    tree = model.init(jax.random.key(0), batch["a"], batch["t"])
+    variables = pipe.from_model_variables(tree, batch)
+    plain = lambda tree: of_pairs(Towers(True).apply(tree, batch["a"], batch["t"]))
+    wanted, gradients = jax.value_and_grad(plain)(tree)
+    (found, _), grads = pipe.value_and_grad(variables, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
+    jax.tree.map(close, jax.device_get(pipe.model_variables({"params": grads})), gradients)
+    np.testing.assert_allclose(pipe.evaluate(variables, batch), wanted, rtol=1e-12)
+    assert pipe.check_gradients(variables, batch).agrees
+
+
+class Balanced(nn.Module):
+    """Adds a number that looks at all examples of a micro-batch."""
+
+    @nn.compact
+    def __call__(self, x):
+        scores = nn.softmax(nn.Dense(4, param_dtype=jnp.float64)(x))
+        return x * (1 + jnp.sum(jnp.mean(scores, (0, 1)) ** 2))
+
+
+def test_layers_that_couple_examples_are_named():
+    """By a notice, by `print(pipe)`, by `layers_of` and by `check_gradients`, which agreed with them."""
+    model = nn.Sequential([nn.Dense(4, param_dtype=jnp.float64), Balanced(), nn.Dense(V, param_dtype=jnp.float64)])
+    batch, line = data(), r"looks? at several examples of a micro-batch: \w+ at test_losses_as_written.py:\d+"
+    pipe = jpipe.Pipeline([*model.layers], EXACT["mean"], num_stages=2, num_microbatches=4)
+    with pytest.warns(UserWarning, match=rf"layer 1 \(Balanced\) {line}.*num_microbatches=4"):
+        variables = pipe.init(jax.random.key(0), batch)
+    assert "layer 1 (Balanced) looks at several examples" in str(pipe)
+    found = pipe.check_gradients(variables, batch)
+    assert not found.agrees and "layer 1 (Balanced) looks at several examples" in str(found)
+
+    class Whole(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for layer in (nn.Dense(4), Balanced(), nn.Dense(V)):
+                x = jpipe.cut(layer(x))
+            return x
+
+    table = jpipe.layers_of(Whole(), {"inputs": np.zeros((2, T, 4))})
+    assert "couples examples" in str(table) and any(layer.couples for layer in table)
+
+
+def test_batchnorm_is_marked_without_a_notice():
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            return nn.BatchNorm(use_running_average=not train, param_dtype=jnp.float64)(x)
+
+    dense = functools.partial(nn.Dense, param_dtype=jnp.float64)
+    pipe = jpipe.Pipeline([dense(4), Normed(), dense(V)], EXACT["mean"], num_stages=2, num_microbatches=4)
+    variables = pipe.init(jax.random.key(0), data())
+    assert "layer 1 (Normed) looks at several examples of a micro-batch: BatchNorm's statistics" in str(pipe)
+    assert "BatchNorm's statistics" in str(pipe.check_gradients(variables, data()))
+
+
+def test_a_check_of_gradients_sees_each_micro_batch_own_loss():
+    """It cut the plain model into micro-batches too, and agreed."""
+    loss = COUPLED["contrastive"][0]
+    pipe = pipeline(loss, num_microbatches=4, loss_over="microbatch")
+    variables = pipe.init(jax.random.key(0), data())
+    found = pipe.check_gradients(variables, data())
+    assert not found.agrees and "dot_general at test_losses_as_written.py" in str(found)
+    exact = pipeline(loss, num_microbatches=4, loss_over="batch")
+    assert exact.check_gradients(exact.from_model_variables(pipe.model_variables(variables), data()), data()).agrees
+
+
+def test_ends_that_are_shared(make_mesh):
+    """All stages compute the loss together: the divisor of a masked mean is known to all."""
+    rng = np.random.default_rng(0)
+    batch = {"inputs": rng.integers(0, 128, (8, T)), "labels": rng.integers(0, 128, (8, T)), "mask": data()["mask"]}
+
+    class Words(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Embed(128, 16, param_dtype=jnp.float64)(x)
+            for _ in range(3):
+                x = x + jnp.tanh(nn.Dense(16, param_dtype=jnp.float64)(x))
+            return nn.Dense(128, param_dtype=jnp.float64)(x)
+
+    contrastive = lambda o, b: jnp.sqrt(jnp.mean(o**2)) + EXACT["masked mean"](o, b)
+    for loss, over in ((EXACT["masked mean"], None), (contrastive, "batch")):
+        compare(loss, {"num_microbatches": 4, "ends": "shared", "loss_over": over}, batch=batch, model=Words())
