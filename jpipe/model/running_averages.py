@@ -7,13 +7,17 @@ of the new variances lacks is r var(m_i), or mean(u_i^2) / r - mean(u_i)^2 / r. 
 micro-batch's new variance, the second is subtracted once at the end, so that only the averages are summed up.
 
 Nothing in a layer says its rate. When a step is laid out, it is found by differentiating the layer's new state by the
-old one: it is 1 - d(new)/d(old), a number of the layer's code alone, and a constant in the step.
+old one: it is 1 - d(new)/d(old), a number of the layer's code alone, and a constant in the step. Two updates in one
+step (a BatchNorm that is called for two views) have such a rate too, but their variance lacks the variance of each
+one's means, and the new state shows the two together. So updates are counted in the layer's trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +25,16 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.arrays.dtypes import is_float
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
 from jpipe.jaxprs.rewriting import without_stops
 from jpipe.jaxprs.tracing import trace
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
-from jpipe.seam.inside import needed_part
+from jpipe.seam.inside import called_by, needed_part, scan_counts
+from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import CALLS
 from jpipe.types import Leaf
 
 PathsAndLeaves = Sequence[tuple[tuple[Hashable, ...], Leaf]]
@@ -87,7 +94,8 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
       leaves: indices of leaves of its state, running averages.
 
     Raises:
-      ValueError: a rate isn't a number of the layer's code, but depends on what the layer is called with.
+      ValueError: a rate isn't a number of the layer's code, but depends on what the layer is called with; or the state
+        moves several times.
     """
     if not leaves:
         return ()
@@ -98,21 +106,66 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
     moved = needed_part(new_state, wanted, keep=True)[0]
     run = jaxpr_as_fun(without_stops(moved))
     places = [len(shapes.params) + i for i in leaves]
+    inputs = [Origins({i: 0}, False) if i in places else Origins({}, True) for i in range(len(moved.jaxpr.invars))]
+    # 0 for an average that stays as it is, whatever else follows from it; 1 where the new one doesn't follow from it.
+    updates = [new.updates.get(place, 1) for place, new in zip(places, origins(moved, inputs), strict=True)]
+    moving = [place for place, count in zip(places, updates, strict=True) if count]
 
     def rates(*inputs: Leaf) -> list[jax.Array]:
         def new_averages(*averages: jax.Array) -> list[Leaf]:
-            replaced = dict(zip(places, averages, strict=True))
+            replaced = dict(zip(moving, averages, strict=True))
             return run(*(replaced.get(i, leaf) for i, leaf in enumerate(inputs)))
 
-        averages = [inputs[i] for i in places]
+        averages = [inputs[i] for i in moving]
         slopes = jax.jvp(new_averages, averages, list(map(jnp.ones_like, averages)))[1]
-        return [1 - slope for slope in slopes]
+        return [1 - slope if count else slope for slope, count in zip(slopes, updates, strict=True)]
 
     traced = trace(rates, *jax.tree.leaves((shapes, activation)))[0]
     alone, used = needed_part(traced, [True] * len(leaves))
+    where = f"layer {function.group.indices[0]} ({function.group.layer.name})"
+    remedy = 'pass merge={"batch_stats": "mean"} (by the name of the collection), or'
     if any(used):
         fault = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
-        remedy = 'pass merge={"batch_stats": "mean"} (by the name of the collection), or let them move at a fixed rate'
-        raise ValueError(f"layer {function.group.indices[0]} ({function.group.layer.name}) {fault}; {remedy}")
+        raise ValueError(f"{where} {fault}; {remedy} let them move at a fixed rate")
+    if max(updates) > 1:
+        fault = "updates a running mean and variance several times in a step, and its new state shows all at once"
+        raise ValueError(f"{where} {fault}; {remedy} let each use have averages of its own (two BatchNorms)")
     with on_this_host():
         return tuple(map(np.asarray, interpret(alone)))
+
+
+class Origins(NamedTuple):
+    """The inputs that a value of a trace follows from.
+
+    Attributes:
+      updates: by the index of a running average that it follows from, how often something else was mixed in on the way.
+      has_others: whether it follows from anything else.
+    """
+
+    updates: Mapping[int, int]
+    has_others: bool
+
+
+def origins(closed: ClosedJaxpr, inputs: Sequence[Origins]) -> list[Origins]:
+    """Finds the origins of the outputs of a trace; a second update shows in two turns of a loop that carries it on."""
+    flat = flatten(closed, calls=CALLS | {"shard_map"}, selects=True)
+    values = defaultdict(lambda: Origins({}, False), zip(flat.arguments, inputs, strict=True))
+    for equation, _, reads, makes in flat.equations:
+        operands = [values[number] for number in reads]
+        results = [_mixed(operands)] * len(makes)
+        if equation.primitive.name == "scan":
+            first, size = scan_counts(equation)
+            for _ in range(min(2, equation.params["length"])):
+                results = origins(called_by(equation), operands)
+                operands[first : first + size] = results[:size]
+        values.update(zip(makes, results, strict=True))
+    return [values[number] for number in flat.results]
+
+
+def _mixed(operands: Sequence[Origins]) -> Origins:
+    """The origins of what one operation makes; one operand with an average and one of other things are an update."""
+    updates: dict[int, int] = {}
+    for i in {i for operand in operands for i in operand.updates}:
+        is_update = any(operand.has_others and i not in operand.updates for operand in operands)
+        updates[i] = max(operand.updates.get(i, 0) for operand in operands) + is_update
+    return Origins(updates, any(operand.has_others for operand in operands))
