@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +38,10 @@ from jpipe.types import Leaf
 
 PathsAndLeaves = Sequence[tuple[tuple[Hashable, ...], Leaf]]
 """The result of `jax.tree_util.tree_leaves_with_path`."""
+Origins = Mapping[int, frozenset[object]]
+"""The inputs of a trace that a value follows from: by the index of a running average the values that were mixed in on
+the way; `OTHERS` stands for all other inputs."""
+OTHERS = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,9 +109,10 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
     moved = needed_part(new_state, wanted, keep=True)[0]
     run = jaxpr_as_fun(without_stops(moved))
     places = [len(shapes.params) + i for i in leaves]
-    inputs = [Origins({i: 0}, False) if i in places else Origins({}, True) for i in range(len(moved.jaxpr.invars))]
+    inputs = [{i if i in places else OTHERS: frozenset()} for i in range(len(moved.jaxpr.invars))]
     # 0 for an average that stays as it is, whatever else follows from it; 1 where the new one doesn't follow from it.
-    updates = [new.updates.get(place, 1) for place, new in zip(places, origins(moved, inputs), strict=True)]
+    pairs = zip(places, origins(moved, inputs), strict=True)
+    updates = [len(new[place]) if place in new else 1 for place, new in pairs]
     moving = [place for place, count in zip(places, updates, strict=True) if count]
 
     def rates(*inputs: Leaf) -> list[jax.Array]:
@@ -134,38 +138,26 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
         return tuple(map(np.asarray, interpret(alone)))
 
 
-class Origins(NamedTuple):
-    """The inputs that a value of a trace follows from.
+def origins(closed: ClosedJaxpr, inputs: Sequence[Origins], place: tuple[int, ...] = ()) -> list[Origins]:
+    """Finds the origins of the outputs of a trace; two turns of a loop show whether an average moves in each.
 
-    Attributes:
-      updates: by the index of a running average that it follows from, how often something else was mixed in on the way.
-      has_others: whether it follows from anything else.
+    Args:
+      closed: the trace.
+      inputs: the origins of what it takes.
+      place: where it stands: the loops that it is the body of, and the turn.
     """
-
-    updates: Mapping[int, int]
-    has_others: bool
-
-
-def origins(closed: ClosedJaxpr, inputs: Sequence[Origins]) -> list[Origins]:
-    """Finds the origins of the outputs of a trace; a second update shows in two turns of a loop that carries it on."""
     flat = flatten(closed, calls=CALLS | {"shard_map"}, selects=True)
-    values = defaultdict(lambda: Origins({}, False), zip(flat.arguments, inputs, strict=True))
+    values = defaultdict(dict, zip(flat.arguments, inputs, strict=True))
     for equation, _, reads, makes in flat.equations:
-        operands = [values[number] for number in reads]
-        results = [_mixed(operands)] * len(makes)
+        operands, mixed = [values[number] for number in reads], dict[int, frozenset[object]]()
+        for i in set().union(*operands):
+            others = {(*place, n) for n in reads if OTHERS in values[n] and i not in values[n]}
+            mixed[i] = frozenset(others).union(*(operand.get(i, ()) for operand in operands))
+        results = [mixed] * len(makes)
         if equation.primitive.name == "scan":
             first, size = scan_counts(equation)
-            for _ in range(min(2, equation.params["length"])):
-                results = origins(called_by(equation), operands)
+            for turn in range(min(2, equation.params["length"])):
+                results = origins(called_by(equation), operands, (*place, makes[0], turn))
                 operands[first : first + size] = results[:size]
         values.update(zip(makes, results, strict=True))
     return [values[number] for number in flat.results]
-
-
-def _mixed(operands: Sequence[Origins]) -> Origins:
-    """The origins of what one operation makes; one operand with an average and one of other things are an update."""
-    updates: dict[int, int] = {}
-    for i in {i for operand in operands for i in operand.updates}:
-        is_update = any(operand.has_others and i not in operand.updates for operand in operands)
-        updates[i] = max(operand.updates.get(i, 0) for operand in operands) + is_update
-    return Origins(updates, any(operand.has_others for operand in operands))
