@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import named_leaves
+from jpipe.jaxprs.rewriting import OTHERS, origins
 from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
@@ -33,8 +35,26 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, rep
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
-TracedInit = tuple[ClosedJaxpr, dict[str, Shapes]]
-"""(a jaxpr that gives a layer's variables, their shapes by collection)."""
+
+class TracedInit(NamedTuple):
+    """A layer's initialisation.
+
+    Attributes:
+      jaxpr: a random key, and constants if they are told apart -> the leaves of its variables, made of inputs of zeros.
+      variables: their shapes by collection.
+      of_inputs: key, inputs, batch -> the leaves of its variables.
+    """
+
+    jaxpr: ClosedJaxpr
+    variables: dict[str, Shapes]
+    of_inputs: ClosedJaxpr
+
+    @property
+    def from_values(self) -> str:
+        """The path of the first variable that follows from the values of inputs or batch, not from shapes; or ""."""
+        of_batch = [{OTHERS: frozenset()}] * (len(self.of_inputs.jaxpr.invars) - 1)
+        pairs = zip(named_leaves("", self.variables), origins(self.of_inputs, [{}, *of_batch]), strict=True)
+        return next((name for (name, _), follows_from in pairs if follows_from), "")
 
 
 class LayerArguments(NamedTuple):
@@ -262,37 +282,41 @@ def _check_outputs(outputs: Activation) -> None:
 
 
 def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes) -> TracedInit:
-    """Traces a layer's initialisation: (jaxpr: random key -> its variables, their shapes).
+    """Traces a layer's initialisation.
 
     There are two tries. The first is without a mesh: Flax constrains new variables to the mesh axes in their metadata,
     whether or not the mesh has these axes. The second is with the mesh in context: a layer that constrains its own
     activations, or runs a `shard_map`, needs it.
     """
 
-    def init(key: jax.Array) -> LayerVariables:
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
-        return layer.init(key, positional(zeros[0]), zeros[1])
+    def init(key: jax.Array, takes: Activation, batch: Batch) -> LayerVariables:
+        return layer.init(key, positional(takes), batch)
+
+    def traced() -> TracedInit:
+        zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
+        of_inputs, made = trace(init, key, takes, batch)
+        return TracedInit(trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0], made, of_inputs)
 
     try:
         with no_mesh():
-            return trace(init, key)
+            return traced()
     except (RuntimeError, NameError, ValueError):  # what a constraint, a sum or a shard_map raises without a mesh
         if jax.sharding.get_abstract_mesh().empty:
             raise
-        return trace(init, key)
+        return traced()
 
 
 def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
-    """Traces the initialisation of a group's layers: (jaxpr: random key, constants -> variables, their shapes)."""
-    jaxpr, made = trace_init(group.layer, key, group.takes, batch)
+    """Traces the initialisation of a group's layers."""
+    traced = trace_init(group.layer, key, group.takes, batch)
     constants = group.constants.get(INIT, Constants())
     if constants.places:
 
         def init(key: jax.Array, *scalars: jax.Array) -> LayerVariables:
-            return replay(constants.put_into(jaxpr, scalars), made)(key)
+            return replay(constants.put_into(traced.jaxpr, scalars), traced.variables)(key)
 
-        return trace(init, key, *constants.shapes)
-    return jaxpr, made
+        return traced._replace(jaxpr=trace(init, key, *constants.shapes)[0])
+    return traced
 
 
 def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:

@@ -14,8 +14,7 @@ one's means, and the new state shows the two together. So updates are counted in
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -24,24 +23,17 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.arrays.dtypes import is_float
-from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
-from jpipe.jaxprs.rewriting import without_stops
+from jpipe.jaxprs.rewriting import OTHERS, origins, without_stops
 from jpipe.jaxprs.tracing import trace
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
-from jpipe.seam.inside import called_by, needed_part, scan_counts
-from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.seam.primitives import CALLS
+from jpipe.seam.inside import needed_part
 from jpipe.types import Leaf
 
 PathsAndLeaves = Sequence[tuple[tuple[Hashable, ...], Leaf]]
 """The result of `jax.tree_util.tree_leaves_with_path`."""
-Origins = Mapping[int, frozenset[object]]
-"""The inputs of a trace that a value follows from: by the index of a running average the values that were mixed in on
-the way; `OTHERS` stands for all other inputs."""
-OTHERS = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,28 +128,3 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
         raise ValueError(f"{where} {fault}; {remedy} let each use have averages of its own (two BatchNorms)")
     with on_this_host():
         return tuple(map(np.asarray, interpret(alone)))
-
-
-def origins(closed: ClosedJaxpr, inputs: Sequence[Origins], place: tuple[int, ...] = ()) -> list[Origins]:
-    """Finds the origins of the outputs of a trace; two turns of a loop show whether an average moves in each.
-
-    Args:
-      closed: the trace.
-      inputs: the origins of what it takes.
-      place: where it stands: the loops that it is the body of, and the turn.
-    """
-    flat = flatten(closed, calls=CALLS | {"shard_map"}, selects=True)
-    values = defaultdict(dict, zip(flat.arguments, inputs, strict=True))
-    for equation, _, reads, makes in flat.equations:
-        operands, mixed = [values[number] for number in reads], dict[int, frozenset[object]]()
-        for i in set().union(*operands):
-            others = {(*place, n) for n in reads if OTHERS in values[n] and i not in values[n]}
-            mixed[i] = frozenset(others).union(*(operand.get(i, ()) for operand in operands))
-        results = [mixed] * len(makes)
-        if equation.primitive.name == "scan":
-            first, size = scan_counts(equation)
-            for turn in range(min(2, equation.params["length"])):
-                results = origins(called_by(equation), operands, (*place, makes[0], turn))
-                operands[first : first + size] = results[:size]
-        values.update(zip(makes, results, strict=True))
-    return [values[number] for number in flat.results]
