@@ -27,7 +27,7 @@ from jpipe.memory.storage import Buffers
 from jpipe.mesh.on_stages import on_stages, shapes_only
 from jpipe.model.constants import Constants
 from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, LayerGroup
-from jpipe.model.layer_function import TracedInit, trace_group_init
+from jpipe.model.layer_function import trace_group_init
 from jpipe.model.random_keys import init_key, key_shape
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
@@ -50,8 +50,7 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
     layouts, mesh, model = plan.layouts, plan.request.mesh, plan.model
     compiles(model.described())
     if plan.cut is not None and plan.cut.whole.init is not None:
-        remedy = "pipe.from_model_variables(model.init(key, inputs), batch)"
-        _check_values(plan.cut.whole.layer.name, plan.cut.whole.init, remedy)
+        plan.cut.whole.init.check(plan.cut.whole.layer.name)
 
     records = Records(layouts)
 
@@ -81,21 +80,11 @@ def _init_layer(
     They follow from its random key and its constants: `given`.
     """
     with shapes_only(plan.request.mesh):
-        traced = trace_group_init(group, key_shape(given[0]), plan.traced.batch)
-    remedy = "pipe.from_layer_variables(trees, batch), a tree of each layer's own init on what the one before it gives"
-    _check_values(f"layer {group.indices[0]} ({group.layer.name})", traced, remedy)
-    jaxpr, made, _ = traced
+        jaxpr, made, _ = trace_group_init(group, key_shape(given[0]), plan.traced.batch)
     wanted = [sharding for name in sorted(made) for sharding in lying[name]]
     local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(given), [lambda _, s=s: s for s in wanted])
     leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
     return replay(local.jaxpr, leaves)(given)
-
-
-def _check_values(name: str, init: TracedInit, remedy: str) -> None:
-    """Checks that new variables follow from a random key and shapes."""
-    if path := init.from_values:
-        fault = f"{name} initialises {path} from the values of its inputs, of which pipe.init has only the shapes"
-        raise ValueError(f"{fault}; make the variables yourself: {remedy}; create_state takes them as variables=")
 
 
 def value_and_grad(

@@ -20,7 +20,7 @@ import numpy as np
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.trees import named_leaves
-from jpipe.jaxprs.rewriting import OTHERS, origins
+from jpipe.jaxprs.rewriting import origins
 from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
@@ -49,12 +49,18 @@ class TracedInit(NamedTuple):
     variables: dict[str, Shapes]
     of_inputs: ClosedJaxpr
 
-    @property
-    def from_values(self) -> str:
-        """The path of the first variable that follows from the values of inputs or batch, not from shapes; or ""."""
-        of_batch = [{OTHERS: frozenset()}] * (len(self.of_inputs.jaxpr.invars) - 1)
-        pairs = zip(named_leaves("", self.variables), origins(self.of_inputs, [{}, *of_batch]), strict=True)
-        return next((name for (name, _), follows_from in pairs if follows_from), "")
+    def check(self, name: str) -> None:
+        """Checks that new variables follow from the key and from shapes, not from the values of inputs or batch.
+
+        Raises:
+          ValueError: naming the first that doesn't, of the layer or model `name`.
+        """
+        variables = named_leaves("variables", self.variables)
+        for (path, _), origin in zip(variables, origins(self.of_inputs, {0: {}}), strict=True):
+            if origin:
+                fault = f"{name} makes {path} of the values of its inputs, and pipe.init knows only their shapes; pass"
+                of_list = "pipe.from_layer_variables(trees, batch), by each layer's init on what the one before gives"
+                raise ValueError(f"{fault} pipe.from_model_variables(model.init(key, x), batch), of a list {of_list}")
 
 
 class LayerArguments(NamedTuple):
@@ -307,16 +313,14 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
 
 
 def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
-    """Traces the initialisation of a group's layers."""
+    """Traces the initialisation of a group's layers, to make new variables; errors as of `TracedInit.check`."""
     traced = trace_init(group.layer, key, group.takes, batch)
+    traced.check(f"layer {group.indices[0]} ({group.layer.name})")
     constants = group.constants.get(INIT, Constants())
-    if constants.places:
-
-        def init(key: jax.Array, *scalars: jax.Array) -> LayerVariables:
-            return replay(constants.put_into(traced.jaxpr, scalars), traced.variables)(key)
-
-        return traced._replace(jaxpr=trace(init, key, *constants.shapes)[0])
-    return traced
+    if not constants.places:
+        return traced
+    init = lambda key, *scalars: replay(constants.put_into(traced.jaxpr, scalars), traced.variables)(key)
+    return traced._replace(jaxpr=trace(init, key, *constants.shapes)[0])
 
 
 def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:

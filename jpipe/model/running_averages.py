@@ -24,7 +24,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
-from jpipe.jaxprs.rewriting import OTHERS, origins, without_stops
+from jpipe.jaxprs.rewriting import origins, without_stops
 from jpipe.jaxprs.tracing import trace
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
@@ -97,14 +97,12 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
     shapes, activation = function.arguments, jax.tree.leaves(function.group.takes)
     new_state = trace(lambda arguments, x: function.forward(arguments, x).state, shapes, activation)[0]
     # First all other results are dropped: they may have no derivative. And nnx stops gradients of what it keeps.
-    wanted = [i in leaves for i in range(len(new_state.jaxpr.outvars))]
-    moved = needed_part(new_state, wanted, keep=True)[0]
+    moved = needed_part(new_state, [i in leaves for i in range(len(new_state.jaxpr.outvars))], keep=True)[0]
     run = jaxpr_as_fun(without_stops(moved))
     places = [len(shapes.params) + i for i in leaves]
-    inputs = [{i if i in places else OTHERS: frozenset()} for i in range(len(moved.jaxpr.invars))]
     # 0 for an average that stays as it is, whatever else follows from it; 1 where the new one doesn't follow from it.
-    pairs = zip(places, origins(moved, inputs), strict=True)
-    updates = [len(new[place]) if place in new else 1 for place, new in pairs]
+    moved_by = origins(moved, {place: {place: frozenset()} for place in places})
+    updates = [len(new[place]) if place in new else 1 for place, new in zip(places, moved_by, strict=True)]
     moving = [place for place, count in zip(places, updates, strict=True) if count]
 
     def rates(*inputs: Leaf) -> list[jax.Array]:
