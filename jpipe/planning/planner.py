@@ -358,10 +358,10 @@ class Planner:
             else:
                 trees = whole.variables, make_whole(whole.layer, asked.read_inputs, twice).variables
             pairs = zip(*(named_leaves("variables", tree) for tree in trees), strict=True)
-            faults = [f"{path} is {describe(a)}, {describe(b)} for" for (path, a), (_, b) in pairs if a.shape != b.shape]
+            faults = [f"{path} is {describe(a)}, {describe(b)}" for (path, a), (_, b) in pairs if a.shape != b.shape]
         if faults:
-            remedy = "read it from the batch and give the new one with the outputs, or use num_microbatches=1"
-            raise ValueError(f"{faults[0]} twice as many examples: micro-batches have rows of their own, not to be merged; {remedy}")
+            remedy = "pass it with the batch and take the new one from pipe.apply's outputs, or use num_microbatches=1"
+            raise ValueError(f"{faults[0]} for twice as many examples, whose rows micro-batches can't merge; {remedy}")
 
     # --- plan -> step ---
 
