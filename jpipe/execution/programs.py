@@ -50,7 +50,8 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
     layouts, mesh, model = plan.layouts, plan.request.mesh, plan.model
     compiles(model.described())
     if plan.cut is not None and plan.cut.whole.init is not None:
-        plan.cut.whole.init.check(plan.cut.whole.layer.name)
+        with shapes_only(mesh):
+            plan.cut.whole.init.check(plan.cut.whole.layer.name)
 
     records = Records(layouts)
 

@@ -23,8 +23,6 @@ Change = Callable[[JaxprEqn], JaxprEqn | None]
 Origins = Mapping[int, frozenset[object]]
 """The inputs of a trace that a value follows from, by numbers of the caller's, -1 for those that aren't told apart.
 With each the values that don't follow from it, but from others, and were mixed in on the way."""
-OTHERS: Origins = {-1: frozenset()}
-"""The origins of an input that isn't told apart."""
 
 
 def equations_in(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
@@ -65,11 +63,11 @@ def origins(closed: ClosedJaxpr, inputs: Mapping[int, Origins], place: tuple[int
 
     Args:
       closed: the trace.
-      inputs: the origins of what it takes, by index; those that are missing are `OTHERS`.
+      inputs: the origins of what it takes, by index; those that are missing aren't told apart.
       place: where it stands: the loops that it is the body of, and the turn.
     """
     flat = flatten(closed, calls=CALLS | {"shard_map"}, selects=True)
-    values = defaultdict(dict, {number: inputs.get(i, OTHERS) for i, number in enumerate(flat.arguments)})
+    values = defaultdict(dict, {number: inputs.get(i, {-1: frozenset()}) for i, number in enumerate(flat.arguments)})
     for equation, _, reads, makes in flat.equations:
         operands, mixed = [values[number] for number in reads], dict[int, frozenset[object]]()
         for i in set().union(*operands):

@@ -11,6 +11,7 @@ layer's activation have to be stored (`jpipe.model.traced_layer`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.trees import named_leaves
-from jpipe.jaxprs.rewriting import origins
+from jpipe.jaxprs.rewriting import origins, uses
 from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
@@ -42,25 +43,12 @@ class TracedInit(NamedTuple):
     Attributes:
       jaxpr: a random key, and constants if they are told apart -> the leaves of its variables, made of inputs of zeros.
       variables: their shapes by collection.
-      of_inputs: key, inputs, batch -> the leaves of its variables.
+      check: called with the layer's name, raises a ValueError if they follow from more than the key and shapes.
     """
 
     jaxpr: ClosedJaxpr
     variables: dict[str, Shapes]
-    of_inputs: ClosedJaxpr
-
-    def check(self, name: str) -> None:
-        """Checks that new variables follow from the key and from shapes, not from the values of inputs or batch.
-
-        Raises:
-          ValueError: naming the first that doesn't, of the layer or model `name`.
-        """
-        variables = named_leaves("variables", self.variables)
-        for (path, _), origin in zip(variables, origins(self.of_inputs, {0: {}}), strict=True):
-            if origin:
-                fault = f"{name} makes {path} of the values of its inputs, and pipe.init knows only their shapes; pass"
-                of_list = "pipe.from_layer_variables(trees, batch), by each layer's init on what the one before gives"
-                raise ValueError(f"{fault} pipe.from_model_variables(model.init(key, x), batch), of a list {of_list}")
+    check: Callable[[str], None]
 
 
 class LayerArguments(NamedTuple):
@@ -301,7 +289,19 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
     def traced() -> TracedInit:
         zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
         of_inputs, made = trace(init, key, takes, batch)
-        return TracedInit(trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0], made, of_inputs)
+
+        def check(name: str) -> None:
+            follow = origins(of_inputs, {0: {}})
+            # State that each step overwrites unread may begin with any value.
+            read = uses(trace_call(layer, made, takes, batch, key)[0]) if any(follow) else []
+            for (path, _), *both in zip(named_leaves("variables", made), follow, read, strict=False):
+                if all(both):
+                    fault = f"{name} makes {path} of the values of its inputs, and pipe.init knows only their shapes"
+                    of_list = "pipe.from_layer_variables(trees, batch), by each layer's init on what is given to it"
+                    remedy = f"pass pipe.from_model_variables(model.init(key, x), batch), of a list {of_list}"
+                    raise ValueError(f"{fault}; {remedy}")
+
+        return TracedInit(trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0], made, check)
 
     try:
         with no_mesh():
@@ -313,7 +313,7 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
 
 
 def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
-    """Traces the initialisation of a group's layers, to make new variables; errors as of `TracedInit.check`."""
+    """Traces the initialisation of a group's layers, to make new variables; errors as of its `check`."""
     traced = trace_init(group.layer, key, group.takes, batch)
     traced.check(f"layer {group.indices[0]} ({group.layer.name})")
     constants = group.constants.get(INIT, Constants())

@@ -116,13 +116,11 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
 
     traced = trace(rates, *jax.tree.leaves((shapes, activation)))[0]
     alone, used = needed_part(traced, [True] * len(leaves))
-    where = f"layer {function.group.indices[0]} ({function.group.layer.name})"
-    remedy = 'pass merge={"batch_stats": "mean"} (by the name of the collection), or'
-    if any(used):
-        fault = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
-        raise ValueError(f"{where} {fault}; {remedy} let them move at a fixed rate")
-    if max(updates) > 1:
-        fault = "updates a running mean and variance several times in a step, and its new state shows all at once"
-        raise ValueError(f"{where} {fault}; {remedy} let each use have averages of its own (two BatchNorms)")
+    if any(used) or max(updates) > 1:
+        depends = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
+        several = "updates a running mean and variance several times in a step, and its new state shows all at once"
+        remedy = 'pass merge={"batch_stats": "mean"} (the collection\'s name), or let each move once, at a fixed rate'
+        fault = f"layer {function.group.indices[0]} ({function.group.layer.name}) {depends if any(used) else several}"
+        raise ValueError(f"{fault}; {remedy}")
     with on_this_host():
         return tuple(map(np.asarray, interpret(alone)))

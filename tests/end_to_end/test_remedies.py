@@ -863,7 +863,7 @@ class Flow(nn.Module):
 
 
 ROWS = {name: np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) for name in ("inputs", "targets")}
-OF_LISTS = "pipe.from_layer_variables(trees, batch), by each layer's init on what the one before gives"
+OF_LISTS = "pipe.from_layer_variables(trees, batch), by each layer's init on what is given to it"
 
 
 @follows("pipe.from_model_variables(model.init(key, x), batch), of a list {}")

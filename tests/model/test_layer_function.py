@@ -172,6 +172,25 @@ def test_initial_values_that_follow_from_the_batch_are_refused(name):
             make(key, ROWS)
 
 
+class Largest(nn.Module):
+    """State that each step overwrites and nobody reads, written as the layer is initialised too."""
+
+    @nn.compact
+    def __call__(self, x):
+        kept = self.variable("stats", "largest", jnp.zeros, ())
+        if self.is_mutable_collection("stats"):
+            kept.value = jnp.abs(x).max()
+        return x
+
+
+def test_initial_values_that_nobody_reads():
+    pipe = pipeline([Largest(), nn.Dense(4)], merge={"stats": "last"})
+    variables = pipe.init(jax.random.key(0), ROWS)
+    updates = pipe.value_and_grad(variables, ROWS)[0][1]
+    found = pipe.layer_variables({**variables, **updates})[0]["stats"]["largest"]
+    assert_close(found, np.abs(ROWS["inputs"][4:]).max(), "the last micro-batch's")
+
+
 @jax.custom_vjp
 def clipped(x):
     return x
