@@ -69,8 +69,8 @@ def cut_decoder(model: CutModel, inputs: Shapes, size: int, length: int) -> CutD
     tokens = jax.ShapeDtypeStruct((size, 1), jax.tree.leaves(inputs)[0].dtype)
     read: Read = lambda tokens: jax.tree.unflatten(structure, [tokens])
     with telling(f"generate: {layer.name}", lambda: told_of(read(tokens))):
-        init, variables = trace_init(layer, key_shape(), read(tokens), tokens)
-    whole = WholeModel(layer, strong(variables), init, model.whole.read)
+        init = trace_init(layer, key_shape(), read(tokens), tokens)
+    whole = WholeModel(layer, strong(init.variables), init, model.whole.read)
     cutting = model.cutting.renumbered(_numbers(model.whole, whole))
     decoder = CutModel(whole, cutting)
     traced, _ = trace_decoder(whole, cutting, read, tokens)

@@ -16,11 +16,10 @@ from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerVariables, describe, positional
 from jpipe.model.groups import strong
-from jpipe.model.layer_function import trace_init
+from jpipe.model.layer_function import TracedInit, trace_init
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import check_updates, inputs_of, telling, warn_of_dropouts
-from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]
@@ -34,13 +33,13 @@ class WholeModel:
     Attributes:
       layer: the module as one layer.
       variables: the shapes of its variables by collection.
-      init: takes a random key, gives the leaves of new variables; None if the module has its values already.
+      init: how new variables are made; None if the module has its values already.
       read: for each leaf of the outputs, whether the loss reads it; None before that is known.
     """
 
     layer: AnyLayer
     variables: dict[str, Shapes]
-    init: ClosedJaxpr | None
+    init: TracedInit | None
     read: tuple[bool, ...] | None = None
 
     @cached_property
@@ -108,8 +107,8 @@ def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
         return WholeModel(layer, strong(jax.eval_shape(lambda v: v, layer.ready)), None)
     inputs = inputs_of(read_inputs, batch)
     with telling(layer.name, lambda: told_of(inputs)):
-        init, variables = trace_init(layer, key_shape(), inputs, batch)
-    return WholeModel(layer, strong(variables), init)
+        init = trace_init(layer, key_shape(), inputs, batch)
+    return WholeModel(layer, strong(init.variables), init)
 
 
 def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:

@@ -248,7 +248,7 @@ class CutModel:
     def inits(self) -> list[PartJaxpr]:
         """For each piece the initialisation of its variables: takes a random key, gives its parts."""
         assert self.whole.init is not None
-        flat = flatten(self.whole.init, calls=INLINED, unrolls=lambda scan: bool(scan.outvars)).folded
+        flat = flatten(self.whole.init.jaxpr, calls=INLINED, unrolls=lambda scan: bool(scan.outvars)).folded
         inits, kinds = [], Kinds()
         for parts in self.cutting.parts:
             numbers = [flat.element(flat.results[part.leaf], part.indices) for part in parts]
@@ -385,7 +385,7 @@ class _PieceLayer:
         """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
         if key.dtype != key_shape().dtype:  # others may draw other numbers for a block alone than for all at once
             assert self.model.whole.init is not None
-            leaves = replay(self.model.whole.init, [0] * len(self.model.whole.collections))(key)
+            leaves = replay(self.model.whole.init.jaxpr, [0] * len(self.model.whole.collections))(key)
             return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
         return self._by_collection(replay(self.model.inits[self.index].closed, [0] * len(self.parts))(key))
 

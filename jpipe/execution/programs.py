@@ -50,6 +50,9 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
     specs = _specs(plan)
     layouts, mesh, model = plan.layouts, plan.request.mesh, plan.model
     compiles(model.described())
+    if plan.cut is not None and plan.cut.whole.init is not None:
+        with shapes_only(mesh):
+            plan.cut.whole.init.check(plan.cut.whole.layer.name)
 
     records = Records(layouts)
 
@@ -79,7 +82,7 @@ def _init_layer(
     They follow from its random key and its constants: `given`.
     """
     with shapes_only(plan.request.mesh):
-        jaxpr, made = trace_group_init(group, key_shape(given[0]), plan.traced.batch)
+        jaxpr, made, _ = trace_group_init(group, key_shape(given[0]), plan.traced.batch)
     wanted = [sharding for name in sorted(made) for sharding in lying[name]]
     local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(given), [lambda _, s=s: s for s in wanted])
     leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}

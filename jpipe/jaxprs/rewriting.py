@@ -6,19 +6,23 @@ The parameters of some equations hold jaxprs themselves: calls (`jit`), loops, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.seam.inside import needed_part, replaced
+from jpipe.seam.inside import called_by, needed_part, replaced, scan_counts
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES
 from jpipe.types import PyTree
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
 """From an equation to the one in its place; None to drop it, so that its operands stand for its results, if any."""
+Origins = Mapping[int, frozenset[object]]
+"""The inputs of a trace that a value follows from, by numbers of the caller's, -1 for those that aren't told apart.
+With each the values that don't follow from it, but from others, and were mixed in on the way."""
 
 
 def equations_in(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
@@ -52,6 +56,31 @@ def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool
       wanted: for each output, whether it is wanted; all are by default.
     """
     return needed_part(closed, wanted or [True] * len(closed.jaxpr.outvars))[1]
+
+
+def origins(closed: ClosedJaxpr, inputs: Mapping[int, Origins], place: tuple[int, ...] = ()) -> list[Origins]:
+    """Finds the origins of the outputs of a trace; it looks into loops: two turns show what each of them mixes in.
+
+    Args:
+      closed: the trace.
+      inputs: the origins of what it takes, by index; those that are missing aren't told apart.
+      place: where it stands: the loops that it is the body of, and the turn.
+    """
+    flat = flatten(closed, calls=CALLS | {"shard_map"}, selects=True)
+    values = defaultdict(dict, {number: inputs.get(i, {-1: frozenset()}) for i, number in enumerate(flat.arguments)})
+    for equation, _, reads, makes in flat.equations:
+        operands, mixed = [values[number] for number in reads], dict[int, frozenset[object]]()
+        for i in set().union(*operands):
+            others = {(*place, n) for n in reads if -1 in values[n] and i not in values[n]}
+            mixed[i] = frozenset(others).union(*(operand.get(i, ()) for operand in operands))
+        results = [mixed] * len(makes)
+        if equation.primitive.name == "scan":
+            first, size = scan_counts(equation)
+            for turn in range(min(2, equation.params["length"])):
+                results = origins(called_by(equation), dict(enumerate(operands)), (*place, makes[0], turn))
+                operands[first : first + size] = results[:size]
+        values.update(zip(makes, results, strict=True))
+    return [values[number] for number in flat.results]
 
 
 def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -71,7 +71,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     # `ready` are values that the layer came with: it isn't initialised, so there is no INIT to compare.
     made, results = layer.ready, dict[str, tuple[Shapes, dict[str, Shapes]]]()
     if made is None:
-        jaxprs[INIT], made = trace_init(layer, key_shape(), group.takes, batch)
+        jaxprs[INIT], made, _ = trace_init(layer, key_shape(), group.takes, batch)
         results[INIT] = (), made
     variables = strong(jax.eval_shape(lambda v: v, made if layer.shared is None else group.variables))
     call = partial(trace_call, layer, variables, group.takes, batch)
@@ -83,7 +83,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     if first is not None and first.ndim > 1 and group.rules.get(CACHE) != CACHE and layer.keeps_cache:
         with suppress(Exception):  # it can't decode such sequences, which `generate` will say
             decoder = decoding(layer, group.takes, *first.shape[:2])
-            jaxprs[DECODE], made = trace_init(decoder, key_shape(), group.takes, batch)
+            jaxprs[DECODE], made, _ = trace_init(decoder, key_shape(), group.takes, batch)
             results[DECODE] = (), made
     jaxprs = {mode: without_plain_calls(jaxpr) for mode, jaxpr in jaxprs.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}

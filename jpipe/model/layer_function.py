@@ -11,7 +11,7 @@ layer's activation have to be stored (`jpipe.model.traced_layer`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import named_leaves
+from jpipe.jaxprs.rewriting import origins, uses
 from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
@@ -34,8 +36,19 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, rep
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
-TracedInit = tuple[ClosedJaxpr, dict[str, Shapes]]
-"""(a jaxpr that gives a layer's variables, their shapes by collection)."""
+
+class TracedInit(NamedTuple):
+    """A layer's initialisation.
+
+    Attributes:
+      jaxpr: a random key, and constants if they are told apart -> the leaves of its variables, made of inputs of zeros.
+      variables: their shapes by collection.
+      check: called with the layer's name, raises a ValueError if they follow from more than the key and shapes.
+    """
+
+    jaxpr: ClosedJaxpr
+    variables: dict[str, Shapes]
+    check: Callable[[str], None]
 
 
 class LayerArguments(NamedTuple):
@@ -268,37 +281,51 @@ def _check_outputs(outputs: Activation) -> None:
 
 
 def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes) -> TracedInit:
-    """Traces a layer's initialisation: (jaxpr: random key -> its variables, their shapes).
+    """Traces a layer's initialisation.
 
     There are two tries. The first is without a mesh: Flax constrains new variables to the mesh axes in their metadata,
     whether or not the mesh has these axes. The second is with the mesh in context: a layer that constrains its own
     activations, or runs a `shard_map`, needs it.
     """
 
-    def init(key: jax.Array) -> LayerVariables:
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
-        return layer.init(key, positional(zeros[0]), zeros[1])
+    def init(key: jax.Array, takes: Activation, batch: Batch) -> LayerVariables:
+        return layer.init(key, positional(takes), batch)
+
+    def traced() -> TracedInit:
+        zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
+        of_inputs, made = trace(init, key, takes, batch)
+
+        def check(name: str) -> None:
+            follow = origins(of_inputs, {0: {}})
+            # State that each step overwrites unread may begin with any value.
+            read = uses(trace_call(layer, made, takes, batch, key)[0]) if any(follow) else []
+            for (path, _), *both in zip(named_leaves("variables", made), follow, read, strict=False):
+                if all(both):
+                    fault = f"{name} makes {path} of the values of its inputs, and pipe.init knows only their shapes"
+                    of_list = "pipe.from_layer_variables(trees, batch), by each layer's init on what is given to it"
+                    remedy = f"pass pipe.from_model_variables(model.init(key, x), batch), of a list {of_list}"
+                    raise ValueError(f"{fault}; {remedy}")
+
+        return TracedInit(trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0], made, check)
 
     try:
         with no_mesh():
-            return trace(init, key)
+            return traced()
     except (RuntimeError, NameError, ValueError):  # what a constraint, a sum or a shard_map raises without a mesh
         if jax.sharding.get_abstract_mesh().empty:
             raise
-        return trace(init, key)
+        return traced()
 
 
 def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
-    """Traces the initialisation of a group's layers: (jaxpr: random key, constants -> variables, their shapes)."""
-    jaxpr, made = trace_init(group.layer, key, group.takes, batch)
+    """Traces the initialisation of a group's layers, to make new variables; errors as of its `check`."""
+    traced = trace_init(group.layer, key, group.takes, batch)
+    traced.check(f"layer {group.indices[0]} ({group.layer.name})")
     constants = group.constants.get(INIT, Constants())
-    if constants.places:
-
-        def init(key: jax.Array, *scalars: jax.Array) -> LayerVariables:
-            return replay(constants.put_into(jaxpr, scalars), made)(key)
-
-        return trace(init, key, *constants.shapes)
-    return jaxpr, made
+    if not constants.places:
+        return traced
+    init = lambda key, *scalars: replay(constants.put_into(traced.jaxpr, scalars), traced.variables)(key)
+    return traced._replace(jaxpr=trace(init, key, *constants.shapes)[0])
 
 
 def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:

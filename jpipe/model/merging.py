@@ -103,15 +103,16 @@ class Merging:
         return [leaf.astype(a.dtype) for leaf, a in zip(self.averages.spread(wide, merged, -1), old, strict=True)]
 
 
-def make_merging(function: LayerFunction, splits: Splits = WHOLE) -> Merging:
+def make_merging(function: LayerFunction, num_microbatches: int, splits: Splits = WHOLE) -> Merging:
     """Decides how the state of a layer is merged.
 
     Args:
       function: the layer in training.
+      num_microbatches: M; the state of a single one is the mini-batch's as it is.
       splits: what arrays are split over.
 
     Raises:
-      ValueError: running averages move at a rate that depends on what the layer is called with.
+      ValueError: running averages move at a rate that depends on what the layer is called with, or several times.
     """
     group = function.group
     leaf_rules: list[str] = []
@@ -119,7 +120,7 @@ def make_merging(function: LayerFunction, splits: Splits = WHOLE) -> Merging:
     for name in group.state_names:
         paths_and_leaves = jax.tree_util.tree_leaves_with_path(group.variables[name])
         rule = group.rules.get(name)
-        if rule == "moments":
+        if rule == "moments" and num_microbatches > 1:
             first = len(leaf_rules)
             pairs += [(first + i, first + j) for i, j in mean_variance_pairs(paths_and_leaves)]
         leaf_rules += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]

@@ -7,7 +7,9 @@ of the new variances lacks is r var(m_i), or mean(u_i^2) / r - mean(u_i)^2 / r. 
 micro-batch's new variance, the second is subtracted once at the end, so that only the averages are summed up.
 
 Nothing in a layer says its rate. When a step is laid out, it is found by differentiating the layer's new state by the
-old one: it is 1 - d(new)/d(old), a number of the layer's code alone, and a constant in the step.
+old one: it is 1 - d(new)/d(old), a number of the layer's code alone, and a constant in the step. Two updates in one
+step (a BatchNorm that is called for two views) have such a rate too, but their variance lacks the variance of each
+one's means, and the new state shows the two together. So updates are counted in the layer's trace.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
-from jpipe.jaxprs.rewriting import without_stops
+from jpipe.jaxprs.rewriting import origins, without_stops
 from jpipe.jaxprs.tracing import trace
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
@@ -87,32 +89,38 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
       leaves: indices of leaves of its state, running averages.
 
     Raises:
-      ValueError: a rate isn't a number of the layer's code, but depends on what the layer is called with.
+      ValueError: a rate isn't a number of the layer's code, but depends on what the layer is called with; or the state
+        moves several times.
     """
     if not leaves:
         return ()
     shapes, activation = function.arguments, jax.tree.leaves(function.group.takes)
     new_state = trace(lambda arguments, x: function.forward(arguments, x).state, shapes, activation)[0]
     # First all other results are dropped: they may have no derivative. And nnx stops gradients of what it keeps.
-    wanted = [i in leaves for i in range(len(new_state.jaxpr.outvars))]
-    moved = needed_part(new_state, wanted, keep=True)[0]
+    moved = needed_part(new_state, [i in leaves for i in range(len(new_state.jaxpr.outvars))], keep=True)[0]
     run = jaxpr_as_fun(without_stops(moved))
     places = [len(shapes.params) + i for i in leaves]
+    # 0 for an average that stays as it is, whatever else follows from it; 1 where the new one doesn't follow from it.
+    moved_by = origins(moved, {place: {place: frozenset()} for place in places})
+    updates = [len(new[place]) if place in new else 1 for place, new in zip(places, moved_by, strict=True)]
+    moving = [place for place, count in zip(places, updates, strict=True) if count]
 
     def rates(*inputs: Leaf) -> list[jax.Array]:
         def new_averages(*averages: jax.Array) -> list[Leaf]:
-            replaced = dict(zip(places, averages, strict=True))
+            replaced = dict(zip(moving, averages, strict=True))
             return run(*(replaced.get(i, leaf) for i, leaf in enumerate(inputs)))
 
-        averages = [inputs[i] for i in places]
+        averages = [inputs[i] for i in moving]
         slopes = jax.jvp(new_averages, averages, list(map(jnp.ones_like, averages)))[1]
-        return [1 - slope for slope in slopes]
+        return [1 - slope if count else slope for slope, count in zip(slopes, updates, strict=True)]
 
     traced = trace(rates, *jax.tree.leaves((shapes, activation)))[0]
     alone, used = needed_part(traced, [True] * len(leaves))
-    if any(used):
-        fault = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
-        remedy = 'pass merge={"batch_stats": "mean"} (by the name of the collection), or let them move at a fixed rate'
-        raise ValueError(f"layer {function.group.indices[0]} ({function.group.layer.name}) {fault}; {remedy}")
+    if any(used) or max(updates) > 1:
+        depends = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
+        several = "updates a running mean and variance several times in a step, and its new state shows all at once"
+        remedy = 'pass merge={"batch_stats": "mean"} (the collection\'s name), or let each move once, at a fixed rate'
+        fault = f"layer {function.group.indices[0]} ({function.group.layer.name}) {depends if any(used) else several}"
+        raise ValueError(f"{fault}; {remedy}")
     with on_this_host():
         return tuple(map(np.asarray, interpret(alone)))

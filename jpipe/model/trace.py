@@ -161,7 +161,7 @@ def _trace_layer(
         if index not in traces:
             made = layer.ready if shared is None else shared
             if made is None:
-                made = trace_init(layer, key_shape(), takes, batch)[1]
+                made = trace_init(layer, key_shape(), takes, batch).variables
             variables = strong(jax.eval_shape(lambda v: v, made))
             _check_parameters(variables)
             with layer.dropouts() as dropouts:

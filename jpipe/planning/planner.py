@@ -22,14 +22,16 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jpipe.arrays.trees import named_leaves
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, lying_by_shapes, output_axes
 from jpipe.cutting.module import Modes, WholeModel, make_whole
 from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.jaxprs.rewriting import equations_in
-from jpipe.layers.base import AnyLayer
+from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
+from jpipe.layers.frozen import FROZEN
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import shapes_only
 from jpipe.mesh.splits import Splits
@@ -371,6 +373,7 @@ class Planner:
             self._cut_whole(micro)
         with task(f"planning {len(self.request.layers)} layers"):
             model, loss = self.model(micro), self.loss(micro)
+            self._check_state(micro, model)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
             layers = self.layers(micro, key_shape()) if measure_of(self.request.balance) else ()
             if loss is not None and micro.count > 1:
@@ -378,6 +381,26 @@ class Planner:
                     sees = f"sees the {micro.size} of a micro-batch, in plain Flax it would see the whole mini-batch"
                     warn_once(f"{line}. With num_microbatches={micro.count} it {sees}")
             return make_plan(self.request, model, loss, layers, self.cut)
+
+    def _check_state(self, micro: MicroBatch, model: Model) -> None:
+        """Refuses state with rows for examples, which would be merged with those of other micro-batches.
+
+        So a model with state is traced for twice as many examples; one that takes no others isn't refused.
+        """
+        whole, asked, twice, faults = self._whole, self.request, micro.doubled.shapes, list[str]()
+        if micro.count == 1 or not any({*group.variables} - {"params", FROZEN} for group in model.groups):
+            return
+        named = lambda m: {f"layer {i} ({layer.name})": m.group_at(i).variables for i, layer in enumerate(asked.layers)}
+        with suppress(Exception), self.tracing():
+            if whole is None:
+                trees = named(model), named(trace_model(asked.layers, asked.read_inputs, twice, rules=asked.rules))
+            else:
+                trees = whole.variables, make_whole(whole.layer, asked.read_inputs, twice).variables
+            pairs = zip(*(named_leaves("variables", tree) for tree in trees), strict=True)
+            faults = [f"{path} is {describe(a)}, {describe(b)}" for (path, a), (_, b) in pairs if a.shape != b.shape]
+        if faults:
+            remedy = "pass it with the batch and take the new one from pipe.apply's outputs, or use num_microbatches=1"
+            raise ValueError(f"{faults[0]} for twice as many examples, whose rows micro-batches can't merge; {remedy}")
 
     # --- plan -> step ---
 

@@ -202,7 +202,7 @@ def build_step(
         functions=for_groups(functions),
         forwards=of_groups[0],
         layers=of_groups[1],
-        mergings=for_groups([make_merging(layer.function, splits) for layer in trained]),
+        mergings=for_groups([make_merging(layer.function, schedule.num_microbatches, splits) for layer in trained]),
         stores_residuals=stores_residuals,
         gradient_sums=make_gradient_sums(model, of_groups[1], plan.at_work["params"].storage, splits.axes),
         kept=kept,

@@ -843,6 +843,134 @@ def test_a_pipeline_without_a_loss_and_a_state_of_other_stages():
     assert np.isfinite(pipe.evaluate(brought, BATCH))
 
 
+# --- what follows from the batch --------------------------------------------------------------------------------------
+
+
+class ActNorm(nn.Module):
+    """Its initial values follow from the first batch."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("scale", lambda key: 1 / (jnp.std(x, 0) + 1e-6))
+
+
+class Flow(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = jnp.tanh(nn.Dense(4)(ActNorm()(x)))
+        return x
+
+
+ROWS = {name: np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) for name in ("inputs", "targets")}
+OF_LISTS = "pipe.from_layer_variables(trees, batch), by each layer's init on what is given to it"
+
+
+@follows("pipe.from_model_variables(model.init(key, x), batch), of a list {}")
+def test_initial_values_of_the_first_batch(key):
+    """Loss and gradients are those of the plain model from its own initial values."""
+    model, batch, x = Flow(), ROWS, ROWS["inputs"]
+    pipe = make(model)
+    with refused(ValueError, "pass pipe.from_model_variables(model.init(key, x), batch)"):
+        pipe.init(key, batch)
+    tree = model.init(key, x)
+    variables = pipe.from_model_variables(tree, batch)
+    state = pipe.create_state(key, batch, TX, variables)
+    plain = jax.value_and_grad(lambda params: loss_fn(model.apply({"params": params}, x), batch))(tree["params"])
+    (loss, _), grads = pipe.value_and_grad(variables, batch)
+    assert_close((loss, pipe.model_variables({"params": grads})["params"]), plain, "of one module")
+    assert_close(pipe.model_variables(state.variables), tree, "a state's variables")
+
+
+@follows(OF_LISTS)
+def test_initial_values_of_the_first_batch_of_a_list(key):
+    layers = [ActNorm(), dense(), jpipe.Layer(lambda key, x: jnp.mean(x, 0), lambda bias, x: x - bias), dense()]
+    pipe, batch, x, trees = make(layers), ROWS, ROWS["inputs"], []
+    with refused(ValueError, OF_LISTS):
+        pipe.init(key, batch)
+    call = lambda layer, tree, x: layer.apply(tree, x)
+    for i, layer in enumerate(layers):
+        trees.append(layer.init(jax.random.fold_in(key, i), x))
+        x = call(layer, trees[-1], x)
+
+    def plain(trees):
+        x = batch["inputs"]
+        for layer, tree in zip(layers, trees, strict=True):
+            x = call(layer, tree, x)
+        return loss_fn(x, batch)
+
+    (loss, _), grads = pipe.value_and_grad(pipe.from_layer_variables(trees, batch), batch)
+    assert_close((loss, pipe.layer_variables({"params": grads})), jax.value_and_grad(plain)(trees), "of a list")
+
+
+class Memory(nn.Module):
+    """Adds what it saw in the step before, which it keeps."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        last = self.variable("memory", "last", lambda: jnp.zeros(x.shape, x.dtype))
+        y = x + jnp.tanh(last.value)
+        if train and not self.is_initializing():
+            last.value = x
+        return y
+
+
+class Recurrent(nn.Module):
+    """The same as one module, with the memory as the remedy has it: taken, and given."""
+
+    @nn.compact
+    def __call__(self, x, last):
+        new = nn.Dense(4)(x)
+        return nn.Dense(4)(new + jnp.tanh(last)), new
+
+
+def test_state_by_example_that_the_batch_has():
+    """Two steps, of which the second goes on from the first: what it gives is the plain model's, with its gradients."""
+    inputs = lambda batch: (batch["inputs"], batch["memory"])
+    loss = lambda outputs, batch: loss_fn(outputs[0], batch)
+    layers = [lambda x, last: (x + jnp.tanh(last), x), lambda y, new: (jnp.sin(y), new)]
+    head = jpipe.Layer(lambda key, y, new: jax.random.normal(key, (4, 4)), lambda w, y, new: (y @ w, new))
+    batches = [ROWS, {name: rows[::-1] for name, rows in ROWS.items()}]
+    with refused(ValueError, "pass it with the batch and take the new one from pipe.apply's outputs"):
+        make([Memory(), dense()]).init(jax.random.key(0), ROWS)
+    for model in ([*layers, head], Recurrent()):
+        is_list, memory = isinstance(model, list), np.zeros((8, 4), np.float32)
+        pipe = make(model, loss, inputs=inputs)
+        variables = pipe.init(jax.random.key(0), ROWS | {"memory": memory})
+        applies, all_outputs = pipe, variables
+        tree = pipe.layer_variables(variables)[2] if is_list else pipe.model_variables(variables)
+        if not is_list:  # of one module a pipeline gives what its loss reads; one without a loss gives all
+            applies = make(model, None, inputs=inputs)
+            all_outputs = applies.from_model_variables(tree, ROWS | {"memory": memory})
+
+        def plain(tree, x, memory, is_list=is_list, model=model):
+            if is_list:
+                return jnp.sin(x + jnp.tanh(memory)) @ tree, x
+            return model.apply(tree, x, memory)
+
+        expected = memory
+        for batch in batches:
+            whole = batch | {"memory": memory}
+            (value, _), grads = pipe.value_and_grad(variables, whole)
+            run = lambda tree, batch=batch, m=expected: loss_fn(plain(tree, batch["inputs"], m)[0], batch)
+            found = pipe.layer_variables({"params": grads})[2] if is_list else pipe.model_variables({"params": grads})
+            assert_close((value, found), jax.value_and_grad(run)(tree), "loss and gradients")
+            memory, expected = applies.apply(all_outputs, whole)[1], plain(tree, batch["inputs"], expected)[1]
+            assert_close(memory, expected, "memory")
+
+
+def test_state_by_example_of_a_single_micro_batch():
+    """The other remedy: after two steps the memory is the plain model's, and so is the loss that reads it."""
+    pipe, head = make([Memory(), dense()], num_microbatches=1), dense()
+    state = pipe.create_state(jax.random.key(0), ROWS, optax.sgd(0.0))
+    first, last = jax.device_get(pipe.layer_variables(state.variables))
+    for batch in (ROWS, {name: rows[::-1] for name, rows in ROWS.items()}):
+        y, first = Memory().apply(first, batch["inputs"], True, mutable=["memory"])
+        state, metrics = pipe.train_step(state, batch)
+        assert_close(metrics["loss"], loss_fn(head.apply(last, y), batch), "loss")
+        assert_close(pipe.layer_variables(state.variables)[0], first, "memory")
+
+
 ELSEWHERE = {
     "give pipe.place(batch), with the rows that this process feeds (pipe.data_shard)": "helpers/process_worker.py",
     "bring it to the hosts first: jax.experimental.multihost_utils.process_allgather(array, tiled=True)": (

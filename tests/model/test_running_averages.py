@@ -4,10 +4,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import jpipe
+from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.random_keys import key_shape
@@ -134,3 +136,236 @@ def test_moments_of_a_mini_batch(rates):
     whole = x.reshape(-1, 2)
     np.testing.assert_allclose(mean, moved(old[0], whole.mean(0)), rtol=1e-5)
     np.testing.assert_allclose(variance, moved(old[1], whole.var(0)), rtol=1e-5)
+
+
+# --- how often averages move in a step --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def norm(train, **options):
+    """A BatchNorm of Linen in float64."""
+    exact = {"param_dtype": jnp.float64, "force_float32_reductions": False, "momentum": 0.8}
+    return nn.BatchNorm(not train, **exact, **options)
+
+
+class Linen(nn.Module):
+    """Two views `[b, 2, 4]` of each example, and BatchNorms that are called for them as `how` says."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        return getattr(self, self.how)(x, train)
+
+    def two(self, x, train):
+        return norm(train)(x[:, 0]) + norm(train)(x[:, 1])
+
+    def behind_one_that_stays(self, x, train):
+        still = norm(False, name="still")(x[:, 0])
+        return norm(train)(nn.Dense(4, param_dtype=jnp.float64)(still))
+
+    def masked(self, x, train):
+        return norm(train)(x[:, 0], mask=jnp.ones_like(x[:, 0], bool))
+
+    def all_views_at_once(self, x, train):
+        return norm(train)(x)[:, 0]
+
+    def vmapped(self, x, train):
+        many = nn.vmap(
+            nn.BatchNorm,
+            in_axes=1,
+            out_axes=1,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True},
+        )
+        return many(not train, momentum=0.8, param_dtype=jnp.float64, force_float32_reductions=False)(x)[:, 0]
+
+    def scanned(self, x, train):
+        class Cell(nn.Module):
+            @nn.compact
+            def __call__(self, x, scale):
+                return x, norm(train)(x[:, 0] * scale)
+
+        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+        cells = nn.scan(nn.remat(Cell, prevent_cse=False), length=2, **axes)
+        return cells()(x, jnp.asarray([1.0, 2.0]))[1].sum(0)
+
+    def in_calls(self, x, train):
+        return nn.jit(nn.remat(nn.BatchNorm))(
+            not train, momentum=0.8, param_dtype=jnp.float64, force_float32_reductions=False
+        )(x[:, 0])
+
+    def twice(self, x, train):
+        one = norm(train)
+        return one(x[:, 0]) + one(x[:, 1])
+
+    def twice_in_calls(self, x, train):
+        one = nn.jit(nn.remat(nn.BatchNorm))(
+            not train, momentum=0.8, param_dtype=jnp.float64, force_float32_reductions=False
+        )
+        return one(x[:, 0]) + one(x[:, 1])
+
+    def carried(self, x, train):
+        one = norm(train, name="one")
+        if self.is_initializing():
+            return one(x[:, 0])
+        axes = {"variable_carry": "batch_stats", "variable_broadcast": "params"}
+        turns = nn.scan(lambda one, x, scale: (x, one(x[:, 0] * scale)), **axes)
+        return turns(one, x, jnp.asarray([1.0, 2.0]))[1].sum(0)
+
+    def twice_in_scan(self, x, train):
+        class Cell(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                one = norm(train)
+                return x, one(x[:, 0]) + one(x[:, 1])
+
+        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+        return nn.scan(Cell, length=2, **axes)()(x, None)[1].sum(0)
+
+
+STYLES = {
+    "towards": lambda old, new: old + 0.2 * (new - old),
+    "between": lambda old, new: (1 - 0.2) * old + 0.2 * new,
+    "optax": lambda old, new: optax.incremental_update(new, old, 0.2),
+    "from": lambda old, new: new - 0.8 * (new - old),
+    "stacked": lambda old, new: jnp.stack([old, new], -1) @ jnp.asarray([0.8, 0.2]),
+    "branch": lambda old, new: jax.lax.cond(jnp.zeros(()) == 0, lambda: old + 0.2 * (new - old), lambda: old),
+}
+
+
+class ByHand(nn.Module):
+    """Running averages that move by a formula of the user's, once for each of `uses` views."""
+
+    style: str
+    uses: int = 1
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(4))
+        var = self.variable("batch_stats", "var", lambda: jnp.ones(4))
+        for view in range(self.uses if train else 0):
+            mean.value = STYLES[self.style](mean.value, x[:, view].mean(0))
+            var.value = STYLES[self.style](var.value, x[:, view].var(0))
+        return x[:, 0]
+
+
+class Nnx(nnx.Module):
+    """The same as `Linen` for NNX, whose averages are float32."""
+
+    def __init__(self, how, rngs):
+        make = lambda rngs: nnx.BatchNorm(4, momentum=0.8, rngs=rngs)
+        many = nnx.vmap(make, in_axes=0)
+        self.how = how
+        self.norms = many(rngs.split(2)) if how in ("vmapped", "scanned") else nnx.List([make(rngs), make(rngs)])
+
+    def __call__(self, x):
+        x = x.astype(jnp.float32)
+        if self.how == "vmapped":
+            return nnx.vmap(lambda norm, x: norm(x), in_axes=(0, 1))(self.norms, x).sum(0)
+        if self.how == "scanned":
+            run = nnx.scan(lambda x, norm: (x, norm(x[:, 0])), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+            return run(x, self.norms)[1].sum(0)
+        second = 0 if self.how == "twice" else 1
+        return self.norms[0](x[:, 0]) + self.norms[second](x[:, 1])
+
+
+ONCE = {
+    **{how: Linen(how) for how in ("two", "behind_one_that_stays", "masked", "all_views_at_once", "vmapped")},
+    **{how: Linen(how) for how in ("scanned", "in_calls")},
+    **{f"by hand, {style}": ByHand(style) for style in STYLES},
+    **{f"nnx {how}": (lambda rngs, how=how: Nnx(how, rngs)) for how in ("two", "vmapped", "scanned")},
+}
+SEVERAL = {
+    **{how: Linen(how) for how in ("twice", "twice_in_calls", "carried", "twice_in_scan")},
+    **{f"by hand, {style}": ByHand(style, 2) for style in STYLES},
+    "nnx twice": lambda rngs: Nnx("twice", rngs),
+}
+
+
+def views(size=16):
+    """Examples `[size, 2, 4]` whose micro-batches differ in their means."""
+    x = np.random.default_rng(0).normal(size=(size, 2, 4)) + 3 * np.asarray([0, 1])[:, None]
+    return x + np.arange(size)[:, None, None] * np.asarray([1, -1])[:, None]
+
+
+def new_state(layer, tree, x):
+    """The state of a layer after one call in training by plain Flax."""
+    if isinstance(layer, nn.Module):
+        return layer.apply(tree, x, train=True, mutable=["batch_stats"])[1]["batch_stats"]
+    module = layer(nnx.Rngs(0))  # new averages, which depend on no parameter
+    module.train()
+    module(jnp.asarray(x))
+    return nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
+
+
+def pipeline(layers, **options):
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": "even"} | options
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(jnp.square(y)), **options)
+
+
+HEAD = jpipe.Layer(lambda key, x: jax.random.normal(key, (4, 3), x.dtype), lambda kernel, x: x @ kernel)
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_averages_that_move_once_are_those_of_the_whole_mini_batch(x64, name):
+    """Several BatchNorms in a layer, in loops, in calls, by formulas of one's own: each one moves once.
+
+    A regression: one that was left as it is made another one behind it look as if its rate followed from parameters.
+    """
+    layer, x = ONCE[name], views()
+    pipe = pipeline([layer, HEAD])
+    variables = pipe.init(jax.random.key(0), x)
+    (_, updates), _ = pipe.value_and_grad(variables, x)
+    found = jax.device_get(pipe.layer_variables({**variables, **updates}))[0]
+    tree = jax.device_get(pipe.layer_variables(variables))[0]
+    assert_close(found["batch_stats"], jax.device_get(new_state(layer, tree, x)), "running averages")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_averages_that_move_several_times_are_refused(x64, name):
+    """A regression: the variance was neither the whole mini-batch's nor the micro-batches' mean, without a word."""
+    layer, x = SEVERAL[name], views()
+    pipe = pipeline([layer, HEAD])
+    variables = jax.eval_shape(pipe.init, jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r"layer 0 \(\w+\) updates a running mean and variance several times"):
+        pipe.value_and_grad(variables, x)
+
+
+def test_several_moves_of_a_model_that_is_one_module_are_refused(x64):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool = False):
+            x = nn.Dense(4, param_dtype=jnp.float64)(x)
+            return nn.Dense(3, param_dtype=jnp.float64)(jnp.tanh(Linen("twice")(x, train)))
+
+    pipe = pipeline(Model())
+    variables = jax.eval_shape(pipe.init, jax.random.key(0), views())
+    with pytest.raises(ValueError, match=r"layer \d \(.*\) updates a running mean and variance several times"):
+        pipe.value_and_grad(variables, views())
+
+
+def test_several_moves_in_a_single_micro_batch(x64):
+    """It is the mini-batch, so nothing has to be merged."""
+    layer, x = SEVERAL["twice"], views()
+    pipe = pipeline([layer, HEAD], num_microbatches=1)
+    variables = pipe.init(jax.random.key(0), x)
+    (_, updates), _ = pipe.value_and_grad(variables, x)
+    found, tree = (jax.device_get(pipe.layer_variables(v))[0] for v in ({**variables, **updates}, variables))
+    assert_close(found["batch_stats"], jax.device_get(new_state(layer, tree, x)), "running averages")
+
+
+def test_several_moves_under_the_rule_mean(x64):
+    """The remedy: averages are the mean of the micro-batches' own. The other one, two BatchNorms, is a case above."""
+    layer, x = SEVERAL["twice"], views()
+    pipe = pipeline([layer, HEAD], merge={"batch_stats": "mean"})
+    variables = pipe.init(jax.random.key(0), x)
+    (_, updates), _ = pipe.value_and_grad(variables, x)
+    found, tree = (jax.device_get(pipe.layer_variables(v))[0] for v in ({**variables, **updates}, variables))
+    states = [new_state(layer, tree, part) for part in x.reshape(4, 4, 2, 4)]
+    assert_close(found["batch_stats"], jax.tree.map(lambda *a: np.mean(a, 0), *states), "the micro-batches' mean")

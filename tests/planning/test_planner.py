@@ -1,13 +1,18 @@
 """From a batch to a step, each value made from the one before, and once."""
 
+import re
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jpipe
+from cases import compilations
 from jpipe.forecasting.settings import mesh_of_nowhere
 from jpipe.planning.planner import check_reads_nothing
 
@@ -177,3 +182,81 @@ def test_a_model_is_held_against_the_plan():
     wide = {"inputs": np.ones((8, 6), np.float32), "targets": BATCH["targets"]}
     with pytest.raises(ValueError, match=r"layer 0 \(Dense\) takes float32\[4,6\] from this batch"):
         planner.model(planner.for_training(wide))
+
+
+# --- state with rows for examples -------------------------------------------------------------------------------------
+
+
+class Memory(nn.Module):
+    """Keeps something of a shape that follows from `shape(x)`."""
+
+    shape: Callable
+    size: int | None = None
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        if self.size is not None and x.shape[0] != self.size:
+            raise ValueError(f"{self.size} examples at a time")
+        last = self.variable("memory", "last", lambda: jnp.zeros(self.shape(x)))
+        if train and not self.is_initializing():
+            last.value = last.value + 1
+        return x + jnp.mean(last.value)
+
+
+class Model(nn.Module):
+    """A model that is one module with a memory, in a scan over its blocks or not."""
+
+    shape: Callable
+    scans: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x = nn.Dense(4)(x)
+        if self.scans:
+            step = lambda memory, x, _: (memory(x, train), None)
+            axes = {"variable_axes": {"memory": 0}, "split_rngs": {}, "length": 2}
+            x, _ = nn.scan(step, **axes)(Memory(self.shape), x, None)
+        else:
+            x = Memory(self.shape)(x, train)
+        return nn.Dense(4)(jnp.tanh(x))
+
+
+def by_example(x):
+    return x.shape
+
+
+BY_EXAMPLE = {
+    "a list": (
+        [nn.Dense(4), Memory(by_example), Memory(by_example), nn.Dense(4)],
+        "layer 1 (Memory)']['memory']['last']",
+    ),
+    "the first layer": ([Memory(by_example), nn.Dense(4)], "layer 0 (Memory)']['memory']['last']"),
+    "examples come second": ([Memory(lambda x: (3, x.shape[0])), nn.Dense(4)], "float32[3,4], float32[3,8] for"),
+    "examples beside others": ([Memory(lambda x: (3 * x.shape[0],)), nn.Dense(4)], "float32[12], float32[24] for"),
+    "one module": (Model(by_example), "variables['memory']['Memory_0']['last'] is float32[4,4], float32[8,4] for"),
+    "a scan": (Model(by_example, scans=True), "['last'] is float32[2,4,4], float32[2,8,4] for twice as many"),
+}
+NOT_BY_EXAMPLE = {
+    "a shape of features": ([Memory(lambda x: x.shape[1:]), nn.Dense(4)], {}),
+    "one module": (Model(lambda x: x.shape[1:]), {}),
+    "a model that takes micro-batches of one size": ([Memory(by_example, size=4), nn.Dense(4)], {}),
+    "BatchNorm": ([nn.BatchNorm(use_running_average=False), nn.Dense(4)], {}),
+    "nnx": ([lambda rngs: nnx.BatchNorm(4, rngs=rngs), nn.Dense(4)], {}),
+    "a single micro-batch": ([Memory(by_example), nn.Dense(4)], {"num_microbatches": 1}),
+}
+
+
+@pytest.mark.parametrize("name", BY_EXAMPLE)
+def test_state_with_rows_for_examples_is_refused(name):
+    """A regression: micro-batches' rows were merged by their mean, so that examples got others' state."""
+    layers, fault = BY_EXAMPLE[name]
+    planner = make(layers)
+    with compilations() as count, pytest.raises(ValueError, match=re.escape(fault)):
+        planner.plan_for(BATCH)
+    assert count() == 0
+
+
+@pytest.mark.parametrize("name", NOT_BY_EXAMPLE)
+def test_other_state_is_not_refused(name):
+    layers, options = NOT_BY_EXAMPLE[name]
+    make(layers, **options).plan_for(BATCH)
