@@ -137,6 +137,35 @@ NOT_SAVED = (
 )
 
 
+def wrap_it(example: str) -> str:
+    """The remedy for a transformation that tells parameters apart, in words."""
+    return (
+        "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
+        f"jpipe.per_layer({example}))"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _ChoiceLayout:
+    """The layout of a tree of bools or words, one for each buffer, such as a mask: no part of an optimiser may use it.
+
+    JAX compares it with that of parameters, when a function is mapped over both.
+    """
+
+    layout: Layout
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Layout):
+            raise ValueError(
+                "tx tells parameters apart (by a mask, or labels), but a pipeline keeps many layers' leaves in one "
+                "array; " + wrap_it("optax.adamw(1e-3, mask=mask)")
+            )
+        return isinstance(other, _ChoiceLayout) and self.layout == other.layout
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class StageTree(dict):
     """Variables of all layers under a layout: arrays `[K, ...]` split over `stage`, by buffer (`jpipe.memory.storage`).
@@ -158,16 +187,21 @@ class StageTree(dict):
     def __reduce__(self) -> NoReturn:
         raise TypeError(NOT_SAVED)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[tuple[str, ...], Layout]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], _Static]:
         """Returns the arrays in the order of their names, each with its key, and the static part: names and layout."""
-        names = tuple(sorted(self))
-        return [(jax.tree_util.DictKey(name), self[name]) for name in names], (names, self.layout)
+        names, is_choice = tuple(sorted(self)), any(isinstance(leaf, bool | str) for leaf in self.values())
+        static = (names, _ChoiceLayout(self.layout) if is_choice else self.layout)
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], static
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[tuple[str, ...], Layout], leaves: Sequence[Leaf]) -> StageTree:
+    def tree_unflatten(cls, static: _Static, leaves: Sequence[Leaf]) -> StageTree:
         """The inverse of `tree_flatten_with_keys`."""
         names, layout = static
+        layout = layout.layout if isinstance(layout, _ChoiceLayout) else layout
         return cls(dict(zip(names, leaves, strict=True)), layout)
+
+
+_Static = tuple[tuple[str, ...], Layout | _ChoiceLayout]
 
 
 def laid_out(tree: PyTree, *, state_on_hosts: bool) -> PyTree:

@@ -13,15 +13,8 @@ import optax
 
 from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.layers.functions import signature_of
+from jpipe.memory.layout import wrap_it
 from jpipe.types import Leaf, PyTree, Shapes
-
-
-def wrap_it(example: str) -> str:
-    """The remedy for a transformation that tells parameters apart, in words."""
-    return (
-        "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
-        f"jpipe.per_layer({example}))"
-    )
 
 
 def check_is_optimizer(tx: object) -> None:

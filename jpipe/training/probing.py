@@ -17,9 +17,9 @@ import optax
 from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.jaxprs.tracing import trace
+from jpipe.memory.layout import wrap_it
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import draws
-from jpipe.training.optimizers import wrap_it
 
 
 class Probe(dict[str, np.ndarray]):

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 
@@ -623,6 +624,10 @@ def test_optimisers_that_look_at_single_parameters(pipe, key):
         pipe.create_state(key, BATCH, optax.adamw(1e-3, mask=mask))
     clip = optax.clip_by_global_norm(1.0)
     pipe.abstract_state(BATCH, optax.chain(clip, jpipe.per_layer(optax.adamw(1e-3, mask=mask))))
+    by_name = lambda params: unflatten_dict({path: path[-1] != "bias" for path in flatten_dict(params)})
+    with refused(ValueError, said):  # was an error about pytrees that named no remedy
+        pipe.abstract_state(BATCH, optax.adamw(1e-3, mask=by_name))
+    pipe.abstract_state(BATCH, optax.chain(clip, jpipe.per_layer(optax.adamw(1e-3, mask=by_name))))
     with jax.numpy_dtype_promotion("standard"), refused(ValueError, WRAPPED.format("optax.lamb(1e-3)")):
         pipe.create_state(key, BATCH, optax.lamb(1e-3))
     pipe.abstract_state(BATCH, optax.chain(clip, jpipe.per_layer(optax.lamb(1e-3))))
@@ -630,6 +635,22 @@ def test_optimisers_that_look_at_single_parameters(pipe, key):
     with refused(TypeError, NOISE):
         pipe.create_state(key, BATCH, jpipe.per_layer(optax.chain(noise, optax.adamw(1e-3))))
     pipe.abstract_state(BATCH, optax.chain(noise, jpipe.per_layer(optax.adamw(1e-3))))
+
+
+def test_masks_in_a_loop_of_ones_own(pipe, state):
+    """A mask that wasn't in `per_layer` was not noticed where no `create_state` saw it."""
+    params = state.variables["params"]
+    by_shape = lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+    labels = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key == "bias"), params)
+    parts = {"True": optax.sgd(0.1), "False": optax.adam(0.1)}
+    for tx in (optax.adamw(1e-3, mask=by_shape), optax.multi_transform(parts, labels)):
+        with refused(ValueError, WRAPPED.format("optax.adamw(1e-3, mask=mask)")):
+            tx.init(params)
+        wrapped = jpipe.per_layer(tx)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            jax.eval_shape(lambda p, tx=wrapped: tx.update(p, tx.init(p), p), params)
+    finite = jax.tree.map(lambda a: bool(jnp.all(jnp.isfinite(a))), params)
+    assert all(jax.tree.leaves(finite)) and jax.tree.map(lambda a: a, finite) == finite
 
 
 # --- arguments that are proposed --------------------------------------------------------------------------------------
