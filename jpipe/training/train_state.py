@@ -90,8 +90,8 @@ def checked_opt_state(tx: optax.GradientTransformation, params: StageTree, loss:
         if "jpipe.per_layer" in str(error):
             raise
         raise ValueError(
-            "tx can't make its state of a pipeline's parameters, where many layers' leaves lie in one array; if it tells "
-            f"parameters apart (by a mask, by labels, by names), {wrap_it('optax.adamw(1e-3, mask=mask)')}. "
+            "tx can't make its state of a pipeline's parameters, where many layers' leaves lie in one array; if it "
+            f"tells parameters apart (by a mask, by labels, by names), {wrap_it('optax.adamw(1e-3, mask=mask)')}. "
             f"tx.init raised {type(error).__name__}: {error}"
         ) from error
     check_optimizer(opt_state)
