@@ -281,11 +281,15 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
     try:
         cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
-        names = sorted("/".join(whole.paths[part.leaf]) for part in error.parts)
+        in_words = lambda parts: ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3])
+        fault = "in one of them together with other parameters in one operation, so that no piece has these alone; "
+        remedy = ""
+        if error.state:
+            fault = f"and changes the state {in_words(error.state)} in between, which stays on one stage; "
+            remedy = ", or give each place a module of its own for what has state, such as a norm"
         raise ValueError(
-            f"{whole.layer.name} uses {', '.join(names[:3])} in several places, in one of them together with other "
-            "parameters in one operation, so that no piece has these alone; mark where stages may begin by "
-            "x = jpipe.cut(x) so that all uses are in one piece, or pass a list of layers with jpipe.Shared"
+            f"{whole.layer.name} uses {in_words(error.parts)} in several places, {fault}mark where stages may begin by "
+            f"x = jpipe.cut(x) so that all uses are in one piece{remedy}"
         ) from None
     except NoSuchPlace:
         raise ValueError(

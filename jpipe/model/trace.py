@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
@@ -30,6 +31,8 @@ from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.alike import Alike
 from jpipe.model.groups import (
     DEFAULT_RULES,
+    GRADIENT,
+    KEEP,
     WEIGHTS,
     LayerGroup,
     Model,
@@ -58,12 +61,14 @@ class LayerTrace(NamedTuple):
       jaxpr: variables, inputs, batch, key -> outputs, new state.
       variables: the shapes of its variables by collection.
       gives: the shapes of its outputs.
+      updates: the shapes of its new state by collection.
       dropouts: the names of its dropouts.
     """
 
     jaxpr: ClosedJaxpr
     variables: dict[str, Shapes]
     gives: Shapes
+    updates: dict[str, Shapes]
     dropouts: list[str]
 
 
@@ -118,6 +123,8 @@ def trace_model(
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
+    rules = _with_shared_constants(groups, traces, rules)
+    groups = [replace(group, rules=rules) for group in groups]
     asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
@@ -183,15 +190,9 @@ def _trace_layer(
             with layer.dropouts() as dropouts:
                 jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
             check_updates(variables, updates, jaxpr)
-            traces[index] = LayerTrace(jaxpr, variables, strong(gives), dropouts)
-        jaxpr, variables, gives, dropouts = traces[index]
-        # A shared layer may have weights (parameters, and whatever else has a role in `WEIGHTS`) and caches, of which
-        # each use has its own; nothing else.
+            traces[index] = LayerTrace(jaxpr, variables, strong(gives), updates, dropouts)
+        jaxpr, variables, gives, _, dropouts = traces[index]
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
-        caches = [collection for collection in variables if rules.get(collection) == CACHE]
-        if layer.shared is not None and set(variables).difference(weights, caches):
-            remedy = "only layers without state besides their parameters can be shared"
-            raise LayerError(f"is shared but has the collections {sorted(variables)}; {remedy}")
         asked = layer.partition_specs(variables)
     needs_key = uses(jaxpr)[-1]
     decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
@@ -206,6 +207,39 @@ def _trace_layer(
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _with_shared_constants(
+    groups: Sequence[LayerGroup], traces: Mapping[int, LayerTrace], rules: Mapping[str, str]
+) -> Mapping[str, str]:
+    """The rules, and `KEEP` for collections that shared layers have besides their weights: constants, such as tables.
+
+    Caches are left out, of which each use has its own.
+
+    Raises:
+      ValueError: a layer gives new values of such a collection.
+    """
+    shared = {name for group in groups if group.layer.shared is not None for name in group.variables}
+    kept = {name for name in shared if role_of(name, rules) not in WEIGHTS and rules.get(name) != CACHE}
+    for group in groups:
+        index = group.indices[0]
+        changing = {name for name in kept.intersection(group.variables) if rules.get(name) == GRADIENT}
+        changing |= kept & _written(traces[index]) if kept else set()
+        if changing:
+            raise ValueError(
+                f"layer {index} ({group.layer.name}) gives new values of its collection {min(changing)!r} in training, "
+                "which a shared layer has: layers share parameters and constants, but no state. Give each place what "
+                "has state as a layer of its own (a norm), or make one layer of all places, that calls it several times"
+            )
+    return {**rules, **dict.fromkeys(kept, KEEP)}
+
+
+def _written(traced: LayerTrace) -> set[str]:
+    """The collections of which a layer gives other values than it was called with."""
+    flat, updates = flatten(traced.jaxpr), traced.updates
+    old, new = iter(flat.arguments), iter(flat.results[len(jax.tree.leaves(traced.gives)) :])
+    taken = {name: [next(old) for _ in jax.tree.leaves(traced.variables[name])] for name in sorted(traced.variables)}
+    return {name for name in sorted(updates) if [next(new) for _ in jax.tree.leaves(updates[name])] != taken[name]}
 
 
 @contextmanager
