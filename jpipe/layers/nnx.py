@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import no_mesh
 from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
@@ -188,7 +189,8 @@ class _NnxCalls:
         state = self.state(variables, key)
         drawn = _counts(state)
         outputs, after = self._called(state, inputs, train)
-        if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
+        has_drawn = any(count is not drawn[path] for path, count in _counts(after).items())
+        if key is None and has_drawn and self._follows_from_key(variables, inputs):
             raise LayerError(NO_KEY)
         collections = _collections(after)
         if train and (written := self._written(collections.get("params"), variables, inputs, key)):
@@ -208,6 +210,15 @@ class _NnxCalls:
         function, (positional, keywords) = self._function(module), both_of(inputs)
         outputs = function(*positional, **{**mode_arguments(function, train), **keywords})
         return outputs, nnx.state(_mark_arrays(module))
+
+    def _follows_from_key(self, variables: LayerVariables, inputs: Inputs) -> bool:
+        """Whether what the module gives in evaluation follows from random numbers: `nnx.RNN` draws keys for zeros."""
+
+        def given(key: jax.Array) -> tuple[Activation, LayerVariables]:
+            outputs, after = self._called(self.state(variables, key), inputs, False)
+            return outputs, _collections(after)
+
+        return uses(jax.make_jaxpr(given)(jax.random.key(0)))[0]
 
     def _written(self, after: PyTree, variables: LayerVariables, inputs: Inputs, key: jax.Array | None) -> str:
         """The path of a parameter that the call changes; "" if there is none.
