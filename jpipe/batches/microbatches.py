@@ -25,25 +25,35 @@ def batch_size(batch: Batch) -> int:
     sizes: dict[int, str] = {}
     for name, leaf in named_leaves("batch", batch):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            instead = f"; {REPEATED}" if isinstance(leaf, int | float) else ""
+            instead = f"; {_remedy(batch)}" if isinstance(leaf, int | float) else ""
             raise TypeError(
                 f"{name} is a {type(leaf).__name__}, not an array; batches are pytrees of arrays [B, ...]{instead}"
             )
         _check_dtype(name, leaf.dtype)
         if not leaf.shape:
-            raise ValueError(
-                f"{name} is a scalar; every array of a batch needs the batch size as its first dimension: {REPEATED}"
-            )
+            fault = f"{name} is a scalar; every array of a batch needs the batch size as its first dimension"
+            raise ValueError(f"{fault}: {_remedy(batch)}")
         sizes.setdefault(leaf.shape[0], name)
     if not sizes:
         raise ValueError("the batch holds no arrays")
     if len(sizes) > 1:
         parts = ", ".join(f"{name} has {size}" for size, name in sizes.items())
-        raise ValueError(f"the arrays of the batch differ in batch size: {parts}; make their first dimensions equal")
+        instead = _remedy(batch, "make their first dimensions equal")
+        raise ValueError(f"the arrays of the batch differ in batch size: {parts}; {instead}")
     (size,) = sizes
     if size == 0:
         raise ValueError("batch size 0: the batch holds no examples; pass at least one")
     return size
+
+
+def _remedy(batch: Batch, otherwise: str = REPEATED) -> str:
+    """The remedy for leaves without a batch size, or with another one: they may be the examples of a list."""
+    is_list = lambda node: isinstance(node, list)
+    lists = [path for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list) if is_list(node)]
+    if not lists:
+        return otherwise
+    name = f"batch{jax.tree_util.keystr(lists[0])}"
+    return f"{name} is a list, whose items are arrays of their own: if they are examples, pass np.stack({name})"
 
 
 @dataclass(frozen=True)

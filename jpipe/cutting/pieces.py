@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise, permutations, product
@@ -217,8 +218,13 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     here, there = _described_places(training, told_by), set(_described_places(evaluation, told_by))
     is_no_place = lambda p: training.is_inside_of_state(p) or not training.places.crossing[p] or here[p] not in there
 
-    places = find_places(training.places, wanted, is_no_place)
-    places = _told_apart(training, _with_ties_alone(training, places), told_by)
+    def places_at(of: Places) -> list[int]:
+        return _told_apart(training, _with_ties_alone(training, find_places(of, wanted, is_no_place)), told_by)
+
+    places = places_at(training.places)
+    if len(places) + 1 < wanted:
+        with suppress(TiedTogether):  # blocks may be norms, gates and recurrences, without any product
+            places = max(places, places_at(replace(training.places, each_use=True)), key=len)
     ends = [0, *places, len(training.straight.main)]
     used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]
     firsts = [used.index(parts) if parts else i for i, parts in enumerate(used)]

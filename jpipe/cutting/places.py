@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
+from operator import or_
 
 import numpy as np
 
@@ -36,9 +37,11 @@ class Places:
 
     Attributes:
       straight: the model.
+      each_use: each use of variables is work, whether it is a product or not.
     """
 
     straight: Straight
+    each_use: bool = False
 
     @cached_property
     def crossing(self) -> list[tuple[int, ...]]:
@@ -86,8 +89,9 @@ class Places:
 
     @cached_property
     def works(self) -> list[bool]:
-        """For each main equation, whether it is a product or a convolution."""
-        return [does_work(self.straight.flat.equations[i].equation) for i in self.straight.main]
+        """For each main equation, whether it is a product or a convolution, or with `each_use` uses variables."""
+        products = [does_work(self.straight.flat.equations[i].equation) for i in self.straight.main]
+        return list(map(or_, products, self.uses_variables)) if self.each_use else products
 
     @cached_property
     def products(self) -> np.ndarray:

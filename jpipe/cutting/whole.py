@@ -304,6 +304,9 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
 
 def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     """The words for a model that has too few places: how many, the largest piece, and where most of its work is."""
+    name, there_are = model.whole.layer.name, f"there are {wanted} virtual stages (num_stages * num_chunks)"
+    if not training.straight.main:
+        return f"{name} uses no parameters, so it isn't cut, but {there_are}; use num_stages=1 and num_chunks=1"
     ends = [0, *places_again(model.cutting, training, None), len(training.straight.main)]
     flops = training.places.flops
     sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
@@ -311,7 +314,7 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     inside = training.straight.main[ends[largest] : ends[largest + 1]]
     heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
     operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
-    remedy = "use fewer stages or chunks, or split what that line does"
+    remedy = "use fewer stages or chunks, or split what that line does: each piece has to use parameters"
     if marks := len(training.places.marked):
         remedy = (
             f"it has {marks} marks (jpipe.cut), and with marks nothing else is a place: add marks, or leave all out"
@@ -319,10 +322,9 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     elif operation in LOOPS_AND_BRANCHES:
         remedy = "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
     return (
-        f"{model.whole.layer.name} can be cut into {model.cutting.num_pieces} pieces, but there are {wanted} virtual "
-        f"stages (num_stages * num_chunks). The largest piece, {model.names[largest]}, has "
-        f"{sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a {operation} at "
-        f"{line or 'an unknown line'}; {remedy}"
+        f"{name} can be cut into {model.cutting.num_pieces} pieces, but {there_are}. The largest piece, "
+        f"{model.names[largest]}, has {sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a "
+        f"{operation} at {line or 'an unknown line'}; {remedy}"
     )
 
 

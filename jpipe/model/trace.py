@@ -331,13 +331,20 @@ def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[Layer
       inputs: the first layer's inputs.
       groups: the groups of these layers.
     """
-    lines, takes = [f"the batch holds as inputs: {describe(inputs)}"], inputs
+    lines, takes = [f"the batch holds as inputs: {described_inputs(inputs)}"], inputs
     for index, layer in enumerate(before):
         group = next(group for group in groups if index in group.indices)
         line = f"layer {index} ({layer.name}) takes {describe(takes)}, gives {describe(group.gives)}"
         is_unchanged = same_type(takes, group.gives)
         lines, takes = [lines[0], line] if is_unchanged else [line], group.gives
     return "\n  ".join(lines)
+
+
+def described_inputs(inputs: Shapes) -> str:
+    """A model's inputs in words. A list is no array, though what takes one may raise whatever error then."""
+    is_list = lambda node: isinstance(node, list)
+    remedy = " (a list is several arrays; if its items are examples, pass np.stack(examples) in its place)"
+    return describe(inputs) + remedy * any(map(is_list, jax.tree.leaves(inputs, is_leaf=is_list)))
 
 
 def _fault(error: Exception) -> str:

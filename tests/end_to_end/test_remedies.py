@@ -308,6 +308,40 @@ def test_a_number_for_all_examples(key):
         make().init(key, BATCH | {"temperature": "warm"})
 
 
+class OneModule(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.Dense(4)(x))
+
+
+EXAMPLES = [np.full(4, i, np.float32) for i in range(8)]
+
+
+@follows(
+    "is a list, whose items are arrays of their own: if they are examples, pass np.stack(", "pass np.stack(examples)"
+)
+@pytest.mark.parametrize(
+    ("targets", "error", "name"),
+    [
+        (BATCH["targets"], ValueError, "inputs"),
+        ([1.0] * 8, TypeError, "inputs"),
+        ([np.float32(1)] * 8, ValueError, "inputs"),
+        (None, ValueError, None),
+        (EXAMPLES, ValueError, None),
+    ],
+)
+def test_examples_in_a_list(targets, error, name, key):
+    """It was a TracerArrayConversionError of numpy's, or a remedy that is for numbers."""
+    batch, loss = {"inputs": EXAMPLES, "targets": targets}, lambda y, _: jnp.mean(y**2)
+    for pipe in (make(OneModule(), loss), make([dense(), dense()], loss)):
+        with refused(error, f"pass np.stack(batch['{name}'])" if name else "pass np.stack(examples)"):
+            pipe.init(key, batch)
+    batch = {name: np.stack(rows) if isinstance(rows, list) else rows for name, rows in batch.items()}
+    variables = pipe.init(key, batch)
+    first, second = jax.device_get(pipe.layer_variables(variables))
+    assert_close(pipe.apply(variables, batch), dense().apply(second, dense().apply(first, np.stack(EXAMPLES))))
+
+
 @pytest.mark.parametrize("rows", [6, 30])
 def test_batches_that_can_not_be_cut(rows):
     batch = jax.tree.map(lambda a: np.ones((rows, 4), np.float32), BATCH)
