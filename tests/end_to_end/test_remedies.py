@@ -201,9 +201,11 @@ SAVED = (
     "jpipe.Checkpointer(directory).save(pipe, state)"
 )
 BEGUN = (
-    "begin with the layers' values alone: trees = jpipe.load_layers(directory), pipe.create_state(..., "
-    "variables=pipe.from_layer_variables(trees, batch))"
+    "begin with those values that fit: {tree} = pipe.{kind}_variables(pipe.init(key, batch)), put in what "
+    "jpipe.load_{read}(directory) has, in the same dtypes, and call pipe.create_state(..., "
+    "variables=pipe.from_{kind}_variables({tree}, batch))"
 )
+OF_LAYERS = BEGUN.format(tree="trees", kind="layer", read="layers")
 
 
 BUFFERS = (
@@ -214,8 +216,7 @@ BUFFERS = (
 
 @follows(
     SAVED,
-    "layers' values alone: trees = jpipe.load_layers(directory)",
-    "begin with the {}, pipe.create_state(..., variables=pipe.{})",
+    re.sub(r"{\w+}", "{}", BEGUN),
     BUFFERS,
 )
 def test_saving(pipe, state, trees, key, tmp_path):
@@ -225,10 +226,11 @@ def test_saving(pipe, state, trees, key, tmp_path):
     with jpipe.Checkpointer(tmp_path) as saved:
         saved.save(pipe, state)
     assert_equal(jpipe.load_layers(tmp_path), trees)
-    with jpipe.Checkpointer(tmp_path) as saved, refused(ValueError, BEGUN):
+    with jpipe.Checkpointer(tmp_path) as saved, refused(ValueError, OF_LAYERS):
         saved.restore(pipe, BATCH, optax.adam(0.1))
-    loaded = jpipe.load_layers(tmp_path)
-    begun = pipe.create_state(key, BATCH, optax.adam(0.1), variables=pipe.from_layer_variables(loaded, BATCH))
+    begun = pipe.layer_variables(pipe.init(key, BATCH))
+    begun[:] = jpipe.load_layers(tmp_path)
+    begun = pipe.create_state(key, BATCH, optax.adam(0.1), variables=pipe.from_layer_variables(begun, BATCH))
     assert_equal(jax.device_get(pipe.layer_variables(begun.variables)), trees)
     copies = optax.GradientTransformation(
         lambda params: list(jax.tree.map(jnp.copy, jax.tree.leaves(params))),
@@ -239,6 +241,52 @@ def test_saving(pipe, state, trees, key, tmp_path):
             saved.save(pipe, pipe.create_state(key, BATCH, copies))
         saved.save(pipe, pipe.create_state(key, BATCH, jpipe.per_layer(copies)))
     assert_equal(jpipe.load_layers(tmp_path / "copies"), trees)
+
+
+class Chain(nn.Module):
+    """A model that is one module, of some depth, width and dtype."""
+
+    depth: int = 4
+    width: int = 4
+    dtype: type = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.depth):
+            x = nn.Dense(self.width, param_dtype=self.dtype, dtype=jnp.float32)(x)
+        return nn.Dense(4, param_dtype=self.dtype, dtype=jnp.float32)(x)
+
+
+@pytest.mark.parametrize("change", [{"depth": 6}, {"depth": 3}, {"width": 8}, {"dtype": jnp.bfloat16}], ids=str)
+def test_checkpoints_of_other_models(change, key, tmp_path):
+    """The remedy gave another error, or none at all, where depth, width or dtype are others: not all values fit."""
+
+    def begun(new, saved):
+        """The new values, replaced by those saved that fit."""
+        if isinstance(new, dict):
+            return {name: begun(value, saved[name]) if name in saved else value for name, value in new.items()}
+        return saved.astype(new.dtype) if new.shape == saved.shape else new
+
+    for whole in (True, False):
+        sizes, directory = {"depth": 4, "width": 4, "dtype": jnp.float32} | change, tmp_path / str(whole)
+        blocks = lambda depth=4, width=4, dtype=jnp.float32: [
+            nn.Dense(features, param_dtype=dtype, dtype=jnp.float32) for features in (*[width] * depth, 4)
+        ]
+        first, other = (make(Chain(**k) if whole else blocks(**k), balance="flops") for k in ({}, sizes))
+        with jpipe.Checkpointer(directory) as saved:
+            saved.save(first, first.create_state(key, BATCH, TX))
+        words = {"tree": "tree", "kind": "model", "read": "model"} if whole else {}
+        with jpipe.Checkpointer(directory) as saved, refused(ValueError, BEGUN.format(**words) if whole else OF_LAYERS):
+            saved.restore(other, BATCH, TX)
+        if whole:
+            tree = begun(other.model_variables(other.init(key, BATCH)), jpipe.load_model(directory))
+            variables = other.from_model_variables(tree, BATCH)
+        else:
+            trees, read = other.layer_variables(other.init(key, BATCH)), jpipe.load_layers(directory)
+            trees = [begun(trees[i], read[i]) if i < len(read) else trees[i] for i in range(len(trees))]
+            variables = other.from_layer_variables(trees, BATCH)
+        state = other.create_state(key, BATCH, TX, variables=variables)
+        assert jnp.isfinite(other.train_step(state, BATCH)[1]["loss"])
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -905,7 +953,6 @@ ELSEWHERE = {
     ),
     "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "generation/test_decoding.py",
     "call it with pipe.model_variables(variables)": "end_to_end/test_whole_corners.py",
-    "model's values alone: tree = jpipe.load_model(directory)": "end_to_end/test_whole_checkpoints.py",
     "outside: optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(...)), optax.apply_if_finite(": (
         "end_to_end/test_whole_checkpoints.py"
     ),
