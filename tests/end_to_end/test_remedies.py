@@ -772,6 +772,12 @@ def test_shared_ends_and_schedules():
         make(layers, loss, schedule="gpipe", ends="shared")
     planned(make(layers, loss, schedule="1f1b", ends="shared"), words)
     planned(make(layers, loss, schedule="gpipe", ends="spread"), words)
+    chunks, layers = {"num_chunks": 2, "ends": "shared"}, [layers[0], *[dense(128) for _ in range(3)], layers[-1]]
+    for schedule in ("interleaved", "zero_bubble"):  # the remedy was the schedule that is refused here
+        with refused(ValueError, "schedule='interleaved' and a num_microbatches that 2 divides, or ends='spread'"):
+            make(layers, loss, schedule=schedule, num_microbatches=5, **chunks)
+        planned(make(layers, loss, schedule=schedule, num_microbatches=8, **chunks), words)
+        planned(make(layers, loss, schedule=schedule, num_microbatches=8, **chunks | {"ends": "spread"}), words)
     odd = [nn.Embed(513, 129), dense(129), nn.Dense(513)]
     with refused(ValueError, "pad the vocabulary to a multiple of K, or use ends='spread'"):
         planned(make(odd, loss, ends="shared"), words)
