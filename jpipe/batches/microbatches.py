@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.trees import check_same_structure, named_leaves
+from jpipe.arrays.trees import check_same_structure, lists_in, named_leaves
 from jpipe.types import Batch, Shapes, Structure
 
 REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it out of the batch"
@@ -31,8 +31,8 @@ def batch_size(batch: Batch) -> int:
             )
         _check_dtype(name, leaf.dtype)
         if not leaf.shape:
-            fault = f"{name} is a scalar; every array of a batch needs the batch size as its first dimension"
-            raise ValueError(f"{fault}: {_remedy(batch)}")
+            fault = "is a scalar; every array of a batch needs the batch size as its first dimension"
+            raise ValueError(f"{name} {fault}: {_remedy(batch)}")
         sizes.setdefault(leaf.shape[0], name)
     if not sizes:
         raise ValueError("the batch holds no arrays")
@@ -48,12 +48,8 @@ def batch_size(batch: Batch) -> int:
 
 def _remedy(batch: Batch, otherwise: str = REPEATED) -> str:
     """The remedy for leaves without a batch size, or with another one: they may be the examples of a list."""
-    is_list = lambda node: isinstance(node, list)
-    lists = [path for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list) if is_list(node)]
-    if not lists:
-        return otherwise
-    name = f"batch{jax.tree_util.keystr(lists[0])}"
-    return f"{name} is a list, whose items are arrays of their own: if they are examples, pass np.stack({name})"
+    told = "{0} is a list, whose items are arrays of their own: if they are examples, pass np.stack({0})"
+    return next(map(told.format, lists_in("batch", batch)), otherwise)
 
 
 @dataclass(frozen=True)

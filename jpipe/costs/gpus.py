@@ -11,9 +11,6 @@ from dataclasses import dataclass
 ABSENT: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 """The compiler's option for a GPU that isn't there: it would time kernels on it."""
 
-WITHOUT_TRITON: dict[str, str | bool] = ABSENT | {"xla_gpu_enable_triton_gemm": False}
-"""The same where it finds no tiles for a product's Triton kernel: a GPU that is there would be given other kernels."""
-
 
 @dataclass(frozen=True)
 class Gpu:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from operator import or_
 
 import numpy as np
 
@@ -90,8 +89,8 @@ class Places:
     @cached_property
     def works(self) -> list[bool]:
         """For each main equation, whether it is a product or a convolution, or with `each_use` uses variables."""
-        products = [does_work(self.straight.flat.equations[i].equation) for i in self.straight.main]
-        return list(map(or_, products, self.uses_variables)) if self.each_use else products
+        pairs = zip(self.straight.main, self.uses_variables, strict=True)
+        return [does_work(self.straight.flat.equations[i].equation) or (self.each_use and used) for i, used in pairs]
 
     @cached_property
     def products(self) -> np.ndarray:

@@ -282,14 +282,12 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
         cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
         in_words = lambda parts: ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3])
-        fault = "in one of them together with other parameters in one operation, so that no piece has these alone; "
-        remedy = ""
-        if error.state:
-            fault = f"and changes the state {in_words(error.state)} in between, which stays on one stage; "
-            remedy = ", or give each place a module of its own for what has state, such as a norm"
+        state = f"and changes the state {in_words(error.state)} in between" if error.state else ""
+        fault = state or "in one of them together with other parameters in one operation"
+        remedy = ", or give each place a module of its own for what has state, such as a norm" * bool(state)
         raise ValueError(
-            f"{whole.layer.name} uses {in_words(error.parts)} in several places, {fault}mark where stages may begin by "
-            f"x = jpipe.cut(x) so that all uses are in one piece{remedy}"
+            f"{whole.layer.name} uses {in_words(error.parts)} in several places, {fault}, so that no piece has these "
+            f"alone; mark where stages may begin by x = jpipe.cut(x) so that all uses are in one piece{remedy}"
         ) from None
     except NoSuchPlace:
         raise ValueError(
@@ -304,14 +302,11 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
 
 def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     """The words for a model that has too few places: how many, the largest piece, and where most of its work is."""
-    name, there_are = model.whole.layer.name, f"there are {wanted} virtual stages (num_stages * num_chunks)"
-    if not training.straight.main:
-        return f"{name} uses no parameters, so it isn't cut, but {there_are}; use num_stages=1 and num_chunks=1"
     ends = [0, *places_again(model.cutting, training, None), len(training.straight.main)]
     flops = training.places.flops
     sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
     largest = sizes.index(max(sizes))
-    inside = training.straight.main[ends[largest] : ends[largest + 1]]
+    inside = training.straight.main[ends[largest] : ends[largest + 1]] or range(1)  # a model without parameters
     heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
     operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
     remedy = "use fewer stages or chunks, or split what that line does: each piece has to use parameters"
@@ -322,9 +317,10 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     elif operation in LOOPS_AND_BRANCHES:
         remedy = "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
     return (
-        f"{name} can be cut into {model.cutting.num_pieces} pieces, but {there_are}. The largest piece, "
-        f"{model.names[largest]}, has {sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a "
-        f"{operation} at {line or 'an unknown line'}; {remedy}"
+        f"{model.whole.layer.name} can be cut into {model.cutting.num_pieces} pieces, but there are {wanted} virtual "
+        f"stages (num_stages * num_chunks). The largest piece, {model.names[largest]}, has "
+        f"{sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a {operation} at "
+        f"{line or 'an unknown line'}; {remedy}"
     )
 
 

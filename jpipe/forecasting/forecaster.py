@@ -18,7 +18,7 @@ from jax.stages import Compiled, Lowered
 from jpipe.batches.microbatches import cut_for_evaluation
 from jpipe.costs.chips import DEFAULT, FRACTION, Chip, chip_of, parse_topology
 from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
-from jpipe.costs.gpus import ABSENT, WITHOUT_TRITON
+from jpipe.costs.gpus import ABSENT
 from jpipe.costs.holdings import on_device
 from jpipe.costs.network import Network
 from jpipe.costs.step_cost import Parts, StepCost
@@ -237,14 +237,13 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
     """(compiled, its text if it is a TPU's)."""
     if device.platform == "tpu":
         return compile_with_text(lowered)
-    if device.platform != "gpu" or not _is_absent(device):
-        return lowered.compile(), ""
+    options = ABSENT if device.platform == "gpu" and _is_absent(device) else {}
     try:
-        return lowered.compile(ABSENT), ""
-    except jax.errors.JaxRuntimeError as error:
+        return lowered.compile(options), ""
+    except jax.errors.JaxRuntimeError as error:  # a GPU that is there would try other kernels by timing them
         if "output tile sizes" not in str(error):
             raise
-        return lowered.compile(WITHOUT_TRITON), ""
+        return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 
 
 def _is_absent(device: Device) -> bool:

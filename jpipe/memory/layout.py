@@ -137,33 +137,24 @@ NOT_SAVED = (
 )
 
 
-def wrap_it(example: str) -> str:
-    """The remedy for a transformation that tells parameters apart, in words."""
-    return (
-        "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
-        f"jpipe.per_layer({example}))"
-    )
+TELLS_APART = (
+    "tx tells parameters apart ({}), but a pipeline keeps many layers' leaves in one array; wrap that part of it in "
+    "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.lamb(1e-3)))"
+)
 
 
-@dataclass(frozen=True, eq=False)
-class _ChoiceLayout:
-    """The layout of a tree of bools or words, one for each buffer, such as a mask: no part of an optimiser may use it.
+class _Choice(tuple[str, ...]):
+    """The names of buffers for each of which a tree has a bool or a word: a mask, or labels.
 
-    JAX compares it with that of parameters, when a function is mapped over both.
+    JAX compares them with those of parameters where a function takes a leaf of each: an optimiser must not.
     """
 
-    layout: Layout
-
-    def __hash__(self) -> int:
-        return hash(self.layout)
+    __hash__ = tuple.__hash__
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Layout):
-            raise ValueError(
-                "tx tells parameters apart (by a mask, or labels), but a pipeline keeps many layers' leaves in one "
-                "array; " + wrap_it("optax.adamw(1e-3, mask=mask)")
-            )
-        return isinstance(other, _ChoiceLayout) and self.layout == other.layout
+        if not isinstance(other, _Choice):
+            raise ValueError(TELLS_APART.format("by a mask, or labels"))
+        return super().__eq__(other)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -187,21 +178,16 @@ class StageTree(dict):
     def __reduce__(self) -> NoReturn:
         raise TypeError(NOT_SAVED)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], _Static]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[tuple[str, ...], Layout]]:
         """Returns the arrays in the order of their names, each with its key, and the static part: names and layout."""
-        names, is_choice = tuple(sorted(self)), any(isinstance(leaf, bool | str) for leaf in self.values())
-        static = (names, _ChoiceLayout(self.layout) if is_choice else self.layout)
-        return [(jax.tree_util.DictKey(name), self[name]) for name in names], static
+        names = (_Choice if any(isinstance(leaf, bool | str) for leaf in self.values()) else tuple)(sorted(self))
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], (names, self.layout)
 
     @classmethod
-    def tree_unflatten(cls, static: _Static, leaves: Sequence[Leaf]) -> StageTree:
+    def tree_unflatten(cls, static: tuple[tuple[str, ...], Layout], leaves: Sequence[Leaf]) -> StageTree:
         """The inverse of `tree_flatten_with_keys`."""
         names, layout = static
-        layout = layout.layout if isinstance(layout, _ChoiceLayout) else layout
         return cls(dict(zip(names, leaves, strict=True)), layout)
-
-
-_Static = tuple[tuple[str, ...], Layout | _ChoiceLayout]
 
 
 def laid_out(tree: PyTree, *, state_on_hosts: bool) -> PyTree:

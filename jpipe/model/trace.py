@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
+from jpipe.arrays.trees import lists_in
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import trace
@@ -31,7 +32,6 @@ from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.alike import Alike
 from jpipe.model.groups import (
     DEFAULT_RULES,
-    GRADIENT,
     KEEP,
     WEIGHTS,
     LayerGroup,
@@ -61,14 +61,14 @@ class LayerTrace(NamedTuple):
       jaxpr: variables, inputs, batch, key -> outputs, new state.
       variables: the shapes of its variables by collection.
       gives: the shapes of its outputs.
-      updates: the shapes of its new state by collection.
+      written: the collections of which it gives other values than it is called with.
       dropouts: the names of its dropouts.
     """
 
     jaxpr: ClosedJaxpr
     variables: dict[str, Shapes]
     gives: Shapes
-    updates: dict[str, Shapes]
+    written: frozenset[str]
     dropouts: list[str]
 
 
@@ -123,8 +123,7 @@ def trace_model(
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
-    rules = _with_shared_constants(groups, traces, rules)
-    groups = [replace(group, rules=rules) for group in groups]
+    groups = _with_kept(groups, traces, rules)
     asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
@@ -189,8 +188,8 @@ def _trace_layer(
             _check_parameters(variables)
             with layer.dropouts() as dropouts:
                 jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
-            check_updates(variables, updates, jaxpr)
-            traces[index] = LayerTrace(jaxpr, variables, strong(gives), updates, dropouts)
+            written = check_updates(variables, updates, jaxpr)
+            traces[index] = LayerTrace(jaxpr, variables, strong(gives), written, dropouts)
         jaxpr, variables, gives, _, dropouts = traces[index]
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
         asked = layer.partition_specs(variables)
@@ -209,10 +208,8 @@ def _trace_layer(
         raise ValueError(f"{name}: {error}") from error
 
 
-def _with_shared_constants(
-    groups: Sequence[LayerGroup], traces: Mapping[int, LayerTrace], rules: Mapping[str, str]
-) -> Mapping[str, str]:
-    """The rules, and `KEEP` for collections that shared layers have besides their weights: constants, such as tables.
+def _with_kept(groups: list[LayerGroup], traces: dict[int, LayerTrace], rules: Mapping[str, str]) -> list[LayerGroup]:
+    """The groups, with the rule `KEEP` for what shared layers have besides their weights: constants, such as tables.
 
     Caches are left out, of which each use has its own.
 
@@ -221,25 +218,14 @@ def _with_shared_constants(
     """
     shared = {name for group in groups if group.layer.shared is not None for name in group.variables}
     kept = {name for name in shared if role_of(name, rules) not in WEIGHTS and rules.get(name) != CACHE}
-    for group in groups:
-        index = group.indices[0]
-        changing = {name for name in kept.intersection(group.variables) if rules.get(name) == GRADIENT}
-        changing |= kept & _written(traces[index]) if kept else set()
-        if changing:
+    for index, group in ((group.indices[0], group) for group in groups):
+        for name in sorted(kept & {*traces[index].written, *group.fixed_names}):  # the latter by their gradients
             raise ValueError(
-                f"layer {index} ({group.layer.name}) gives new values of its collection {min(changing)!r} in training, "
-                "which a shared layer has: layers share parameters and constants, but no state. Give each place what "
-                "has state as a layer of its own (a norm), or make one layer of all places, that calls it several times"
+                f"layer {index} ({group.layer.name}) gives new values of its collection {name!r} in training, which a "
+                "shared layer has: layers share parameters and constants, but no state. Give each place what has state "
+                "as a layer of its own (a norm), or make one layer of all places, that calls it several times"
             )
-    return {**rules, **dict.fromkeys(kept, KEEP)}
-
-
-def _written(traced: LayerTrace) -> set[str]:
-    """The collections of which a layer gives other values than it was called with."""
-    flat, updates = flatten(traced.jaxpr), traced.updates
-    old, new = iter(flat.arguments), iter(flat.results[len(jax.tree.leaves(traced.gives)) :])
-    taken = {name: [next(old) for _ in jax.tree.leaves(traced.variables[name])] for name in sorted(traced.variables)}
-    return {name for name in sorted(updates) if [next(new) for _ in jax.tree.leaves(updates[name])] != taken[name]}
+    return [replace(group, rules={**rules, **dict.fromkeys(kept, KEEP)}) for group in groups]
 
 
 @contextmanager
@@ -296,8 +282,8 @@ def _check_parameters(variables: dict[str, Shapes]) -> None:
             raise LayerError(f"has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; {remedy}")
 
 
-def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
-    """Checks a layer's effects and its new state, in its trace.
+def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> frozenset[str]:
+    """Checks a layer's effects and its new state, in its trace; returns the collections that it changes.
 
     State keeps its structure and shapes. Floating-point numbers stay floating-point, but may become wider:
     `Merging.finish` casts them back. Frozen parameters aren't written, because new values of them would be lost.
@@ -310,11 +296,14 @@ def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxp
         if not same_shapes(old, new) or _categories(old) != _categories(new):
             fault = f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}"
             raise LayerError(f"{fault}; keep structure, shapes and dtypes (cast what is stored)")
-    names = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
-    new = jaxpr.jaxpr.outvars[len(jaxpr.jaxpr.outvars) - len(names) :]
-    if any(name == FROZEN and value not in jaxpr.jaxpr.invars for name, value in zip(names, new, strict=True)):
+    flat = flatten(jaxpr)
+    named = lambda tree: [name for name in sorted(tree) for _ in jax.tree.leaves(tree[name])]
+    old = [pair for pair in zip(named(variables), flat.arguments, strict=False) if pair[0] in updates]
+    written = frozenset(pair[0] for pair, new in zip(old, flat.results[-len(old) :], strict=False) if pair[1] != new)
+    if FROZEN in written:
         fault = f"writes to its collection {FROZEN!r} in training, which jpipe.freeze keeps as it is"
         raise LayerError(f"{fault}; give it another name")
+    return written
 
 
 def _categories(tree: Shapes) -> list[object]:
@@ -342,9 +331,8 @@ def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[Layer
 
 def described_inputs(inputs: Shapes) -> str:
     """A model's inputs in words. A list is no array, though what takes one may raise whatever error then."""
-    is_list = lambda node: isinstance(node, list)
     remedy = " (a list is several arrays; if its items are examples, pass np.stack(examples) in its place)"
-    return describe(inputs) + remedy * any(map(is_list, jax.tree.leaves(inputs, is_leaf=is_list)))
+    return describe(inputs) + remedy * bool(lists_in("inputs", inputs))
 
 
 def _fault(error: Exception) -> str:

@@ -115,5 +115,4 @@ def ms_in_words(seconds: float, digits: int = 1) -> str:
     >>> ms_in_words(12.3456), ms_in_words(0.0012345), ms_in_words(4.5678e-6, digits=3), ms_in_words(0.0)
     ('12,345.6', '1.23', '0.00457', '0.0')
     """
-    is_small = 0 < 1e3 * seconds < 10 ** (2 - digits)
-    return f"{1e3 * seconds:.3g}" if is_small else f"{1e3 * seconds:,.{digits}f}"
+    return f"{1e3 * seconds:.3g}" if 0 < 1e3 * seconds < 10 ** (2 - digits) else f"{1e3 * seconds:,.{digits}f}"

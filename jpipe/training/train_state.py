@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.arrays.host import on_host
-from jpipe.memory.layout import StageTree, laid_out, wrap_it
+from jpipe.memory.layout import TELLS_APART, StageTree, laid_out
 from jpipe.memory.offload import may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.training.by_slices import initial, updated
@@ -89,11 +89,7 @@ def checked_opt_state(tx: optax.GradientTransformation, params: StageTree, loss:
     except Exception as error:
         if "jpipe.per_layer" in str(error):
             raise
-        raise ValueError(
-            "tx can't make its state of a pipeline's parameters, where many layers' leaves lie in one array; if it "
-            f"tells parameters apart (by a mask, by labels, by names), {wrap_it('optax.adamw(1e-3, mask=mask)')}. "
-            f"tx.init raised {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error
     check_optimizer(opt_state)
     check_update(tx, params, opt_state, loss)
     check_elementwise(tx)

@@ -347,7 +347,9 @@ def test_a_model_without_parameters_is_one_piece():
         np.ones((4, 4)),
         lambda stages: jpipe.Pipeline(WithoutParameters(), square, num_stages=stages, num_microbatches=2),
     )
-    with pytest.raises(ValueError, match=r"uses no parameters, so it isn't cut.*; use num_stages=1 and num_chunks=1"):
+    with pytest.raises(
+        ValueError, match=r"1 pieces, .* use fewer stages or chunks, .* each piece has to use parameters"
+    ):
         make(2).init(KEY, x)
     pipe = make(1)
     np.testing.assert_allclose(pipe.evaluate(pipe.init(KEY, x), x), square(WithoutParameters().apply({}, x), None))
