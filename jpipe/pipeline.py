@@ -470,9 +470,8 @@ class Pipeline(Tabular):
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_steps.clear()
-        for name in ("value_and_grad", "evaluate", "apply", "to_layers"):
-            getattr(self, f"_jit_{name}").clear_cache()
-        vars(self).pop("_jit_init", None)
+        for program in [value for name, value in vars(self).items() if name.startswith("_jit_")]:
+            program.clear_cache()
         self.planner.clear_cache()
         self._generator.clear_cache()
 

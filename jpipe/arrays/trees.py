@@ -20,6 +20,16 @@ def named_leaves(what: str, tree: PyTree) -> list[tuple[str, Leaf]]:
     return [(what + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def lists_in(what: str, tree: PyTree) -> list[str]:
+    """The names of the outermost lists in a pytree.
+
+    >>> lists_in("batch", {"inputs": [[0], [1]], "targets": (2,)})
+    ["batch['inputs']"]
+    """
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, list))
+    return [what + jax.tree_util.keystr(path) for path, node in nodes if isinstance(node, list)]
+
+
 def check_same_structure(what: str, tree: PyTree, expected: PyTree) -> None:
     """Compares two pytrees' structures.
 

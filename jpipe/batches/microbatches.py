@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.trees import check_same_structure, named_leaves
+from jpipe.arrays.trees import check_same_structure, lists_in, named_leaves
 from jpipe.types import Batch, Shapes, Structure
 
 REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it out of the batch"
@@ -25,25 +25,31 @@ def batch_size(batch: Batch) -> int:
     sizes: dict[int, str] = {}
     for name, leaf in named_leaves("batch", batch):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            instead = f"; {REPEATED}" if isinstance(leaf, int | float) else ""
+            instead = f"; {_remedy(batch)}" if isinstance(leaf, int | float) else ""
             raise TypeError(
                 f"{name} is a {type(leaf).__name__}, not an array; batches are pytrees of arrays [B, ...]{instead}"
             )
         _check_dtype(name, leaf.dtype)
         if not leaf.shape:
-            raise ValueError(
-                f"{name} is a scalar; every array of a batch needs the batch size as its first dimension: {REPEATED}"
-            )
+            fault = "is a scalar; every array of a batch needs the batch size as its first dimension"
+            raise ValueError(f"{name} {fault}: {_remedy(batch)}")
         sizes.setdefault(leaf.shape[0], name)
     if not sizes:
         raise ValueError("the batch holds no arrays")
     if len(sizes) > 1:
         parts = ", ".join(f"{name} has {size}" for size, name in sizes.items())
-        raise ValueError(f"the arrays of the batch differ in batch size: {parts}; make their first dimensions equal")
+        instead = _remedy(batch, "make their first dimensions equal")
+        raise ValueError(f"the arrays of the batch differ in batch size: {parts}; {instead}")
     (size,) = sizes
     if size == 0:
         raise ValueError("batch size 0: the batch holds no examples; pass at least one")
     return size
+
+
+def _remedy(batch: Batch, otherwise: str = REPEATED) -> str:
+    """The remedy for leaves without a batch size, or with another one: they may be the examples of a list."""
+    told = "{0} is a list, whose items are arrays of their own: if they are examples, pass np.stack({0})"
+    return next(map(told.format, lists_in("batch", batch)), otherwise)
 
 
 @dataclass(frozen=True)

@@ -254,13 +254,12 @@ class Checkpointer:
         origin = origin_of(about, wanted, contents)
         difference = first_difference(origin.renamed(about, wanted), wanted)
         if difference is not None:
-            given = "from_model_variables(tree, batch)" if "model" in wanted else "from_layer_variables(trees, batch)"
-            loaded = "model's values alone: tree = jpipe.load_model(directory)"
-            if "layers" in about:
-                loaded = "layers' values alone: trees = jpipe.load_layers(directory)"
+            tree, kind = ("tree", "model") if "model" in wanted else ("trees", "layer")
             raise ValueError(
                 f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or "
-                f"begin with the {loaded}, pipe.create_state(..., variables=pipe.{given})"
+                f"begin with those values that fit: {tree} = pipe.{kind}_variables(pipe.init(key, batch)), put in what "
+                f"jpipe.load_{'layers' if 'layers' in about else 'model'}(directory) has, in the same dtypes, and call "
+                f"pipe.create_state(..., variables=pipe.from_{kind}_variables({tree}, batch))"
             )
         arrays, named = read_all(directory, contents, origin)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TypeVar, cast
 
 from jpipe.schedules.simulate import Timeline
-from jpipe.terminal.tables import Table, Tabular, bytes_in_words
+from jpipe.terminal.tables import Table, Tabular, bytes_in_words, ms_in_words
 
 Number = TypeVar("Number", int, float)
 
@@ -77,7 +77,7 @@ class StepCost(Tabular):
     def rows_of_seconds(self, digits: int = 3) -> list[tuple[str, str]]:
         """A row for each slice of the step, and one for the step; none if nothing is known."""
         parts = {**self.seconds, "step": self.step} if self.seconds else {}
-        return [(f"ms: {name}", f"{1e3 * seconds:,.{digits}f}") for name, seconds in parts.items()]
+        return [(f"ms: {name}", ms_in_words(seconds, digits)) for name, seconds in parts.items()]
 
     def rows_of_bytes(self) -> list[tuple[str, str]]:
         """A row for each part of a device's bytes, and one for all; none if nothing is known."""

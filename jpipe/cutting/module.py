@@ -19,7 +19,7 @@ from jpipe.model.groups import strong
 from jpipe.model.layer_function import TracedInit, trace_init
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
-from jpipe.model.trace import check_updates, inputs_of, telling, warn_of_dropouts
+from jpipe.model.trace import check_updates, described_inputs, inputs_of, telling, warn_of_dropouts
 from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]
@@ -114,7 +114,7 @@ def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
 def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:
     """The lines that explain an error of a model: what it was called with, and its parameters."""
     has = [f"it has the parameters {describe(variables['params'])}"] if variables and "params" in variables else []
-    return [f"it was called with {describe(inputs)}", *has]
+    return [f"it was called with {described_inputs(inputs)}", *has]
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise, permutations, product
@@ -73,19 +74,19 @@ class Traced:
 
     def is_inside_of_state(self, place: int) -> bool:
         """Whether a part of the state is read before a place and written behind it."""
-        return any(start < place < stop for start, stop in self._spans)
+        return any(start < place < stop for start, stop in self.spans.values())
 
     @cached_property
-    def _spans(self) -> list[tuple[int, int]]:
+    def spans(self) -> dict[Part, tuple[int, int]]:
         """For each part of the state, the places before its first use and behind the equation that writes it."""
         first: dict[Part, int] = {}
         for p in reversed(range(len(self.parts_used))):
             first.update(dict.fromkeys(self.parts_used[p], p))
-        spans = []
+        spans = {}
         for part, number in self.written.items():
             made = self._position.get(self.straight.flat.made_by.get(number, -1))
             if made is not None and part in first:
-                spans.append((min(first[part], made), max(made + 1, first[part] + 1)))
+                spans[part] = min(first[part], made), max(made + 1, first[part] + 1)
         return spans
 
 
@@ -169,15 +170,16 @@ class Piece:
 
 
 class TiedTogether(ValueError):
-    """Some parameters are used in several pieces, and by operations that use others too.
+    """Some parameters are used in several pieces, and by operations that use others too, or among uses of state.
 
     Args:
       parts: those parameters.
+      state: the state whose uses are around uses of them.
     """
 
-    def __init__(self, parts: frozenset[Part]):
-        super().__init__(parts)
-        self.parts = parts
+    def __init__(self, parts: frozenset[Part], state: frozenset[Part]):
+        super().__init__(parts, state)
+        self.parts, self.state = parts, state
 
 
 class ReadsOthers(ValueError):
@@ -216,8 +218,13 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     here, there = _described_places(training, told_by), set(_described_places(evaluation, told_by))
     is_no_place = lambda p: training.is_inside_of_state(p) or not training.places.crossing[p] or here[p] not in there
 
-    places = find_places(training.places, wanted, is_no_place)
-    places = _told_apart(training, _with_ties_alone(training, places), told_by)
+    def places_at(of: Places) -> list[int]:
+        return _told_apart(training, _with_ties_alone(training, find_places(of, wanted, is_no_place)), told_by)
+
+    places = places_at(training.places)
+    if len(places) + 1 < wanted:
+        with suppress(TiedTogether):  # blocks may be norms, gates and recurrences, without any product
+            places = max(places, places_at(replace(training.places, each_use=True)), key=len)
     ends = [0, *places, len(training.straight.main)]
     used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]
     firsts = [used.index(parts) if parts else i for i, parts in enumerate(used)]
@@ -276,8 +283,9 @@ def _with_ties_alone(traced: Traced, places: Sequence[int]) -> list[int]:
         (start, stop), tied = mixed
         at = [p for p in range(start, stop) if not tied.isdisjoint(traced.parts_used[p])]
         around = {at[0], at[-1] + 1} - {start, stop}
+        state = (part for part, (first, last) in traced.spans.items() if any(first < p < last for p in around))
         if not around or any(map(traced.is_inside_of_state, around)):
-            raise TiedTogether(tied)
+            raise TiedTogether(tied, frozenset(state))
         places = sorted({*places, *around})
     return places
 

@@ -36,9 +36,11 @@ class Places:
 
     Attributes:
       straight: the model.
+      each_use: each use of variables is work, whether it is a product or not.
     """
 
     straight: Straight
+    each_use: bool = False
 
     @cached_property
     def crossing(self) -> list[tuple[int, ...]]:
@@ -86,8 +88,9 @@ class Places:
 
     @cached_property
     def works(self) -> list[bool]:
-        """For each main equation, whether it is a product or a convolution."""
-        return [does_work(self.straight.flat.equations[i].equation) for i in self.straight.main]
+        """For each main equation, whether it is a product or a convolution, or with `each_use` uses variables."""
+        pairs = zip(self.straight.main, self.uses_variables, strict=True)
+        return [does_work(self.straight.flat.equations[i].equation) or (self.each_use and used) for i, used in pairs]
 
     @cached_property
     def products(self) -> np.ndarray:

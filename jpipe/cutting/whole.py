@@ -281,11 +281,13 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
     try:
         cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
-        names = sorted("/".join(whole.paths[part.leaf]) for part in error.parts)
+        in_words = lambda parts: ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3])
+        state = f"and changes the state {in_words(error.state)} in between" if error.state else ""
+        fault = state or "in one of them together with other parameters in one operation"
+        remedy = ", or give each place a module of its own for what has state, such as a norm" * bool(state)
         raise ValueError(
-            f"{whole.layer.name} uses {', '.join(names[:3])} in several places, in one of them together with other "
-            "parameters in one operation, so that no piece has these alone; mark where stages may begin by "
-            "x = jpipe.cut(x) so that all uses are in one piece, or pass a list of layers with jpipe.Shared"
+            f"{whole.layer.name} uses {in_words(error.parts)} in several places, {fault}, so that no piece has these "
+            f"alone; mark where stages may begin by x = jpipe.cut(x) so that all uses are in one piece{remedy}"
         ) from None
     except NoSuchPlace:
         raise ValueError(
@@ -304,10 +306,10 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     flops = training.places.flops
     sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
     largest = sizes.index(max(sizes))
-    inside = training.straight.main[ends[largest] : ends[largest + 1]]
+    inside = training.straight.main[ends[largest] : ends[largest + 1]] or range(1)  # a model without parameters
     heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
     operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
-    remedy = "use fewer stages or chunks, or split what that line does"
+    remedy = "use fewer stages or chunks, or split what that line does: each piece has to use parameters"
     if marks := len(training.places.marked):
         remedy = (
             f"it has {marks} marks (jpipe.cut), and with marks nothing else is a place: add marks, or leave all out"

@@ -11,7 +11,7 @@ from jpipe.forecasting.forecaster import Forecast
 from jpipe.forecasting.settings import Setting, word_of
 from jpipe.memory.offload import Offload
 from jpipe.mesh.axes import AXIS
-from jpipe.terminal.tables import Table, Tabular, bytes_in_words
+from jpipe.terminal.tables import Table, Tabular, bytes_in_words, ms_in_words
 
 LIMITS = {"computation": "compute", "collectives": "links"}
 LARGE_BUBBLE = 0.1
@@ -86,7 +86,7 @@ class Choice:
         rows |= {"V": str(self.setting.num_chunks), "remat": word_of(self.setting.remat), "ends": self.setting.ends}
         rows |= {"shard_over": ", ".join(self.setting.shard_over) or "-", "layers": _of_stages(self.options["balance"])}
         rows |= {"offload": _of_shares(self.setting.offload)} if self.setting.offload else {}
-        rows |= {"ms a step": f"{1e3 * self.seconds:,.1f}", "bubble": f"{self.bubble_fraction:.1%}"}
+        rows |= {"ms a step": ms_in_words(self.seconds), "bubble": f"{self.bubble_fraction:.1%}"}
         rows |= dict([*self.cost.rows_of_seconds(digits=1)[:-1], ("a device", bytes_in_words(self.total_bytes))])
         rows |= dict([("limit", self.limit), *self.cost.rows_of_bytes()[:-1], *self.cost.rows_on_host()])
         if self.compiled is not None:
@@ -94,7 +94,7 @@ class Choice:
             rows |= {"compiled": "fits" if self.compiled.fits else "doesn't fit"}
             rows |= {"compiled bytes": bytes_in_words(size), "bytes were off by": _off(self.total_bytes, size)}
             if seconds is not None and self.compiled.seconds_by == "cycles":  # else they are the same prediction
-                rows |= {"compiled ms": f"{1e3 * seconds:,.1f}", "ms were off by": _off(self.seconds, seconds)}
+                rows |= {"compiled ms": ms_in_words(seconds), "ms were off by": _off(self.seconds, seconds)}
         return rows
 
 
@@ -192,7 +192,7 @@ def advice_on(choice: Choice, rated: Sequence[Choice], remarks: Iterable[str]) -
     if setting.num_stages == 1 and apart:
         other = min(apart, key=lambda one: one.seconds)
         advice.append(
-            f"no pipeline is fastest here: the best of several stages ({other.words}) takes {1e3 * other.seconds:,.1f} "
-            "ms a step"
+            f"no pipeline is fastest here: the best of several stages ({other.words}) takes "
+            f"{ms_in_words(other.seconds)} ms a step"
         )
     return tuple(dict.fromkeys([*advice, *remarks]))

@@ -237,7 +237,13 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
     """(compiled, its text if it is a TPU's)."""
     if device.platform == "tpu":
         return compile_with_text(lowered)
-    return lowered.compile(ABSENT if device.platform == "gpu" and _is_absent(device) else None), ""
+    options = ABSENT if device.platform == "gpu" and _is_absent(device) else {}
+    try:
+        return lowered.compile(options), ""
+    except jax.errors.JaxRuntimeError as error:  # a GPU that is there would try other kernels by timing them
+        if "output tile sizes" not in str(error):
+            raise
+        return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 
 
 def _is_absent(device: Device) -> bool:

@@ -18,7 +18,8 @@ SOWN = (
 )
 NO_KEY = (
     "draws random numbers in evaluation mode, where there is no key; make it deterministic there, by an argument "
-    f"`deterministic` or `train`, which jpipe gives it, as it does those called {MODE_NAMES}"
+    f"`deterministic` or `train`, which jpipe gives it, as it does those called {MODE_NAMES}; or hand it what it would "
+    "draw, such as the initial_carry of an nnx.RNN"
 )
 
 

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import no_mesh
 from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
@@ -184,14 +185,13 @@ class _NnxCalls:
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
-        key, train, _ = context
-        state = self.state(variables, key)
-        drawn = _counts(state)
-        outputs, after = self._called(state, inputs, train)
-        if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
-            raise LayerError(NO_KEY)
-        collections = _collections(after)
-        if train and (written := self._written(collections.get("params"), variables, inputs, key)):
+        train = context.train
+        outputs, collections, draws = self._called(variables, inputs, context)
+        if context.key is None and draws:  # `nnx.RNN` draws keys for the zeros that it starts from
+            given = lambda key: self._called(variables, inputs, context._replace(key=key))[:2]
+            if uses(jax.make_jaxpr(given)(jax.random.key(0)))[0]:
+                raise LayerError(NO_KEY)
+        if train and (written := self._written(collections.get("params"), variables, inputs, context)):
             raise LayerError(
                 f"writes its parameter {written} in training, which only the optimiser changes; keep what a step "
                 "counts or averages in a variable of another type, such as nnx.BatchStat"
@@ -201,15 +201,20 @@ class _NnxCalls:
         written = [name for name in collections if name in variables and name != "params"]
         return outputs, {name: collections[name] for name in written if train or name in self.writes}
 
-    def _called(self, state: nnx.State, inputs: Inputs, train: bool) -> tuple[Activation, nnx.State]:
-        """Calls a fresh module: (its outputs, its state after that)."""
-        module = nnx.merge(self.graphdef, state)
-        module.train() if train else module.eval()
+    def _called(
+        self, variables: LayerVariables, inputs: Inputs, context: Context
+    ) -> tuple[PyTree, LayerVariables, bool]:
+        """Calls a fresh module: (its outputs, its variables after that, whether it has drawn from a stream)."""
+        state = self.state(variables, context.key)
+        drawn, module = _counts(state), nnx.merge(self.graphdef, state)
+        module.train() if context.train else module.eval()
         function, (positional, keywords) = self._function(module), both_of(inputs)
-        outputs = function(*positional, **{**mode_arguments(function, train), **keywords})
-        return outputs, nnx.state(_mark_arrays(module))
+        outputs = function(*positional, **{**mode_arguments(function, context.train), **keywords})
+        after = nnx.state(_mark_arrays(module))
+        draws = any(count is not drawn[path] for path, count in _counts(after).items())
+        return outputs, _collections(after), draws
 
-    def _written(self, after: PyTree, variables: LayerVariables, inputs: Inputs, key: jax.Array | None) -> str:
+    def _written(self, after: PyTree, variables: LayerVariables, inputs: Inputs, context: Context) -> str:
         """The path of a parameter that the call changes; "" if there is none.
 
         One that is another array afterwards may have gone through a call (`nnx.remat`): its trace tells.
@@ -218,11 +223,7 @@ class _NnxCalls:
         if all(new is old for new, old in pairs):
             return ""
 
-        def called(params: PyTree) -> PyTree:
-            return _collections(self._called(self.state({**variables, "params": params}, key), inputs, True)[1])[
-                "params"
-            ]
-
+        called = lambda params: self._called({**variables, "params": params}, inputs, context)[1]["params"]
         flat = flatten(jax.make_jaxpr(called)(variables["params"]))
         paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(after))
         changed = (p for p, old, new in zip(paths, flat.arguments, flat.results, strict=True) if old != new)

@@ -23,7 +23,7 @@ class Shared:
     `table = jpipe.Shared(nn.Embed(1000, 64)); layers = [table, *blocks, table.using("attend")]`
 
     Args:
-      layer: a linen or nnx module, a factory of one, or a `jpipe.Layer`; without state besides its parameters. The
+      layer: a linen or nnx module, a factory of one, or a `jpipe.Layer`; without state that changes. The
         first use in the sequence makes the parameters.
     """
 

@@ -137,6 +137,26 @@ NOT_SAVED = (
 )
 
 
+TELLS_APART = (
+    "tx tells parameters apart ({}), but a pipeline keeps many layers' leaves in one array; wrap that part of it in "
+    "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.lamb(1e-3)))"
+)
+
+
+class _Choice(tuple[str, ...]):
+    """The names of buffers for each of which a tree has a bool or a word: a mask, or labels.
+
+    JAX compares them with those of parameters where a function takes a leaf of each: an optimiser must not.
+    """
+
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Choice):
+            raise ValueError(TELLS_APART.format("by a mask, or labels"))
+        return super().__eq__(other)
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class StageTree(dict):
     """Variables of all layers under a layout: arrays `[K, ...]` split over `stage`, by buffer (`jpipe.memory.storage`).
@@ -160,7 +180,7 @@ class StageTree(dict):
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[tuple[str, ...], Layout]]:
         """Returns the arrays in the order of their names, each with its key, and the static part: names and layout."""
-        names = tuple(sorted(self))
+        names = (_Choice if any(isinstance(leaf, bool | str) for leaf in self.values()) else tuple)(sorted(self))
         return [(jax.tree_util.DictKey(name), self[name]) for name in names], (names, self.layout)
 
     @classmethod

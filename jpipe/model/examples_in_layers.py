@@ -59,12 +59,12 @@ def follow_examples(model: Model) -> ExamplesInLayers:
 def _follow(group: LayerGroup, takes: Sequence[AxisSharding], size: int) -> Examples:
     """Follows `size` examples through one layer, which has them in its inputs as `takes` says."""
     assert group.trace is not None
-    closed, written = group.trace.jaxpr, group.trace.written
+    closed, updated = group.trace.jaxpr, group.trace.updated
     num_variables = len(group.leaves(list(group.variables)))
     rest = len(closed.in_avals) - num_variables - len(takes)
     lying = [*[REPLICATED] * num_variables, *takes, *[Shard(0)] * (rest - 1), REPLICATED]
     # A running average's new value is made of the statistic that examples are normalised by.
     moments = [
-        len(closed.out_avals) - len(written) + i for i, n in enumerate(written) if group.rules.get(n) == "moments"
+        len(closed.out_avals) - len(updated) + i for i, n in enumerate(updated) if group.rules.get(n) == "moments"
     ]
     return Examples(closed, size, lying, [True] * len(lying), strict=False, statistics=moments)

@@ -56,14 +56,16 @@ class LayerTrace(NamedTuple):
       variables: the shapes of its variables by collection.
       gives: the shapes of its outputs.
       dropouts: the names of its dropouts.
-      written: the collection of each leaf of the new state.
+      updated: the collection of each leaf of the new state.
+      written: the collections of which it gives other values than it is called with.
     """
 
     jaxpr: ClosedJaxpr
     variables: dict[str, Shapes]
     gives: Shapes
     dropouts: list[str]
-    written: list[str]
+    updated: list[str]
+    written: frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
+from jpipe.arrays.trees import lists_in
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
@@ -29,6 +31,7 @@ from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.alike import Alike
 from jpipe.model.groups import (
     DEFAULT_RULES,
+    KEEP,
     WEIGHTS,
     LayerGroup,
     LayerTrace,
@@ -102,6 +105,7 @@ def trace_model(
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
+    groups = _with_kept(groups, traces, rules)
     asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
@@ -166,17 +170,11 @@ def _trace_layer(
             _check_parameters(variables)
             with layer.dropouts() as dropouts:
                 jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
-            check_updates(variables, updates, jaxpr)
-            written = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
-            traces[index] = LayerTrace(jaxpr, variables, strong(gives), dropouts, written)
-        jaxpr, variables, gives, dropouts, _ = traces[index]
-        # A shared layer may have weights (parameters, and whatever else has a role in `WEIGHTS`) and caches, of which
-        # each use has its own; nothing else.
+            written = check_updates(variables, updates, jaxpr)
+            updated = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
+            traces[index] = LayerTrace(jaxpr, variables, strong(gives), dropouts, updated, written)
+        jaxpr, variables, gives, dropouts, *_ = traces[index]
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
-        caches = [collection for collection in variables if rules.get(collection) == CACHE]
-        if layer.shared is not None and set(variables).difference(weights, caches):
-            remedy = "only layers without state besides their parameters can be shared"
-            raise LayerError(f"is shared but has the collections {sorted(variables)}; {remedy}")
         asked = layer.partition_specs(variables)
     needs_key = uses(jaxpr)[-1]
     decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
@@ -193,6 +191,26 @@ def _trace_layer(
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _with_kept(groups: list[LayerGroup], traces: dict[int, LayerTrace], rules: Mapping[str, str]) -> list[LayerGroup]:
+    """The groups, with the rule `KEEP` for what shared layers have besides their weights: constants, such as tables.
+
+    Caches are left out, of which each use has its own.
+
+    Raises:
+      ValueError: a layer gives new values of such a collection.
+    """
+    shared = {name for group in groups if group.layer.shared is not None for name in group.variables}
+    kept = {name for name in shared if role_of(name, rules) not in WEIGHTS and rules.get(name) != CACHE}
+    for index, group in ((group.indices[0], group) for group in groups):
+        for name in sorted(kept & {*traces[index].written, *group.fixed_names}):  # the latter by their gradients
+            raise ValueError(
+                f"layer {index} ({group.layer.name}) gives new values of its collection {name!r} in training, which a "
+                "shared layer has: layers share parameters and constants, but no state. Give each place what has state "
+                "as a layer of its own (a norm), or make one layer of all places, that calls it several times"
+            )
+    return [replace(group, rules={**rules, **dict.fromkeys(kept, KEEP)}) for group in groups]
 
 
 @contextmanager
@@ -249,8 +267,8 @@ def _check_parameters(variables: dict[str, Shapes]) -> None:
             raise LayerError(f"has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; {remedy}")
 
 
-def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
-    """Checks a layer's effects and its new state, in its trace.
+def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> frozenset[str]:
+    """Checks a layer's effects and its new state, in its trace; returns the collections that it changes.
 
     State keeps its structure and shapes. Floating-point numbers stay floating-point, but may become wider:
     `Merging.finish` casts them back. Frozen parameters aren't written, because new values of them would be lost.
@@ -263,11 +281,14 @@ def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxp
         if not same_shapes(old, new) or _categories(old) != _categories(new):
             fault = f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}"
             raise LayerError(f"{fault}; keep structure, shapes and dtypes (cast what is stored)")
-    names = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
-    new = jaxpr.jaxpr.outvars[len(jaxpr.jaxpr.outvars) - len(names) :]
-    if any(name == FROZEN and value not in jaxpr.jaxpr.invars for name, value in zip(names, new, strict=True)):
+    flat = flatten(jaxpr)
+    named = lambda tree: [name for name in sorted(tree) for _ in jax.tree.leaves(tree[name])]
+    old = [pair for pair in zip(named(variables), flat.arguments, strict=False) if pair[0] in updates]
+    written = frozenset(pair[0] for pair, new in zip(old, flat.results[-len(old) :], strict=False) if pair[1] != new)
+    if FROZEN in written:
         fault = f"writes to its collection {FROZEN!r} in training, which jpipe.freeze keeps as it is"
         raise LayerError(f"{fault}; give it another name")
+    return written
 
 
 def _categories(tree: Shapes) -> list[object]:
@@ -284,13 +305,19 @@ def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[Layer
       inputs: the first layer's inputs.
       groups: the groups of these layers.
     """
-    lines, takes = [f"the batch holds as inputs: {describe(inputs)}"], inputs
+    lines, takes = [f"the batch holds as inputs: {described_inputs(inputs)}"], inputs
     for index, layer in enumerate(before):
         group = next(group for group in groups if index in group.indices)
         line = f"layer {index} ({layer.name}) takes {describe(takes)}, gives {describe(group.gives)}"
         is_unchanged = same_type(takes, group.gives)
         lines, takes = [lines[0], line] if is_unchanged else [line], group.gives
     return "\n  ".join(lines)
+
+
+def described_inputs(inputs: Shapes) -> str:
+    """A model's inputs in words. A list is no array, though what takes one may raise whatever error then."""
+    remedy = " (a list is several arrays; if its items are examples, pass np.stack(examples) in its place)"
+    return describe(inputs) + remedy * bool(lists_in("inputs", inputs))
 
 
 def _fault(error: Exception) -> str:

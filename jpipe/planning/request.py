@@ -157,10 +157,11 @@ def _check_order(schedule: Schedule) -> None:
     for action in schedule.actions[place.stage_of(place.num_virtual_stages - 1)]:
         if action.chunk == schedule.num_chunks - 1 and action.kind == "F":
             if waiting is not None:
+                several = f"'interleaved' and a num_microbatches that {schedule.num_stages} divides"
                 raise ValueError(
                     f"ends='shared' takes schedules in which the last stage goes backwards right after each forward; "
-                    f"{schedule.name!r} has {action} before the backward of {waiting}: use schedule="
-                    f"{'1f1b' if schedule.num_chunks == 1 else 'interleaved'!r}, or ends='spread'"
+                    f"{schedule.name!r} has {action} before the backward of {waiting}: use "
+                    f"schedule={several if schedule.num_chunks > 1 else repr('1f1b')}, or ends='spread'"
                 )
             waiting = action
         elif action.chunk == schedule.num_chunks - 1 and action.kind in "BI":

@@ -103,7 +103,7 @@ class Step:
 
     def collections(self, *roles: str) -> list[str]:
         """The collections of variables that have one of these roles (`groups.role_of`)."""
-        return [name for name in self.plan.layouts if role_of(name, self.plan.request.rules) in roles]
+        return [name for name in self.plan.layouts if role_of(name, self.plan.traced.groups[0].rules) in roles]
 
     def groups_in(self, kind: str) -> list[int]:
         """The groups with layers on virtual stages that have actions of a kind: others never run in such a one."""

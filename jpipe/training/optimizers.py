@@ -13,15 +13,8 @@ import optax
 
 from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.layers.functions import signature_of
+from jpipe.memory.layout import TELLS_APART
 from jpipe.types import Leaf, PyTree, Shapes
-
-
-def wrap_it(example: str) -> str:
-    """The remedy for a transformation that tells parameters apart, in words."""
-    return (
-        "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
-        f"jpipe.per_layer({example}))"
-    )
 
 
 def check_is_optimizer(tx: object) -> None:
@@ -78,11 +71,7 @@ def check_optimizer(opt_state: Shapes) -> None:
     """
     is_by_parameter = lambda node: type(node).__name__ in _BY_PARAMETER
     for node in filter(is_by_parameter, jax.tree.leaves(opt_state, is_leaf=is_by_parameter)):
-        raise ValueError(
-            f"tx tells parameters apart (its state holds a {type(node).__name__}: a mask, labels, or statistics of "
-            "single parameters), but a pipeline keeps many layers' leaves in one array; "
-            + wrap_it("optax.adamw(1e-3, mask=mask)")
-        )
+        raise ValueError(TELLS_APART.format(f"its state holds a {type(node).__name__}: a mask, labels, or statistics"))
 
 
 # --- the update -------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ import optax
 from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.jaxprs.tracing import trace
+from jpipe.memory.layout import TELLS_APART
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import draws
-from jpipe.training.optimizers import wrap_it
 
 
 class Probe(dict[str, np.ndarray]):
@@ -69,8 +69,7 @@ def check_elementwise(tx: optax.GradientTransformation) -> None:
     off = deviation(tx)
     if off is not None and off > TOLERANCE:
         raise ValueError(
-            "tx tells parameters apart: where several lie in one array, as a pipeline keeps those of its layers, "
-            f"updates are off by up to {off:.1%} (tried on small arrays); {wrap_it('optax.lamb(1e-3)')}"
+            TELLS_APART.format(f"tried on small arrays that are joined, updates are off by up to {off:.1%}")
         )
 
 

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.arrays.host import on_host
-from jpipe.memory.layout import StageTree, laid_out
+from jpipe.memory.layout import TELLS_APART, StageTree, laid_out
 from jpipe.memory.offload import may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.training.by_slices import initial, updated
@@ -84,7 +84,12 @@ def abstract_state(
 def checked_opt_state(tx: optax.GradientTransformation, params: StageTree, loss: jax.ShapeDtypeStruct) -> Shapes:
     """The shapes of the state of an optimiser that may work on these parameters; errors as of `abstract_state`."""
     check_is_optimizer(tx)
-    opt_state = jax.eval_shape(tx.init, params)
+    try:
+        opt_state = jax.eval_shape(tx.init, params)
+    except Exception as error:
+        if "jpipe.per_layer" in str(error):
+            raise
+        raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error
     check_optimizer(opt_state)
     check_update(tx, params, opt_state, loss)
     check_elementwise(tx)

@@ -268,6 +268,93 @@ def test_prints_stay(capfd):
     assert "mean" in capfd.readouterr().out
 
 
+# --- blocks without products ------------------------------------------------------------------------------------------
+
+
+class Elementwise(nn.Module):
+    """A block without a product or a convolution."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        weights = lambda *shape: self.param("w", nn.initializers.normal(1.0), shape, x.dtype)
+        width = x.shape[-1]
+        if self.kind == "recurrence":
+            x = nn.LayerNorm(param_dtype=x.dtype)(x)
+            decays = jnp.broadcast_to(jax.nn.sigmoid(weights(width)), x.shape)
+            join = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
+            return x + jax.lax.associative_scan(join, (decays, x), axis=1)[1]
+        if self.kind == "gate":
+            y = nn.LayerNorm(param_dtype=x.dtype)(x)
+            return x + jnp.tanh(y) * jax.nn.sigmoid(y * weights(width))
+        if self.kind == "filter":
+            spectrum = jnp.fft.rfft(x, axis=1)
+            return x + jnp.fft.irfft(spectrum * weights(*spectrum.shape[1:]), n=x.shape[1], axis=1)
+        if self.kind == "look-up":
+            return x[..., :1] / 2 + weights(width, width)[jnp.argmax(x, -1)]
+        decay = weights(width)
+        over_time = lambda carry, x_t: (jnp.tanh(decay * carry + x_t),) * 2
+        return x + jax.lax.scan(over_time, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+class Blocks(nn.Module):
+    kind: str
+    projects: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(4, param_dtype=x.dtype)
+        x = dense(x) if self.projects else x
+        for _ in range(8):
+            x = Elementwise(self.kind)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "projects"),
+    [
+        ("recurrence", False),
+        ("recurrence", True),
+        ("gate", True),
+        ("filter", False),
+        ("look-up", False),
+        ("scan", True),
+    ],
+)
+def test_blocks_without_products(kind, projects):
+    """They gave no places: "can be cut into 1 pieces"."""
+    model, x = Blocks(kind, projects), np.random.default_rng(0).normal(size=(4, 6, 4))
+    pipe = jpipe.Pipeline(model, square, num_stages=4, num_microbatches=2)
+    variables = pipe.init(KEY, x)
+    assert max(pipe.partition.costs) < 0.4 * sum(pipe.partition.costs)
+    own = pipe.model_variables(variables)
+    (loss, _), grads = pipe.value_and_grad(variables, x)
+    expected, gradients = jax.value_and_grad(lambda own: square(model.apply(own, x), None))(own)
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    same(pipe.model_variables({"params": grads}), gradients)
+    same(pipe.apply(variables, x), model.apply(own, x))
+
+
+class WithoutParameters(nn.Module):
+    def __call__(self, x):
+        return jnp.sin(jnp.cumsum(x, 1))
+
+
+def test_a_model_without_parameters_is_one_piece():
+    """It was a raw error: "max() arg is an empty sequence"."""
+    x, make = (
+        np.ones((4, 4)),
+        lambda stages: jpipe.Pipeline(WithoutParameters(), square, num_stages=stages, num_microbatches=2),
+    )
+    with pytest.raises(
+        ValueError, match=r"1 pieces, .* use fewer stages or chunks, .* each piece has to use parameters"
+    ):
+        make(2).init(KEY, x)
+    pipe = make(1)
+    np.testing.assert_allclose(pipe.evaluate(pipe.init(KEY, x), x), square(WithoutParameters().apply({}, x), None))
+
+
 # --- what can't be done -----------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,17 @@ def test_it_is_a_sequence_and_a_table(choice):
     assert "<table>" in found._repr_html_()
 
 
+REST = ("collectives", "update")
+
+
+def test_milliseconds_of_small_models_and_of_large_ones(choice):
+    """All settings of a small model took "0.0" ms."""
+    small = but(choice, computation=2e-6, bubble=5e-8, **dict.fromkeys(REST, 0.0)).column()
+    assert (small["ms a step"], small["ms: computation"], small["ms: bubble"]) == ("0.00205", "0.002", "5e-05")
+    large = but(choice, computation=12.3456, **dict.fromkeys((*REST, "bubble"), 0.0)).column()
+    assert (large["ms a step"], large["ms: bubble"]) == ("12,345.6", "0.0")
+
+
 def test_advice_on_the_bubble_and_on_small_micro_batches(choice):
     rated = [choice, replace(choice, setting=replace(choice.setting, num_microbatches=1))]
     assert choice.bubble_fraction > 0.1

@@ -163,3 +163,68 @@ def test_two_variable_types_of_one_name():
         as_layers([Kept(params)])
     alike = as_layers([Kept(first), Kept(first), lambda rngs: nnx.LoRA(4, 2, 4, rngs=rngs)])
     assert [set(layer.ready) for layer in alike[:2]] == [{"State"}] * 2
+
+
+# --- recurrent modules ------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs, kind="gru", carry_init=None, given=False):
+        floats = {"param_dtype": jnp.float64, "rngs": rngs}
+        rnn = lambda cell: nnx.RNN(cell(4, 4, carry_init=carry_init, **floats))
+        self.kind, self.given = kind, given
+        self.before, self.after = nnx.Linear(4, 4, **floats), nnx.Linear(8 if kind == "both ways" else 4, 4, **floats)
+        if kind == "both ways":
+            self.rnn = nnx.Bidirectional(rnn(nnx.LSTMCell), rnn(nnx.GRUCell), rngs=rngs)
+        elif kind == "stack":
+            self.rnn = nnx.Sequential(rnn(nnx.OptimizedLSTMCell), rnn(nnx.LSTMCell))
+        else:
+            self.rnn = rnn(nnx.GRUCell)
+
+    def __call__(self, x):
+        given = {"initial_carry": jnp.ones((len(x), 4))} if self.given else {}
+        return self.after(self.rnn(self.before(x), **given))
+
+
+TIMES = np.random.default_rng(0).normal(size=(4, 3, 4))
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("kind", ["gru", "both ways", "stack"])
+def test_recurrent_modules_draw_nothing(kind, as_list):
+    """They were refused: an `nnx.RNN` draws a key for the zeros that it starts from, also in evaluation."""
+    with jax.enable_x64(True):
+        module = Recurrent(nnx.Rngs(0), kind)
+        layers = [module, nnx.Linear(4, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(1))] if as_list else module
+        pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+        variables = pipe.init(jax.random.key(0), TIMES)
+        modules = nnx.List(layers if as_list else [layers])
+
+        def plain(modules):
+            x = TIMES
+            for module in modules:
+                x = module(x)
+            return x
+
+        modules.eval()
+        assert_close(pipe.apply(variables, TIMES), plain(modules))
+        modules.train()
+        expected, gradients = nnx.value_and_grad(lambda modules: jnp.mean(plain(modules) ** 2))(modules)
+        (loss, _), grads = pipe.value_and_grad(variables, TIMES)
+        assert_close(loss, expected)
+        found = pipe.layer_variables({"params": grads}) if as_list else [pipe.model_variables({"params": grads})]
+        for i, own in enumerate(found):
+            assert_close(own["params"], nnx.to_pure_dict(gradients)[i])
+
+
+@pytest.mark.filterwarnings("ignore:carry_init is provided")
+def test_a_recurrent_module_that_draws_what_it_starts_from():
+    normal, text = nnx.initializers.normal(), "or hand it what it would draw, such as the initial_carry of an nnx.RNN"
+    make = lambda given: lambda rngs: Recurrent(rngs, carry_init=normal, given=given)
+    with jax.enable_x64(True):
+        for layers in (make(False), [make(False), lambda x: x]):
+            pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+            with pytest.raises(ValueError, match=text):
+                pipe.apply(pipe.init(jax.random.key(0), TIMES), TIMES)
+        pipe = jpipe.Pipeline(make(True), lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+        pipe.apply(pipe.init(jax.random.key(0), TIMES), TIMES)

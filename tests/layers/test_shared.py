@@ -267,5 +267,156 @@ def test_errors(make, error, message):
 def test_layers_with_state_cannot_be_shared():
     norm = jpipe.Shared(nn.BatchNorm())
     pipe = jpipe.Pipeline([norm, norm], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
-    with pytest.raises(ValueError, match=r"layer 0 \(BatchNorm\) is shared but has the collections"):
+    with pytest.raises(ValueError, match=r"layer 0 \(BatchNorm\) gives new values of its collection 'batch_stats'"):
         pipe.init(jax.random.key(0), np.ones((4, 3), np.float32))
+
+
+# --- constants that shared layers hold --------------------------------------------------------------------------------
+
+FLOATS = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+X = {"inputs": np.random.default_rng(1).normal(size=(8, 6))}
+
+
+class WithTables(nnx.Module):
+    """A block that holds arrays which nothing changes, as tables of positions and masks are."""
+
+    def __init__(self, rngs, table):
+        self.dense, self.table = nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs), table
+        self.mask, self.order = np.arange(8) % 3 > 0, jnp.arange(8)[::-1]
+
+    def __call__(self, x, more=0.0):
+        return x + jnp.where(self.mask, jnp.tanh(self.dense(x)), 0.1)[:, self.order] * jnp.asarray(self.table) + more
+
+
+class Looped(nnx.Module):
+    """One block several times, one with tables of its own, and a table that is read beside all of them."""
+
+    def __init__(self, rngs, table):
+        linear = functools.partial(nnx.Linear, param_dtype=jnp.float64, rngs=rngs)
+        self.enter, self.leave = linear(6, 8), linear(8, 3)
+        self.block, self.other = WithTables(rngs, table), WithTables(rngs, table)
+        self.beside = jnp.arange(8.0) / 9
+
+    def __call__(self, x):
+        x = self.enter(x)
+        for block in (self.block, self.block, self.other, self.block, self.block):
+            x = block(x, jnp.sin(x) * self.beside)
+        return self.leave(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("module", {}), ("module", {"ends": "spread", "unroll": True}), ("list", {}), ("list", {"remat": "none"})],
+)
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_constants_of_shared_blocks(kind, options, make):
+    """They were refused: "is shared but has the collections ['arrays', 'params']"."""
+    with jax.enable_x64(True):
+        model = Looped(nnx.Rngs(0), make(np.arange(8.0) / 7))
+        block, wide = jpipe.Shared(model.block), nnx.Linear(6, 8, **FLOATS)
+        layers = model if kind == "module" else [wide, block, block, model.other, block, nnx.Linear(8, 3, **FLOATS)]
+        mean = lambda y, _=None: jnp.mean(jnp.sin(y) ** 2)
+        pipe = jpipe.Pipeline(layers, mean, num_stages=2, num_microbatches=2, **options)
+        variables = pipe.init(jax.random.key(0), X)
+
+        def plain(modules):
+            x = X["inputs"]
+            for module in modules:
+                x = module(x)
+            return x
+
+        shared = layers[2] if kind == "list" else None
+        modules = [model] if shared is None else [model.block if one is shared else one for one in layers]
+        expected, gradients = nnx.value_and_grad(lambda modules: mean(plain(modules)))(nnx.List(modules))
+        (loss, updates), grads = pipe.value_and_grad(variables, X)
+        assert_close(loss, expected)
+        assert not set(updates) - {"arrays"}
+        assert_close(pipe.apply(variables, X), plain(modules))
+        if shared is None:
+            own = nnx.to_pure_dict(gradients)[0]
+            assert_close(pipe.model_variables({"params": grads})["params"], own)
+            assert_equal(pipe.model_variables(variables)["arrays"]["block"]["table"], model.block.table)
+        else:
+            found = pipe.layer_variables({"params": grads})
+            own = nnx.to_pure_dict(gradients)
+            for i in (0, 1, 3, 5):
+                assert_close(found[i]["params"], own[i])
+
+
+class Counting(nnx.Module):
+    """Its table changes in training."""
+
+    def __init__(self, rngs):
+        self.table = nnx.data(jnp.ones(8))
+
+    def __call__(self, x):
+        self.table = self.table + 1
+        return x * self.table
+
+
+def test_a_collection_that_a_shared_layer_reads_and_another_writes():
+    block, own = jpipe.Shared(lambda rngs: WithTables(rngs, np.ones(8))), lambda rngs: Counting(rngs)
+    with jax.enable_x64(True):
+        pipe = jpipe.Pipeline([block, block, own], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
+        with pytest.raises(ValueError, match=r"layer 2 \(Counting\) gives new values of its collection 'arrays'"):
+            pipe.init(jax.random.key(0), np.ones((4, 8)))
+
+
+# --- state that shared layers have ------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        return x + nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+
+
+class Thrice(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        block = Normed()
+        for _ in range(3):
+            x = block(x, train)
+        return x
+
+
+class LoopedNorms(nn.Module):
+    marked: bool = False
+    own_norms: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x = nn.Dense(8)(x)
+        x = jpipe.cut(x) if self.marked else x
+        if self.own_norms:
+            dense = nn.Dense(8)
+            for _ in range(3):
+                x = x + nn.BatchNorm(use_running_average=not train)(dense(x))
+        else:
+            x = Thrice()(x, train)
+        x = jpipe.cut(x) if self.marked else x
+        return nn.Dense(3)(x)
+
+
+def test_state_that_stays_on_one_stage():
+    """The error blamed parameters ("together with other parameters"), and sent to a list that is refused too."""
+    batch = np.random.default_rng(2).normal(size=(8, 6)).astype(np.float32)
+    make = lambda model: jpipe.Pipeline(model, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+    text = (
+        r"changes the state .*BatchNorm_0/mean, .*/var in between, .*mark .* jpipe\.cut.* or give each place a module"
+    )
+    with pytest.raises(ValueError, match=text):
+        make(LoopedNorms()).init(jax.random.key(0), batch)
+    normed = jpipe.Shared(Normed())
+    with pytest.raises(ValueError, match=r"Give each place what has state .* or make one layer of all places"):
+        make([nn.Dense(8), normed, normed, nn.Dense(3)]).init(jax.random.key(0), batch)
+    dense = jpipe.Shared(nn.Dense(8))
+    norms = [dense, nn.BatchNorm(use_running_average=False), dense, nn.BatchNorm(use_running_average=False)]
+    for model in (
+        LoopedNorms(marked=True),
+        LoopedNorms(own_norms=True),
+        [nn.Dense(8), Thrice(), nn.Dense(3)],
+        [nn.Dense(8), *norms, nn.Dense(3)],
+    ):
+        pipe = make(model)
+        jax.eval_shape(lambda pipe=pipe: pipe.value_and_grad(pipe.init(jax.random.key(0), batch), batch))

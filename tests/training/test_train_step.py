@@ -107,3 +107,25 @@ def test_few_steps_are_kept_and_can_be_dropped():
         pipe.init(jax.random.key(0), BATCH)
     assert count() >= 3
     assert jnp.isfinite(before["loss"])
+
+
+class TwoLayers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.relu(nn.Dense(8)(x)))
+
+
+def test_nothing_that_was_compiled_is_forgotten():
+    """`model_variables` kept its program: it was no part of a list of names."""
+    pipe = jpipe.Pipeline(TwoLayers(), lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+    x = np.ones((4, 8), np.float32)
+    variables = pipe.init(jax.random.key(0), x)
+    run = lambda: (pipe.value_and_grad(variables, x), pipe.evaluate(variables, x), pipe.apply(variables, x))
+    run(), pipe.model_variables(variables), pipe.init(jax.random.key(0), x)
+    programs = {name: value for name, value in vars(pipe).items() if hasattr(value, "clear_cache")}
+    programs.pop("planner"), programs.pop("_generator")
+    used = {name for name, program in programs.items() if program._cache_size()}
+    assert used >= {"_jit_to_model", "_jit_init", "_jit_apply", "_jit_evaluate", "_jit_value_and_grad"}
+    pipe.clear_cache()
+    assert not any(program._cache_size() for program in programs.values())
+    run(), pipe.model_variables(variables)
