@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,11 +98,23 @@ class _Microbatches(Axis):
         return jnp.asarray(self.here[0], jnp.int32)
 
 
+_Given = dict[object, Any]
+"""What a micro-batch is given: its arguments by number, `Known` values, and the results of equations so far."""
+
+
 class _Recipe(NamedTuple):
-    """How a micro-batch computes a value: `run` takes the forms that it reads, and gives this one."""
+    """How a micro-batch computes a value: `run` takes what it is given and the forms that are read; gives this one."""
 
     reads: Sequence[Form]
     run: Callable[..., Leaf]
+
+
+_PLACES = {
+    "gather": ("start_index_map", "collapsed_slice_dims", "offset_dims"),
+    "scatter-add": ("scatter_dims_to_operand_dims", "inserted_window_dims", "update_window_dims"),
+}
+"""Of look-ups and additions: the table's dimensions that indices choose from, of those the ones that entries lack, and
+the dimensions of entries that come from the table."""
 
 
 class Examples:
@@ -194,64 +206,45 @@ class Examples:
 
         Rules don't know that indices are the examples' own places. A micro-batch counts them from its first row.
         """
-        equation, dims = (
-            self.flat.equations[i].equation,
-            self.flat.equations[i].equation.params.get("dimension_numbers"),
-        )
-        if equation.primitive.name == "gather":
-            chosen, removed, kept, entries = (
-                dims.start_index_map,
-                dims.collapsed_slice_dims,
-                dims.offset_dims,
-                equation.outvars[0],
-            )
-        elif equation.primitive.name == "scatter-add":
-            chosen, removed, kept = (
-                dims.scatter_dims_to_operand_dims,
-                dims.inserted_window_dims,
-                dims.update_window_dims,
-            )
-            entries = equation.invars[2]
-        else:
+        equation, name = self.flat.equations[i].equation, self.flat.equations[i].equation.primitive.name
+        if name not in _PLACES or not isinstance(indices := now[1], Shard) or indices.outer > 1:
             return None
-        indices = now[1]
-        if not isinstance(indices, Shard) or indices.outer > 1:
-            return None
-        at = Shard([d for d in range(len(aval_of(entries).shape)) if d not in kept][indices.dim])
+        chosen, removed, kept = (getattr(equation.params["dimension_numbers"], field) for field in _PLACES[name])
+        entries = aval_of(equation.outvars[0] if name == "gather" else equation.invars[2])
+        at = Shard([d for d in range(len(entries.shape)) if d not in kept][indices.dim])
         for column, dim in enumerate(chosen):
             table = Shard(dim)
-            if dim in removed and now[0] in (table, REPLICATED) and self._counts(i, column, indices.dim):
-                result = at if equation.primitive.name == "gather" else table
+            if dim in removed and now[0] in (table, REPLICATED) and self._counts(i, column, dim, indices.dim):
+                result = at if name == "gather" else table
                 run = partial(_at_own_places, equation, column, indices.dim, result, self.axis)
                 return Way(((table,), (indices,), (at,))[: len(now)], ((result,),), run)
         return None
 
-    def _counts(self, i: int, column: int, dim: int) -> bool:
-        """Whether a column of the indices of a look-up counts the rows of its table, along this dimension."""
+    def _counts(self, i: int, column: int, dim: int, along: int) -> bool:
+        """Whether a column of the indices of a look-up counts all rows of its table, `dim`, along their dimension."""
         (table, number), flat = self.flat.equations[i].reads[:2], self.flat
         made = flat.equations[flat.made_by[number]] if number in flat.made_by else None
         if made is not None and made.equation.primitive.name == "concatenate":
             ends = np.cumsum([flat.avals[n].shape[-1] for n in made.reads])
             part = int(np.searchsorted(ends, column, side="right"))
-            number, column = made.reads[part], column - int(ends[part]) + flat.avals[made.reads[part]].shape[-1]
+            number, column = made.reads[part], column - int(ends[part])
         if number in self._late | self._early:
             return False
         needed = [flat.equations[j] for j in flat.needed_for([number])]
         with on_this_host():
             (found,) = interpret(jaxpr_of(flat, needed, (), (number,)))
-        rows = np.moveaxis(found[..., column], dim, -1)
-        return rows.shape[-1] in flat.avals[table].shape and bool(np.all(rows == np.arange(rows.shape[-1])))
+        rows = np.moveaxis(found[..., column], along, -1)
+        size = flat.avals[table].shape[dim]
+        return rows.shape[-1] == size and bool(np.all(rows == np.arange(size)))
 
     # --- from what is wanted to what it needs: what a micro-batch computes ---
 
-    def function(
-        self, wanted: Sequence[Form], *, shows: bool = False
-    ) -> Callable[[Sequence[Leaf], Sequence[Leaf]], list[Leaf]]:
+    def function(self, wanted: Sequence[Form], *, shows: bool = False) -> Callable[..., list[Leaf]]:
         """Makes the function of one micro-batch that computes some values.
 
         Args:
           wanted: the values, and how a micro-batch is to have them.
-          shows: whether it prints, too, what the function prints.
+          shows: whether it prints, too, what the function prints of values that a micro-batch has.
 
         Returns:
           (the micro-batch's arguments, its values of `known`) -> what is wanted. Call it once `known` is complete.
@@ -259,12 +252,10 @@ class Examples:
         Raises:
           CouplesError: a micro-batch can't have a value so.
         """
-        recipes, todo = dict[Form, _Recipe](), list(wanted)
-        # Prints of what follows from the outputs by operations that couple none.
         prints = [flat for flat in self.flat.equations if shows and flat.equation.effects and not flat.makes]
-        coupled = [self.flat.made_by[one.flat.makes[0]] for one in self.couplings]
-        shown = [flat for flat in prints if {*coupled}.isdisjoint(self.flat.needed_for(flat.reads))]
-        todo += [(n, self.at[n]) for flat in shown for n in flat.reads]
+        coupled = {self.flat.made_by[one.flat.makes[0]] for one in self.couplings}
+        prints = [flat for flat in prints if coupled.isdisjoint(self.flat.needed_for(flat.reads))]
+        recipes, todo = dict[Form, _Recipe](), [*wanted, *((n, self.at[n]) for flat in prints for n in flat.reads)]
         while todo:
             if (form := todo.pop()) not in recipes:
                 recipes[form] = self._recipe(*form)
@@ -273,15 +264,15 @@ class Examples:
         order = sorted(recipes, key=lambda form: (self.flat.made_by.get(form[0], -1), form[1] == PARTIAL))
 
         def run(arguments: Sequence[Leaf], known: Sequence[Leaf]) -> list[Leaf]:
-            self._given = dict(zip(self.flat.arguments, arguments, strict=True))
-            self._at_hand = dict(zip(self.known, known, strict=False))
-            self.axis.here[:] = [self._at_hand.get(INDEX, 0)]
+            given: _Given = dict(zip((*self.flat.arguments, *self.known), (*arguments, *known), strict=False))
+            self.axis.here[:] = [given.get(INDEX, 0)]
             values = dict[Form, Leaf]()
             for form in order:
-                flat = self.flat.equations[self.flat.made_by[form[0]]] if form[0] in self.flat.made_by else None
+                made = self.flat.made_by.get(form[0])
+                flat = None if made is None else self.flat.equations[made]
                 with at_line_of(flat.equation, flat.callers) if flat else nullcontext():
-                    values[form] = recipes[form].run(*(values[read] for read in recipes[form].reads))
-            for flat in shown:
+                    values[form] = recipes[form].run(given, *(values[read] for read in recipes[form].reads))
+            for flat in prints:
                 carry_out(flat.equation, [values[n, self.at[n]] for n in flat.reads])
             return [jnp.asarray(values[form]) for form in wanted]
 
@@ -297,32 +288,34 @@ class Examples:
         """How a micro-batch computes a value in some form."""
         i, now, is_late = self.flat.made_by.get(number), self.at[number], number in self._late
         if number in self.flat.constants and form == REPLICATED:
-            return _Recipe((), lambda: self.flat.constants[number])
+            return _Recipe((), lambda _: self.flat.constants[number])
         if form == PARTIAL and now == REPLICATED and jnp.issubdtype(self.flat.avals[number].dtype, jnp.inexact):
-            return _Recipe([(number, REPLICATED)], lambda x: x / self.axis.size)
+            return _Recipe([(number, REPLICATED)], lambda _, x: x / self.axis.size)
         if now == form and i is None:
-            return _Recipe((), lambda: self._given[number])
+            return _Recipe((), lambda given: given[number])
         if now == form and i is not None and (is_late or form != REPLICATED or number not in self._early):
             return self._by_way(i, self._ways[i], number)
         if i is not None and now == REPLICATED and isinstance(form, Shard) and (split := self._split(i, number, form)):
             return split
-        if is_late:
-            flat = self.flat.equations[i] if i is not None else self.flat.equations[-1]
-            raise CouplesError(Coupling(flat, "is of all examples together"))
+        if is_late or form == PARTIAL:
+            raise CouplesError(Coupling(self.flat.equations[-1 if i is None else i], "is of all examples together"))
         return self._known(Known(number, form if isinstance(form, Shard) else None))
 
     def _known(self, known: Known) -> _Recipe:
-        if known not in self.known:
-            self.known.append(known)
-        return _Recipe((), lambda: self._at_hand[known])
+        self.known += [known] * (known not in self.known)
+        return _Recipe((), lambda given: given[known])
 
     def _by_way(self, i: int, way: Way, number: int) -> _Recipe:
-        flat, run = self.flat.equations[i], way.run
+        flat, key = self.flat.equations[i], (i, way.operands)
         if way.plans:
             self._known(INDEX)  # in a loop something may be cut
-        place = flat.makes.index(number)
-        reads = [(n, at) for n, (at,) in zip(flat.reads, way.operands, strict=True)]
-        return _Recipe(reads, lambda *parts: run(*parts)[place])
+
+        def run(given: _Given, *parts: Leaf) -> Leaf:
+            if key not in given:  # once for all results
+                given[key] = way.run(*parts)
+            return given[key][flat.makes.index(number)]
+
+        return _Recipe([(n, at) for n, (at,) in zip(flat.reads, way.operands, strict=True)], run)
 
     def _split(self, i: int, number: int, form: Shard) -> _Recipe | None:
         """Computes a micro-batch's part of what all have alike: where it is spread over examples, or from parts."""
@@ -340,7 +333,7 @@ class Examples:
             params = (
                 {**equation.params, "sharding": None, "shape": part} if spread else {**equation.params, "shape": part}
             )
-            return _Recipe([(n, REPLICATED) for n in flat.reads], lambda *x: carry_out(equation, x, params)[0])
+            return _Recipe([(n, REPLICATED) for n in flat.reads], lambda _, *x: carry_out(equation, x, params)[0])
         now = [self.at[n] for n in flat.reads]
         for k, size in enumerate(sizes):
             for at in (Shard(d, outer) for d in range(len(size)) for outer in {1, form.outer}):
