@@ -178,7 +178,7 @@ class Piece:
 
 
 class TiedTogether(ValueError):
-    """Some parameters are used in several pieces, and by operations that use others too.
+    """Some parameters are used in several pieces, in one of which together with others.
 
     Args:
       parts: those parameters.
@@ -234,7 +234,9 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     places = find_places(training.places, wanted, is_no_place)
     places = _told_apart(training, _with_ties_alone(training, places), told_by)
     ends = [0, *places, len(training.straight.main)]
-    times = Counter(part for pair in pairwise(ends) for part in training.used(*pair))
+    used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]
+    _check_ties_alone(used)
+    times = Counter(part for own in used for part in own)
     ties = frozenset(part for part, pieces in times.items() if pieces > 1)
     by_place = _used_before(training, told_by, ties)
     before, kinds = tuple(by_place[place] for place in places), tuple(map(training.places.kinds, places))
@@ -243,15 +245,13 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     following = [len(own) - 1 - own.index(place) for own, place in zip(alike, places, strict=True)]
     cutting = Cutting(before, kinds, tuple(following), (), (), ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
-    both = zip(pairwise(ends), pairwise(again), strict=True)
-    parts = [frozenset(training.used(*a) | evaluation.used(*b)) for a, b in both]
+    parts = [own | evaluation.used(*pair) for own, pair in zip(used, pairwise(again), strict=True)]
     if unused := unused_parts(frozenset().union(*parts), shapes):
-        # The first piece whose variables are its own has them, or all that are tied to the first: parameters that nothing
-        # uses, a count of steps.
+        # The first piece whose variables are its own has them, or the first one with all that share its own: parameters
+        # that nothing uses, a count of steps.
         home = next((i for i, own in enumerate(parts) if ties.isdisjoint(own)), 0)
         parts = [own | unused if i == home or ties & own & parts[home] else own for i, own in enumerate(parts)]
-    if (mixed := _mixed_piece(parts)) is not None:
-        raise TiedTogether(mixed[1])
+    _check_ties_alone(parts)
     firsts = [parts.index(own) if own else i for i, own in enumerate(parts)]
     counts = Counter(firsts)
     tied = tuple(first if counts[first] > 1 else None for first in firsts)
@@ -313,6 +313,11 @@ def _mixed_piece(used: Sequence[frozenset[Part]]) -> tuple[int, frozenset[Part]]
         if parts & others and parts - others:
             return index, parts & others
     return None
+
+
+def _check_ties_alone(used: Sequence[frozenset[Part]]) -> None:
+    if (mixed := _mixed_piece(used)) is not None:
+        raise TiedTogether(mixed[1])
 
 
 def _used_before(traced: Traced, told_by: Collection[Part], ties: Collection[Part]) -> list[Before]:

@@ -284,8 +284,8 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
         names = sorted("/".join(whole.paths[part.leaf]) for part in error.parts)
         raise ValueError(
             f"{whole.layer.name} uses {', '.join(names[:3])} in several places, in one of them together with other "
-            "parameters in one operation, so that no piece has these alone; mark where stages may begin by "
-            "x = jpipe.cut(x) so that all uses are in one piece, or pass a list of layers with jpipe.Shared"
+            "parameters, so that no piece has these alone, in training and in evaluation; mark where stages may begin "
+            "by x = jpipe.cut(x) so that all uses are in one piece, or pass a list of layers with jpipe.Shared"
         ) from None
     except NoSuchPlace:
         raise ValueError(

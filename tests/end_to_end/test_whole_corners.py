@@ -309,7 +309,7 @@ def check_in_float64(model, apply):
     variables = pipe.init(KEY, x)
     (loss, _), gradients = pipe.value_and_grad(variables, x)
     params = pipe.model_variables(variables)["params"]
-    plain = lambda params, train: (squares(apply(params, x[:4], train), x) + squares(apply(params, x[4:], train), x)) / 2
+    plain = lambda params, train: sum(squares(apply(params, part, train), part) for part in (x[:4], x[4:])) / 2
     expected = jax.jit(jax.value_and_grad(lambda params: plain(params, True)))(params)
     found = loss, pipe.model_variables({"params": gradients})["params"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, expected)
@@ -340,3 +340,28 @@ def test_a_head_that_only_training_has_in_nnx():
             return filled(x, train)
 
         check_in_float64(make, apply)
+
+
+class Adapted(nn.Module):
+    """Blocks behind which training alone has one more layer, the same behind all."""
+
+    marked: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        dense, adapter = nn.Dense(4, param_dtype=jnp.float64), nn.Dense(4, param_dtype=jnp.float64, name="adapter")
+        x = dense(x)
+        x = jpipe.cut(x) if self.marked else x
+        for _ in range(3):
+            x = x + jnp.tanh(nn.Dense(4, param_dtype=jnp.float64)(x))
+            x = x + jnp.tanh(adapter(x)) if train or self.is_initializing() else x
+        return x
+
+
+def test_a_shared_layer_that_only_training_has_is_told_or_marked():
+    """The error spoke of evaluation's places, and named neither the layer nor that it is in several pieces."""
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match=r"uses adapter/bias, adapter/kernel in several places.*jpipe\.cut"):
+            pipeline(Adapted(), squares).init(KEY, X.astype(np.float64))
+        model = Adapted(marked=True)
+        check_in_float64(model, lambda params, x, train: model.apply({"params": params}, x, train))
