@@ -7,7 +7,7 @@ before it. So the traces of training and of evaluation, and those at other shape
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -71,6 +71,15 @@ class Traced:
     @cached_property
     def _position(self) -> dict[int, int]:
         return {i: p for p, i in enumerate(self.straight.main)}
+
+    @cached_property
+    def split(self) -> list[frozenset[Part]]:
+        """For each place the parts that are used both before and behind it."""
+        last = {part: p for p, parts in enumerate(self.parts_used) for part in parts}
+        split = [frozenset[Part]()]
+        for p, parts in enumerate(self.parts_used):
+            split.append(frozenset(part for part in split[-1] | parts if last[part] > p) if parts else split[-1])
+        return split
 
     def is_inside_of_state(self, place: int) -> bool:
         """Whether a part of the state is read before a place and written behind it."""
@@ -170,14 +179,14 @@ class Piece:
 
 
 class TiedTogether(ValueError):
-    """Some parameters are used in several pieces, and by operations that use others too, or among uses of state.
+    """Some parameters are used in several pieces, in one of which together with others, or among uses of state.
 
     Args:
       parts: those parameters.
       state: the state whose uses are around uses of them.
     """
 
-    def __init__(self, parts: frozenset[Part], state: frozenset[Part]):
+    def __init__(self, parts: frozenset[Part], state: frozenset[Part] = frozenset()):
         super().__init__(parts, state)
         self.parts, self.state = parts, state
 
@@ -214,9 +223,15 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
       NoSuchPlace: evaluation can't be cut as training is.
     """
     told_by = frozenset(training.used() & evaluation.used())
-    # Evaluation has to have the same place; where nothing crosses, the model hasn't begun.
-    here, there = _described_places(training, told_by), set(_described_places(evaluation, told_by))
-    is_no_place = lambda p: training.is_inside_of_state(p) or not training.places.crossing[p] or here[p] not in there
+    here, there = _described_places(training, told_by), dict[object, set[frozenset[Part]]]()
+    for described, split in zip(_described_places(evaluation, told_by), evaluation.split, strict=True):
+        there.setdefault(described, set()).add(split)
+
+    def is_no_place(p: int) -> bool:
+        # Where nothing crosses, the model hasn't begun. Evaluation has to have the same place, and may use variables on
+        # both sides of it only if training does.
+        both = any(split <= training.split[p] for split in there.get(here[p], ()))
+        return training.is_inside_of_state(p) or not training.places.crossing[p] or not both
 
     def places_at(of: Places) -> list[int]:
         return _told_apart(training, _with_ties_alone(training, find_places(of, wanted, is_no_place)), told_by)
@@ -227,26 +242,30 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
             places = max(places, places_at(replace(training.places, each_use=True)), key=len)
     ends = [0, *places, len(training.straight.main)]
     used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]
-    firsts = [used.index(parts) if parts else i for i, parts in enumerate(used)]
-    counts = Counter(firsts)
-    tied = tuple(first if counts[first] > 1 else None for first in firsts)
-    ties = frozenset().union(*(parts for parts, first in zip(used, tied, strict=True) if first is not None))
+    _check_ties_alone(used)
+    times = Counter(part for own in used for part in own)
+    ties = frozenset(part for part, pieces in times.items() if pieces > 1)
     by_place = _used_before(training, told_by, ties)
     before, kinds = tuple(by_place[place] for place in places), tuple(map(training.places.kinds, places))
     by_used = _places_by_used(training, told_by, ties)
     alike = [by_used[key] for key in zip(before, kinds, strict=True)]
     following = [len(own) - 1 - own.index(place) for own, place in zip(alike, places, strict=True)]
-    cutting = Cutting(before, kinds, tuple(following), (), tied, ties, told_by)
+    cutting = Cutting(before, kinds, tuple(following), (), (), ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
-    both = zip(pairwise(ends), pairwise(again), strict=True)
-    parts = [training.used(*a) | evaluation.used(*b) for a, b in both]
+    parts = [own | evaluation.used(*pair) for own, pair in zip(used, pairwise(again), strict=True)]
     if unused := unused_parts(frozenset().union(*parts), shapes):
-        # The first piece whose variables are its own has them: parameters that nothing uses, a count of steps.
-        parts[next((i for i, first in enumerate(tied) if first is None), 0)] |= unused
+        # The first piece whose variables are its own has them, or the first one with all that share its own: parameters
+        # that nothing uses, a count of steps.
+        home = next((i for i, own in enumerate(parts) if ties.isdisjoint(own)), 0)
+        parts = [own | unused if i == home or ties & own & parts[home] else own for i, own in enumerate(parts)]
+    _check_ties_alone(parts)
+    firsts = [parts.index(own) if own else i for i, own in enumerate(parts)]
+    counts = Counter(firsts)
+    tied = tuple(first if counts[first] > 1 else None for first in firsts)
     # In the order of their use, so that equal blocks have equal orders: by name `Dense_10` comes before `Dense_9`.
     first = {part: p for p, own in reversed(list(enumerate(training.parts_used))) for part in own}
     in_order = lambda own: tuple(sorted(own, key=lambda part: (first.get(part, len(first)), part)))
-    return replace(cutting, parts=tuple(map(in_order, parts)))
+    return replace(cutting, parts=tuple(map(in_order, parts)), tied=tied)
 
 
 def _described_places(traced: Traced, told_by: Collection[Part]) -> list[object]:
@@ -279,8 +298,10 @@ def unused_parts(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> s
 def _with_ties_alone(traced: Traced, places: Sequence[int]) -> list[int]:
     """The places, and others around each use of tied variables: pieces that share some have the same ones."""
     places, end = list(places), len(traced.straight.main)
-    while (mixed := _mixed_piece(traced, pairwise([0, *places, end]))) is not None:
-        (start, stop), tied = mixed
+    used = lambda pairs: [frozenset(traced.used(*pair)) for pair in pairs]
+    while (mixed := _mixed_piece(used(pairs := list(pairwise([0, *places, end]))))) is not None:
+        index, tied = mixed
+        start, stop = pairs[index]
         at = [p for p in range(start, stop) if not tied.isdisjoint(traced.parts_used[p])]
         around = {at[0], at[-1] + 1} - {start, stop}
         state = (part for part, (first, last) in traced.spans.items() if any(first < p < last for p in around))
@@ -290,13 +311,21 @@ def _with_ties_alone(traced: Traced, places: Sequence[int]) -> list[int]:
     return places
 
 
-def _mixed_piece(traced: Traced, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], frozenset[Part]] | None:
-    """The first piece that has some variables in common with another piece, and others not; and the common ones."""
-    pieces = [(pair, frozenset(traced.used(*pair))) for pair in pairs]
-    for (pair, parts), (_, others) in permutations(pieces, 2):
+def _mixed_piece(used: Sequence[frozenset[Part]]) -> tuple[int, frozenset[Part]] | None:
+    """The first piece that has some variables in common with another piece, and others not; and the common ones.
+
+    Args:
+      used: the variables of each piece.
+    """
+    for (index, parts), (_, others) in permutations(enumerate(used), 2):
         if parts & others and parts - others:
-            return pair, parts & others
+            return index, parts & others
     return None
+
+
+def _check_ties_alone(used: Sequence[frozenset[Part]]) -> None:
+    if (mixed := _mixed_piece(used)) is not None:
+        raise TiedTogether(mixed[1])
 
 
 def _used_before(traced: Traced, told_by: Collection[Part], ties: Collection[Part]) -> list[Before]:
@@ -335,12 +364,12 @@ def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[
 
 
 def _places_by_used(
-    traced: Traced, told_by: Collection[Part], ties: Collection[Part]
+    traced: Traced, told_by: frozenset[Part], ties: frozenset[Part]
 ) -> dict[tuple[Before, object], list[int]]:
     """The places where a model may be cut, by the variables used before them and the kinds of what crosses them."""
     by_used: dict[tuple[Before, object], list[int]] = {}
     for p, used in enumerate(_used_before(traced, told_by, ties)[:-1]):
-        if p > 0 and not traced.is_inside_of_state(p):
+        if p > 0 and not traced.is_inside_of_state(p) and traced.split[p] & told_by <= ties:
             by_used.setdefault((used, traced.places.kinds(p)), []).append(p)
     return by_used
 

@@ -283,11 +283,12 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
     except TiedTogether as error:
         in_words = lambda parts: ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3])
         state = f"and changes the state {in_words(error.state)} in between" if error.state else ""
-        fault = state or "in one of them together with other parameters in one operation"
+        fault = state or "in one of them together with other parameters"
         remedy = ", or give each place a module of its own for what has state, such as a norm" * bool(state)
         raise ValueError(
             f"{whole.layer.name} uses {in_words(error.parts)} in several places, {fault}, so that no piece has these "
-            f"alone; mark where stages may begin by x = jpipe.cut(x) so that all uses are in one piece{remedy}"
+            "alone, in training and in evaluation; mark where stages may begin by x = jpipe.cut(x) so that all uses are "
+            f"in one piece{remedy}"
         ) from None
     except NoSuchPlace:
         raise ValueError(

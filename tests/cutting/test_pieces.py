@@ -1,5 +1,6 @@
 """A cutting is found again in other traces of the model, and its pieces, one after the other, are the model."""
 
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -12,7 +13,7 @@ from jpipe.cutting.straight import Part, straighten
 from jpipe.model.kinds import Kinds
 
 RNG = np.random.default_rng(0)
-WEIGHTS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(4)]
+WEIGHTS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(7)]
 SHAPES = [(4, 4)] * 4
 
 
@@ -25,7 +26,8 @@ def model(ws, x, drops):
 
 def traced(function, size=2, num_weights=4):
     x = jax.ShapeDtypeStruct((size, 4), jnp.float32)
-    return Traced(straighten(jax.make_jaxpr(function)(WEIGHTS[:num_weights], x), num_weights, 1, ()))
+    closed = jax.make_jaxpr(function)(WEIGHTS[:num_weights], x)
+    return Traced(straighten(closed, num_weights, len(closed.out_avals), ()))
 
 
 def in_training(ws, x):
@@ -44,9 +46,9 @@ def test_the_pieces_are_the_model_in_both_modes_and_at_other_shapes():
         pieces = make_pieces(trace, cutting, places_again(cutting, trace, None), Kinds())
         x = RNG.normal(size=(size, 4)).astype(np.float32)
         crossing = []
-        for weight, piece in zip(WEIGHTS, pieces, strict=True):
+        for weight, piece in zip(WEIGHTS[:4], pieces, strict=True):
             crossing = piece([weight], crossing, [x])
-        np.testing.assert_array_equal(crossing[0], function(WEIGHTS, x))
+        np.testing.assert_array_equal(crossing[0], function(WEIGHTS[:4], x))
 
 
 def test_tied_weights_are_alone_in_their_pieces():
@@ -63,6 +65,44 @@ def test_an_operation_of_tied_and_other_weights_is_told():
     with pytest.raises(TiedTogether) as error:
         decide_cutting(traced(mixed, num_weights=2), traced(mixed, num_weights=2), SHAPES[:2], 1)
     assert error.value.parts == {Part(0)}
+
+
+@pytest.mark.parametrize("first, second", [(True, False), (False, True)])
+def test_places_part_no_uses_of_a_weight_whichever_mode_has_another_head(first, second):
+    """Evaluation was cut between the two uses of the last block's weight: two pieces had it, one without gradients."""
+
+    def with_head(has_it, ws, x):
+        x = middle = x @ ws[0]
+        for before, w in (ws[1:3], ws[3:5]):
+            x = x + (jnp.tanh(x @ before + before[0]) @ w + jnp.sum(w**2))
+            middle = x if w is ws[2] else middle
+        return x @ ws[5], middle @ ws[6] if has_it else jnp.zeros_like(x)
+
+    modes = [traced(partial(with_head, has_it), num_weights=7) for has_it in (first, second)]
+    cutting = decide_cutting(*modes, [(4, 4)] * 7, 3)
+    owners = [i if first is None else first for i, first in enumerate(cutting.tied)]
+    for part in map(Part, range(7)):
+        assert len({owner for owner, own in zip(owners, cutting.parts, strict=True) if part in own}) == 1
+
+
+def test_a_weight_that_evaluation_alone_has_in_several_pieces_is_told():
+    def warm(ws, x):
+        for w in ws[:3]:
+            x = jnp.tanh(x @ w) * jnp.exp(ws[3][0])
+        return x
+
+    cold = lambda ws, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2])
+    with pytest.raises(TiedTogether) as error:
+        decide_cutting(traced(cold), traced(warm), SHAPES, 1)
+    assert error.value.parts == {Part(3)}
+
+
+def test_what_nothing_uses_is_shared_where_all_is_shared():
+    """Only the first of these pieces had it, and so other variables than the ones that it shared its own with."""
+    tied = lambda ws, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[0]) @ ws[0])
+    cutting = decide_cutting(traced(tied, num_weights=2), traced(tied, num_weights=2), SHAPES[:2], 1)
+    assert cutting.parts == ((Part(0), Part(1)),) * 3
+    assert cutting.tied == (0, 0, 0)
 
 
 def test_what_follows_from_the_batch_alone_does_not_cross():

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jpipe
 
@@ -225,3 +226,142 @@ class Marked(nn.Module):
 def test_a_mark_of_no_use_is_named():
     with pytest.raises(ValueError, match=r"it has 1 marks \(jpipe.cut\), and with marks nothing else is a place"):
         pipeline(Marked()).init(KEY, X)
+
+
+USES = {
+    "a": lambda x, a: x @ a,
+    "tanh(a)": lambda x, a: x @ jnp.tanh(a),
+    "a, sum(a ** 2)": lambda x, a: x @ a + jnp.sum(a**2),
+    "a / norm(a)": lambda x, a: x @ (a / jnp.linalg.norm(a, axis=0)),
+    "float32(a)": lambda x, a: x @ a.astype(jnp.float32),
+}
+"""What a block does with its weights: some of it follows from these alone."""
+
+
+def with_auxiliary(front, blocks, extra, head, x, train):
+    """A model whose auxiliary classifier is zeros in evaluation; blocks are pairs of layers."""
+    h, middle = front(x), None
+    for dense, block in blocks:
+        h = h + block(jnp.tanh(dense(h)))
+        middle = h if middle is None else middle
+    beside = extra(middle)
+    return {"a": head(h), "b": beside if train else jnp.zeros_like(beside)}
+
+
+class Weights(nn.Module):
+    """A block of one array of weights."""
+
+    use: str
+
+    @nn.compact
+    def __call__(self, x):
+        return USES[self.use](x, self.param("a", nn.initializers.normal(0.5, jnp.float64), (4, 4)))
+
+
+class Auxiliary(nn.Module):
+    """`with_auxiliary` in Linen."""
+
+    use: str
+    num_blocks: int
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        dense = lambda width: nn.Dense(width, param_dtype=jnp.float64)
+        blocks = [(dense(4), Weights(self.use)) for _ in range(self.num_blocks)]
+        return with_auxiliary(dense(4), blocks, dense(2), dense(2), x, train)
+
+
+class NnxWeights(nnx.Module):
+    """A block of one array of weights."""
+
+    def __init__(self, use: str, rngs: nnx.Rngs):
+        self.use, self.a = use, nnx.Param(0.5 * jax.random.normal(rngs.params(), (4, 4), jnp.float64))
+
+    def __call__(self, x):
+        return USES[self.use](x, self.a[...])
+
+
+class NnxAuxiliary(nnx.Module):
+    """`with_auxiliary` in nnx."""
+
+    def __init__(self, use: str, num_blocks: int, rngs: nnx.Rngs):
+        dense = lambda width: nnx.Linear(4, width, rngs=rngs, param_dtype=jnp.float64)
+        self.front, self.extra, self.head = dense(4), dense(2), dense(2)
+        self.blocks = nnx.List([nnx.List([dense(4), NnxWeights(use, rngs)]) for _ in range(num_blocks)])
+
+    def __call__(self, x, train: bool = False):
+        return with_auxiliary(self.front, self.blocks, self.extra, self.head, x, train)
+
+
+def squares(outputs, batch):
+    return sum((leaf**2).mean() for leaf in jax.tree.leaves(outputs))
+
+
+def check_in_float64(model, apply):
+    """Compares loss, every gradient and the evaluation of a module with plain JAX.
+
+    Args:
+      model: the module, as `Pipeline` takes it.
+      apply: a function of parameters, inputs and whether they are for training.
+    """
+    x = np.random.default_rng(0).normal(size=(8, 4))
+    pipe = pipeline(model, squares)
+    variables = pipe.init(KEY, x)
+    (loss, _), gradients = pipe.value_and_grad(variables, x)
+    params = pipe.model_variables(variables)["params"]
+    plain = lambda params, train: sum(squares(apply(params, part, train), part) for part in (x[:4], x[4:])) / 2
+    expected = jax.jit(jax.value_and_grad(lambda params: plain(params, True)))(params)
+    found = loss, pipe.model_variables({"params": gradients})["params"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, expected)
+    np.testing.assert_allclose(pipe.evaluate(variables, x), plain(params, False), rtol=1e-12)
+
+
+@pytest.mark.usefixtures("standard")
+@pytest.mark.parametrize("num_blocks", [2, 4])
+@pytest.mark.parametrize("use", USES)
+def test_a_head_that_only_training_has(use, num_blocks):
+    """The last block's gradients were zero, silently, where it added a sum that follows from its weights alone.
+
+    Evaluation was cut one operation earlier than training, so two pieces had the block's weights, each its own copy.
+    """
+    with jax.enable_x64(True):
+        model = Auxiliary(use, num_blocks)
+        check_in_float64(model, lambda params, x, train: model.apply({"params": params}, x, train))
+
+
+@pytest.mark.usefixtures("standard")
+def test_a_head_that_only_training_has_in_nnx():
+    with jax.enable_x64(True):
+        make = lambda rngs: NnxAuxiliary("a, sum(a ** 2)", 3, rngs)
+        graph, _, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+
+        def apply(params, x, train):
+            filled = nnx.merge(graph, nnx.State(params), rest)
+            return filled(x, train)
+
+        check_in_float64(make, apply)
+
+
+class Adapted(nn.Module):
+    """Blocks behind which training alone has one more layer, the same behind all."""
+
+    marked: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        dense, adapter = nn.Dense(4, param_dtype=jnp.float64), nn.Dense(4, param_dtype=jnp.float64, name="adapter")
+        x = dense(x)
+        x = jpipe.cut(x) if self.marked else x
+        for _ in range(3):
+            x = x + jnp.tanh(nn.Dense(4, param_dtype=jnp.float64)(x))
+            x = x + jnp.tanh(adapter(x)) if train or self.is_initializing() else x
+        return x
+
+
+def test_a_shared_layer_that_only_training_has_is_told_or_marked():
+    """The error spoke of evaluation's places, and named neither the layer nor that it is in several pieces."""
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match=r"uses adapter/bias, adapter/kernel in several places.*jpipe\.cut"):
+            pipeline(Adapted(), squares).init(KEY, X.astype(np.float64))
+        model = Adapted(marked=True)
+        check_in_float64(model, lambda params, x, train: model.apply({"params": params}, x, train))
