@@ -287,8 +287,8 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
         remedy = ", or give each place a module of its own for what has state, such as a norm" * bool(state)
         raise ValueError(
             f"{whole.layer.name} uses {in_words(error.parts)} in several places, {fault}, so that no piece has these "
-            "alone, in training and in evaluation; mark where stages may begin by x = jpipe.cut(x) so that all uses are "
-            f"in one piece{remedy}"
+            "alone, in training and in evaluation; mark where stages may begin by x = jpipe.cut(x) so that all uses "
+            f"are in one piece{remedy}"
         ) from None
     except NoSuchPlace:
         raise ValueError(
