@@ -155,7 +155,7 @@ class Examples:
         self._late = {number for number, is_late in zip(self.flat.arguments, late, strict=True) if is_late}
         self._early = {*self.flat.arguments} - self._late  # and what follows from these alone
         # For each part of a sum, the equations that summed over examples.
-        self._sums: dict[int, frozenset[int]] = {}
+        self._sums = {number: frozenset({-1}) for number, at in self.at.items() if at == PARTIAL}
         self._needed = {*self.flat.needed_for(self.flat.results)}  # others are for prints alone
         self._of_statistics = {*self.flat.needed_for(self.flat.results[i] for i in statistics)}
         self.couplings: list[Coupling] = []
@@ -174,13 +174,11 @@ class Examples:
         now = [self.at[number] for number in flat.reads]
         way = self._own_places(i, now) or self._way(i, now)
         is_late, sends = not self._late.isdisjoint(flat.reads), _sends(way)
-        moved = [
-            n for n, old, (new,) in zip(flat.reads, now, way.operands, strict=True) if old not in (new, REPLICATED)
-        ]
+        kept = lambda old, new: old in (*new, REPLICATED)
+        moved = [n for n, *pair in zip(flat.reads, now, way.operands, strict=True) if not kept(*pair)]
         if flat.makes and is_late and (sends or not self._late.isdisjoint(moved)):
-            sums = frozenset[int]().union(*(self._sums.get(n, ()) for n in moved))
-            is_sum = not sends and all(self.at[n] == PARTIAL for n in moved)
-            is_statistic = is_sum and sums <= self._of_statistics
+            sums = [self._sums.get(n) for n in moved]  # by equations that made them; None for what isn't a sum
+            is_statistic = not sends and all(s is not None and s <= self._of_statistics for s in sums)
             coupling = Coupling(flat, _why(flat.equation, now), is_statistic)
             if self._strict and i in self._needed:
                 raise CouplesError(coupling)
@@ -320,19 +318,12 @@ class Examples:
     def _split(self, i: int, number: int, form: Shard) -> _Recipe | None:
         """Computes a micro-batch's part of what all have alike: where it is spread over examples, or from parts."""
         flat, shape = self.flat.equations[i], self.flat.avals[number].shape
-        equation, name, sizes = (
-            flat.equation,
-            flat.equation.primitive.name,
-            [self.flat.avals[n].shape for n in flat.reads],
-        )
-        part = part_shape(shape, (form,), (self.axis,))
-        spread = name == "broadcast_in_dim" and not any(
-            d == form.dim and n > 1 for d, n in zip(equation.params["broadcast_dimensions"], sizes[0], strict=True)
-        )
-        if spread or (name == "random_bits" and equation.params["shape"] == shape):
-            params = (
-                {**equation.params, "sharding": None, "shape": part} if spread else {**equation.params, "shape": part}
-            )
+        equation, sizes = flat.equation, [self.flat.avals[n].shape for n in flat.reads]
+        name, params, part = equation.primitive.name, equation.params, part_shape(shape, (form,), (self.axis,))
+        kept = zip(params.get("broadcast_dimensions", ()), sizes[0] if sizes else (), strict=False)
+        spread = name == "broadcast_in_dim" and not any(d == form.dim and n > 1 for d, n in kept)
+        if spread or (name == "random_bits" and params["shape"] == shape):
+            params = {**part_params(equation, sizes, [part]), "shape": part}
             return _Recipe([(n, REPLICATED) for n in flat.reads], lambda _, *x: carry_out(equation, x, params)[0])
         now = [self.at[n] for n in flat.reads]
         for k, size in enumerate(sizes):
@@ -370,26 +361,19 @@ def _by_rule(equation: JaxprEqn, lying: Sequence[tuple[AxisSharding]], *, axes: 
         "div": is_float and now[1:] == [REPLICATED],
         "dot_general": REPLICATED in now,
     }
-    if name == "random_bits" or (PARTIAL in now and linear.get(name, False)):
-        whole = way_by_rule(equation, [(REPLICATED,)] * len(now), axes) if name != "random_bits" else None
-        if whole is None:
-            run = lambda *parts: carry_out(equation, parts)
-            return Way(((REPLICATED,),) * len(now), ((REPLICATED,),), run)
+    if name == "random_bits":
+        return Way(((REPLICATED,),) * len(now), ((REPLICATED,),), lambda *x: carry_out(equation, x))
+    if PARTIAL in now and linear.get(name, False):
+        whole = way_by_rule(equation, [(REPLICATED,)] * len(now), axes)
         return replace(whole, operands=tuple(lying), results=((PARTIAL,),))
     return way_by_rule(equation, lying, axes, is_last=is_last)
 
 
 def _at_own_places(
-    equation: JaxprEqn,
-    column: int,
-    dim: int,
-    result: Shard,
-    axis: Axis,
-    table: jax.Array,
-    indices: jax.Array,
-    *updates: jax.Array,
+    equation: JaxprEqn, column: int, dim: int, result: Shard, axis: Axis, *operands: jax.Array
 ) -> list[jax.Array]:
     """Carries out a look-up or an addition for a micro-batch, in whose table its own rows count from 0."""
+    table, indices, *updates = operands
     is_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
     indices = jnp.where(is_column, lax.broadcasted_iota(indices.dtype, indices.shape, dim), indices)
     shape = part_shape(aval_of(equation.outvars[0]).shape, (result,), (axis,))
