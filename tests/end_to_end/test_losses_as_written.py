@@ -164,9 +164,12 @@ SETTINGS = [
     {"num_microbatches": 2, "schedule": "gpipe", "remat": "none"},
     {"num_microbatches": 4, "mesh": {"data": 2}},
     {"num_microbatches": 8},
+]
+MORE = [
     {"num_microbatches": 2, "mesh": {"data": 2}, "schedule": "zero_bubble", "remat": "none"},
     {"num_microbatches": 4, "schedule": "interleaved", "num_chunks": 2},
 ]
+ALL = [*SETTINGS, *(pytest.param(options, marks=pytest.mark.slow) for options in MORE)]
 
 
 class Model(nn.Module):
@@ -202,7 +205,7 @@ def compare(loss, options, plain=None, batch=None, model=None):
     return pipe, variables
 
 
-@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.parametrize("options", ALL, ids=str)
 def test_many_losses_in_one(options):
     """As terms of one loss, each with a factor of its own, so that the gradients of none make up for another's."""
     rng = np.random.default_rng(1)
@@ -218,7 +221,7 @@ def test_many_losses_in_one(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.parametrize("options", [*SETTINGS, *MORE], ids=str)
 @pytest.mark.parametrize("name", EXACT)
 def test_a_loss(name, options):
     compare(EXACT[name], options)
@@ -242,7 +245,7 @@ def test_with_one_micro_batch_any_loss_is_exact():
     compare(lambda o, b: sum(loss(o, b) for loss in terms.values()), {"num_microbatches": 1})
 
 
-@pytest.mark.parametrize("options", SETTINGS[1:], ids=str)
+@pytest.mark.parametrize("options", ALL[1:], ids=str)
 def test_any_loss_of_the_whole_batch(options):
     """`loss_over="batch"`: the gradient at the outputs of all micro-batches, then the ordinary step."""
     terms = {name: loss for name, (loss, _) in COUPLED.items()}
