@@ -64,7 +64,5 @@ def _follow(group: LayerGroup, takes: Sequence[AxisSharding], size: int) -> Exam
     rest = len(closed.in_avals) - num_variables - len(takes)
     lying = [*[REPLICATED] * num_variables, *takes, *[Shard(0)] * (rest - 1), REPLICATED]
     # A running average's new value is made of the statistic that examples are normalised by.
-    moments = [
-        len(closed.out_avals) - len(updated) + i for i, n in enumerate(updated) if group.rules.get(n) == "moments"
-    ]
-    return Examples(closed, size, lying, [True] * len(lying), strict=False, statistics=moments)
+    state = range(len(closed.out_avals) - len(updated), len(closed.out_avals))
+    return Examples(closed, size, lying, [True] * len(lying), strict=False, statistics=state)

@@ -211,7 +211,7 @@ def trace_loss(
     _check_metrics(returned, terms, metrics)
     names = tuple(sorted(terms))
     dtype = accumulator_dtype(jnp.result_type(*(_as_pair(terms[name])[0].dtype for name in names)))
-    weights, by_shapes = _weights(call, (outputs, batch, key), returned, names, dtype)
+    weights, by_shapes = _weights(loss_fn, (outputs, batch, key), returned, names, dtype)
     totals = None if by_shapes is None else [count * weight for weight in by_shapes]
     loss = TracedLoss(
         function=loss_fn,
@@ -294,7 +294,7 @@ def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Sha
 
 
 def _weights(
-    call: Callable[..., PyTree],
+    loss_fn: LossFn,
     arguments: tuple[Shapes, Shapes, Shapes | None],
     returned: PyTree,
     names: Sequence[str],
@@ -307,7 +307,7 @@ def _weights(
     """
 
     def weights_of(*arguments: PyTree) -> list[jax.Array]:
-        terms, _ = loss_parts(call(*arguments))
+        terms, _ = loss_parts(_called(loss_fn, *arguments))
         return [jnp.asarray(_as_pair(terms[name])[1]).astype(dtype) for name in names]
 
     closed = without_prints(trace(weights_of, *arguments)[0])
@@ -315,11 +315,12 @@ def _weights(
     for i, name in enumerate(names):
         if any(uses(closed, [j == i for j in range(len(names))])[:num_outputs]):
             is_pair = isinstance(returned, tuple) and len(returned) == 2
-            metric = 'if it is a metric, return (loss, 1.0, {"accuracy": accuracy}); ' * is_pair
+            metric = "If the second value is a metric, return the loss alone, or (loss, 1.0, {'accuracy': accuracy}). "
+            what = f"the term {name!r} with a weight" if name else "a weight_sum"
             raise ValueError(
-                f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs, but a pair is "
-                f"(loss_sum, weight_sum), and weights have to be known before the backward: {metric}compute the weight "
-                'from the batch alone; or return the quotient, and pass loss_over="batch" to jpipe.Pipeline'
+                f"loss_fn {loss_name(loss_fn)} returned {what} that depends on the model's outputs, while weights have "
+                f"to be known before the backward. {metric * is_pair}Compute it from the batch alone; or return the "
+                'quotient, with loss_over="batch" in jpipe.Pipeline'
             )
     of_batch = [i >= num_outputs for i in range(len(closed.in_avals))]
     weights, _ = needed_part(closed, [True] * len(names), keep=of_batch)

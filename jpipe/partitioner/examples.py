@@ -51,7 +51,7 @@ class Coupling(NamedTuple):
     Attributes:
       flat: the equation.
       why: what it does, in words.
-      is_statistic: whether it needs sums that results called statistics are made of, and nothing else.
+      is_statistic: whether it needs sums that results called statistics are made of, or these alone need it.
     """
 
     flat: FlatEquation
@@ -157,7 +157,8 @@ class Examples:
         # For each part of a sum, the equations that summed over examples.
         self._sums = {number: frozenset({-1}) for number, at in self.at.items() if at == PARTIAL}
         self._needed = {*self.flat.needed_for(self.flat.results)}  # others are for prints alone
-        self._of_statistics = {*self.flat.needed_for(self.flat.results[i] for i in statistics)}
+        of = lambda chosen: {*self.flat.needed_for(n for i, n in enumerate(self.flat.results) if chosen(i))}
+        self._of_statistics, self._of_others = of(statistics.__contains__), of(lambda i: i not in statistics)
         self.couplings: list[Coupling] = []
         self.known: list[Known] = []
         self._ways = [self._follow(i, flat) for i, flat in enumerate(self.flat.equations)]
@@ -178,7 +179,8 @@ class Examples:
         moved = [n for n, *pair in zip(flat.reads, now, way.operands, strict=True) if not kept(*pair)]
         if flat.makes and is_late and (sends or not self._late.isdisjoint(moved)):
             sums = [self._sums.get(n) for n in moved]  # by equations that made them; None for what isn't a sum
-            is_statistic = not sends and all(s is not None and s <= self._of_statistics for s in sums)
+            is_sum = not sends and all(s is not None and s <= self._of_statistics for s in sums)
+            is_statistic = is_sum or (bool(self._of_statistics) and i not in self._of_others)
             coupling = Coupling(flat, _why(flat.equation, now), is_statistic)
             if self._strict and i in self._needed:
                 raise CouplesError(coupling)
