@@ -530,7 +530,7 @@ TIED = (
 def test_shared_layers():
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     said = 'wrap it once, tied = jpipe.Shared(Linear(...)), and put tied in both, or tied.using("a_method") where'
-    with refused(ValueError, WRAPPED):
+    with refused(ValueError, said):
         make([linear, jnp.tanh, linear])
     tied = jpipe.Shared(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     traced(make([tied, jnp.tanh, tied]))
