@@ -70,9 +70,7 @@ def test_total_weights_that_shapes_tell(loss_fn, total):
 )
 def test_a_weight_that_follows_from_the_outputs_is_refused(loss_fn):
     """`return loss, accuracy` came out as infinite, with a warning."""
-    with pytest.raises(
-        ValueError, match=r"depends on the model's outputs.* or \(loss, 1.0, {'accuracy': accuracy}\)"
-    ):
+    with pytest.raises(ValueError, match=r"depends on the model's outputs.* or \(loss, 1.0, {'accuracy': accuracy}\)"):
         trace_loss(loss_fn, Y, Y)
 
 
