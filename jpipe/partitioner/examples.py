@@ -149,7 +149,10 @@ class Examples:
     ):
         used = needed_part(closed, [True] * len(closed.out_avals), keep=True)[0]  # and what has effects, as prints
         self.flat, self.axis, self._strict = flatten(used), _Microbatches(("microbatches",), (count,), True), strict
-        self._chooser = Chooser((self.axis,), HANDLERS, by_rule=partial(_by_rule, axes=(self.axis,)))
+        handlers = {
+            name: handler for name, handler in HANDLERS.items() if name != "shard_map"
+        }  # it has devices of its own
+        self._chooser = Chooser((self.axis,), handlers, by_rule=partial(_by_rule, axes=(self.axis,)))
         self.at: dict[int, AxisSharding] = dict.fromkeys(self.flat.constants, REPLICATED)
         self.at |= dict(zip(self.flat.arguments, arguments, strict=True))
         self._late = {number for number, is_late in zip(self.flat.arguments, late, strict=True) if is_late}

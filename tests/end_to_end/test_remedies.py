@@ -855,7 +855,7 @@ def test_topologies():
 def test_losses_of_several_parts():
     count = lambda y, b: jnp.mean((y > b["targets"]).astype(jnp.float32))
     wrong = make(loss=lambda y, b: (loss_fn(y, b), count(y, b)))
-    with pytest.warns(UserWarning, match=r"or \(loss, 1\.0, {'accuracy': accuracy}\)"):
+    with pytest.raises(ValueError, match=r"or \(loss, 1\.0, {'accuracy': accuracy}\)"):
         wrong.planner.plan_for(BATCH)
     right = make(loss=lambda y, b: (loss_fn(y, b), 1.0, {"accuracy": count(y, b)}))
     _, metrics = jax.eval_shape(right.train_step, right.abstract_state(BATCH, TX), BATCH)
