@@ -16,8 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.arrays.trees import bytes_of
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS
+from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 
 _COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 """Elementwise operations that compilers carry out once, however many read their result."""

@@ -25,7 +25,7 @@ from jpipe.planning.narrow_weights import narrow_dtypes, weight_uses
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.jaxpr_types import shapes_of
+from jpipe.seam.primitives import shapes_of
 from jpipe.types import Batch
 
 

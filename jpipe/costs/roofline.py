@@ -27,8 +27,7 @@ from jpipe.costs.chips import Chip
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.jaxprs.flops import flops_of
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS
+from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 
 PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call"])
 _FUSED = ELEMENTWISE | MOVES

@@ -32,7 +32,7 @@ from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Batch, PyTree
 
 

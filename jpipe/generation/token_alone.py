@@ -26,8 +26,7 @@ from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, of_spec, replicated
 from jpipe.partitioner.traffic import sent_in
 from jpipe.planning.plan import Plan
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import ELEMENTWISE, MOVES
+from jpipe.seam.primitives import ELEMENTWISE, MOVES, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.terminal.notices import warn_user
 from jpipe.types import Leaf
 

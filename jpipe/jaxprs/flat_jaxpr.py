@@ -18,8 +18,7 @@ from jax.core import ShapedArray, Tracer
 from jax.sharding import AbstractMesh
 
 from jpipe.seam.inside import called_by, new_variables, replaced, scan_counts, within
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
-from jpipe.seam.primitives import CALLS, NUMPY
+from jpipe.seam.primitives import CALLS, NUMPY, ClosedJaxpr, JaxprEqn, Literal, Var
 from jpipe.types import Leaf
 
 

@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import no_mesh
 from jpipe.seam.inside import carry_out
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
-from jpipe.seam.primitives import NUMPY, REDUCTIONS
+from jpipe.seam.primitives import NUMPY, REDUCTIONS, ClosedJaxpr, JaxprEqn
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.seam.inside import called_by, needed_part, replaced, scan_counts
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES
+from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.types import PyTree
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]

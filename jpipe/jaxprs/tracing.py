@@ -12,8 +12,16 @@ from jax.sharding import AbstractMesh
 
 from jpipe.jaxprs.rewriting import changed
 from jpipe.seam.inside import axes_of, replaced, with_named_axes
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, shapes_of
-from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, OVER_DEVICES, SUMS_OVER_DEVICES
+from jpipe.seam.primitives import (
+    CALLS,
+    LOOPS_AND_BRANCHES,
+    OVER_DEVICES,
+    SUMS_OVER_DEVICES,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    shapes_of,
+)
 from jpipe.types import PyTree, Shapes
 
 

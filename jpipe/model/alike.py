@@ -27,8 +27,7 @@ from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
-from jpipe.seam.primitives import CALLS, PLAIN_CALLS
+from jpipe.seam.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr
 from jpipe.types import Shapes
 
 

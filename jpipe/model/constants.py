@@ -18,8 +18,7 @@ import numpy as np
 
 from jpipe.arrays.indexing import Index, take_row
 from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.seam.primitives import PLAIN_CALLS
+from jpipe.seam.primitives import PLAIN_CALLS, ClosedJaxpr
 from jpipe.types import Leaf
 
 

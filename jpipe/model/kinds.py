@@ -21,8 +21,7 @@ from jpipe.jaxprs.tracing import trace
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.alike import whole
 from jpipe.model.constants import bits, scalar_places
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jpipe.seam.primitives import CALLS, PLAIN_CALLS
+from jpipe.seam.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jpipe.types import Leaf
 
 

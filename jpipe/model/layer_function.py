@@ -33,7 +33,7 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.remat import Remat
 from jpipe.partitioner.choice import Wanted, always, as_it_lies
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, replicated
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 

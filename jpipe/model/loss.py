@@ -22,7 +22,7 @@ from jpipe.partitioner.examples import CouplesError
 from jpipe.partitioner.shardings import AxisSharding, Shard
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 LossFn = Callable[..., PyTree]

@@ -40,7 +40,7 @@ from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, summed
 from jpipe.partitioner.way import Unsplit
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, Literal, Var, shapes_of
 from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")

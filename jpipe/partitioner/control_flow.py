@@ -18,7 +18,7 @@ from jpipe.partitioner.prices import price
 from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_of, replicated, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Way
 from jpipe.seam.inside import scan_counts
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import JaxprEqn
 
 
 def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:

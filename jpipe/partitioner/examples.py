@@ -38,7 +38,7 @@ from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, is_possible, part_shape
 from jpipe.partitioner.way import Axes, Way
 from jpipe.seam.inside import at_line_of, carry_out, line_of, needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.types import Leaf
 
 Form = tuple[int, AxisSharding]

@@ -25,7 +25,7 @@ from jpipe.jaxprs.flops import count_flops
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.planning.layer_ranges import LayerRanges
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
 
 FLOPS_A_BYTE = 300
 """The FLOPs that a GPU does while it moves a byte: 989e12 / 3.35e12 on an H100, 312e12 / 2.04e12 on an A100."""

@@ -30,7 +30,7 @@ from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import summed
 from jpipe.planning.planner import Planner
 from jpipe.seam.inside import raised
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, shapes_of
 from jpipe.terminal.tables import Table, Tabular
 from jpipe.types import Batch, PyTree
 

@@ -27,7 +27,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jpipe.seam import flax_inside
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.terminal.notices import warn_once
 from jpipe.types import Leaf, PyTree, Shapes
 

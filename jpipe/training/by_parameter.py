@@ -33,7 +33,7 @@ from jpipe.model.constants import Constants, differing, scalars_of
 from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Leaf, PyTree, Shapes
 
 Path = tuple[str, ...]

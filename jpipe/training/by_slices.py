@@ -35,8 +35,7 @@ from jpipe.memory.offload import may_go
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
-from jpipe.seam.primitives import ELEMENTWISE
+from jpipe.seam.primitives import ELEMENTWISE, ClosedJaxpr, JaxprEqn
 from jpipe.training.optimizers import update_with_loss
 from jpipe.training.per_layer import PROGRAM
 from jpipe.types import Leaf, PyTree

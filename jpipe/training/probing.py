@@ -18,8 +18,7 @@ from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.jaxprs.tracing import trace
 from jpipe.memory.layout import TELLS_APART
-from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.seam.primitives import draws
+from jpipe.seam.primitives import ClosedJaxpr, draws
 
 
 class Probe(dict[str, np.ndarray]):
