@@ -19,7 +19,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import equations_in
 from jpipe.seam.inside import scan_counts
 from jpipe.seam.primitives import PLAIN_CALLS, ClosedJaxpr, JaxprEqn
 

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.cutting.whole import CutModel
 from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.jaxprs.rewriting import equations_in
-from jpipe.jaxprs.tracing import no_mesh, trace
+from jpipe.jaxprs.tracing import equations_in, no_mesh, trace
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.model.groups import Model

@@ -21,8 +21,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.rewriting import uses
-from jpipe.jaxprs.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh, uses
 from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE, token_by_token

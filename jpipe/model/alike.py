@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.rewriting import depends_on, equations_in
+from jpipe.jaxprs.tracing import depends_on, equations_in
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.layers.fingerprint import same_value

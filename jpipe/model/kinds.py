@@ -16,8 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, jaxpr_of
-from jpipe.jaxprs.rewriting import equations_in
-from jpipe.jaxprs.tracing import trace
+from jpipe.jaxprs.tracing import equations_in, trace
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.alike import whole
 from jpipe.model.constants import bits, scalar_places

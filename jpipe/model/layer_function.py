@@ -21,8 +21,7 @@ import numpy as np
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.trees import named_leaves
-from jpipe.jaxprs.rewriting import origins, uses
-from jpipe.jaxprs.tracing import no_mesh, replay, trace
+from jpipe.jaxprs.tracing import no_mesh, origins, replay, trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS

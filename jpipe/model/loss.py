@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.arrays.dtypes import accumulator_dtype, is_float
-from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
-from jpipe.jaxprs.rewriting import uses, without_prints
-from jpipe.jaxprs.tracing import trace
+from jpipe.jaxprs.tracing import interpret, on_this_host, trace, uses, without_prints
 from jpipe.layers.base import describe
 from jpipe.layers.functions import signature_of
 from jpipe.model.random_keys import key_shape, loss_key

@@ -19,8 +19,7 @@ from jax.experimental import io_callback
 
 from jpipe.arrays.trees import lists_in
 from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.rewriting import uses
-from jpipe.jaxprs.tracing import trace
+from jpipe.jaxprs.tracing import trace, uses
 from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE

@@ -27,8 +27,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.dtypes import is_float
-from jpipe.jaxprs.rewriting import depends_on, equations_in, uses, without_equations, without_prints, without_roundings
-from jpipe.jaxprs.tracing import replay, trace
+from jpipe.jaxprs.tracing import depends_on, equations_in, replay, trace, unrounded, uses, without, without_prints
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.remat import is_mark
@@ -145,7 +144,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
     marks = {v for equation in at_top for v in equation.outvars}
     marked = [isinstance(v, Var) and v in marks for v in jaxpr.jaxpr.outvars]
     # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide.
-    forward, backward = without_roundings(without_equations(jaxpr, is_mark)), without_equations(backward, is_mark)
+    forward, backward = unrounded(without(jaxpr, is_mark)), without(backward, is_mark)
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
     # Variables (parameters, state, what is only read) are the first leaves of `LayerArguments`.
     num_variables = len(function.arguments.variables)

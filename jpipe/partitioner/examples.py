@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
-from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
+from jpipe.jaxprs.tracing import interpret, on_this_host
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.control_flow import CONTROL_FLOW

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import aval_of, flatten
-from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import equations_in
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, named, names_in, of_spec, summed

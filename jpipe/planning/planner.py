@@ -28,7 +28,7 @@ from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example,
 from jpipe.batches.outputs import in_halves, lying_by_shapes, output_axes
 from jpipe.cutting.module import Modes, WholeModel, make_whole
 from jpipe.cutting.whole import CutModel, cut_model
-from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import equations_in
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN

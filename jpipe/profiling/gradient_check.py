@@ -17,8 +17,7 @@ import numpy as np
 
 from jpipe.batches.microbatches import MicroBatch, split_microbatches
 from jpipe.execution.before_ticks import in_order, joined_outputs
-from jpipe.jaxprs.rewriting import equations_in
-from jpipe.jaxprs.tracing import no_mesh, replay, trace
+from jpipe.jaxprs.tracing import equations_in, no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths

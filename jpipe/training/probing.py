@@ -14,9 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
-from jpipe.jaxprs.rewriting import equations_in
-from jpipe.jaxprs.tracing import trace
+from jpipe.jaxprs.tracing import equations_in, interpret, on_this_host, trace
 from jpipe.memory.layout import TELLS_APART
 from jpipe.seam.primitives import ClosedJaxpr, draws
 

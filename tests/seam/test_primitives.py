@@ -11,9 +11,7 @@ from jax.interpreters import ad, batching, mlir
 import jpipe
 from cases import assert_close, assert_equal
 from jpipe.jaxprs.flops import count_flops
-from jpipe.jaxprs.numpy_interpreter import interpret
-from jpipe.jaxprs.rewriting import depends_on, uses
-from jpipe.jaxprs.tracing import replay, trace
+from jpipe.jaxprs.tracing import depends_on, interpret, replay, trace, uses
 from jpipe.model.remat import save_but_elementwise
 from jpipe.seam.primitives import (
     CALLS,
