@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import gpu_program
 import tpu_program
-from jpipe.arrays.indexing import take_row
+from jpipe.arrays.in_place import take_row
 from jpipe.costs.chips import parse_topology
 from jpipe.costs.network import Network
 from jpipe.forecasting.compiled_program import COLLECTIVES, Loop, read, transfers

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jpipe.arrays.host import is_apart
+from jpipe.arrays.in_place import is_apart
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
 from jpipe.memory.layout import StageTree, laid_out
 from jpipe.model.groups import Model

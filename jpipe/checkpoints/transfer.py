@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jpipe.arrays.host import HOST
+from jpipe.arrays.in_place import HOST
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord, trees_of
 from jpipe.checkpoints.refreezing import Origin

@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from jpipe.arrays.host import HOST
+from jpipe.arrays.in_place import HOST
 from jpipe.arrays.trees import bytes_of
 from jpipe.memory.layout import Layout, StageTree
 from jpipe.memory.offload import may_go

@@ -9,8 +9,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh
 
-from jpipe.arrays.dtypes import accumulator_dtype, is_float
-from jpipe.arrays.trees import bytes_of
+from jpipe.arrays.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.costs.chips import Chip, chip_of
 from jpipe.costs.holdings import holdings, optimizer_bytes
 from jpipe.costs.liveness import Compiler, working_bytes

@@ -13,8 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.dtypes import accumulator_dtype, is_float
-from jpipe.arrays.trees import bytes_of
+from jpipe.arrays.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.costs.chips import Chip
 from jpipe.costs.holdings import holdings, optimizer_bytes
 from jpipe.costs.network import Network

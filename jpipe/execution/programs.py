@@ -13,8 +13,8 @@ from typing import NoReturn
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.dtypes import accumulator_dtype
-from jpipe.arrays.indexing import Index
+from jpipe.arrays.in_place import Index
+from jpipe.arrays.trees import accumulator_dtype
 from jpipe.batches.microbatches import split_microbatches
 from jpipe.batches.outputs import join_microbatches
 from jpipe.execution.before_ticks import known_to_loss, loss_at_once

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.host import is_apart
-from jpipe.arrays.indexing import Index
+from jpipe.arrays.in_place import Index, is_apart
 from jpipe.memory.host_slices import zeros_on_host
 from jpipe.memory.offload import may_go
 from jpipe.memory.scattered import ScatteredLeaf

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import is_float
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, jaxpr_of
 from jpipe.jaxprs.tracing import equations_in, trace
 from jpipe.layers.fingerprint import same_value

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.dtypes import is_float
-from jpipe.arrays.trees import named_leaves
+from jpipe.arrays.trees import is_float, named_leaves
 from jpipe.jaxprs.tracing import no_mesh, origins, replay, trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.trees import accumulator_dtype, is_float
 from jpipe.jaxprs.tracing import interpret, on_this_host, trace, uses, without_prints
 from jpipe.layers.base import describe
 from jpipe.layers.functions import signature_of

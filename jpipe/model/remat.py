@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Primitive
 
-from jpipe.arrays.host import DEVICE, HOST
+from jpipe.arrays.in_place import DEVICE, HOST
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.seam.inside import offloaded_names
 from jpipe.seam.primitives import CHEAP, JaxprEqn

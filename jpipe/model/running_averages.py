@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import is_float
 from jpipe.jaxprs.tracing import interpret, on_this_host, origins, trace, without_stops
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import is_float
 from jpipe.jaxprs.tracing import depends_on, equations_in, replay, trace, unrounded, uses, without, without_prints
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results

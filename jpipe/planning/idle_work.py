@@ -19,8 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.arrays.dtypes import is_float
-from jpipe.arrays.trees import bytes_of
+from jpipe.arrays.trees import bytes_of, is_float
 from jpipe.jaxprs.flops import count_flops
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer

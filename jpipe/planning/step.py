@@ -14,7 +14,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import is_float
 from jpipe.memory.boundaries import Boundaries, make_boundaries
 from jpipe.memory.offload import Offload
 from jpipe.memory.storage import Storage

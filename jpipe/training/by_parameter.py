@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index, look_up
+from jpipe.arrays.in_place import Index, look_up
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import no_mesh, replay
 from jpipe.memory.layout import NO_PART, Layout, ModelPart, ModelTree

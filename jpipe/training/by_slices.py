@@ -24,9 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.arrays.host import is_apart, to_host
-from jpipe.arrays.indexing import Index, put_slice, take_slice
-from jpipe.arrays.loops import each, when
+from jpipe.arrays.in_place import Index, each, is_apart, put_slice, take_slice, to_host, when
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.memory.host_slices import Cuts
 from jpipe.memory.layout import Layout, StageTree

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.arrays.dtypes import accumulator_dtype
+from jpipe.arrays.trees import accumulator_dtype
 from jpipe.layers.functions import signature_of
 from jpipe.memory.layout import TELLS_APART
 from jpipe.types import Leaf, PyTree, Shapes

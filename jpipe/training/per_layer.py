@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index
+from jpipe.arrays.in_place import Index
 from jpipe.jaxprs.tracing import no_mesh, replay
 from jpipe.memory.layout import Layout, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records

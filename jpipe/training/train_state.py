@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.arrays.host import on_host
+from jpipe.arrays.in_place import on_host
 from jpipe.memory.layout import TELLS_APART, StageTree, laid_out
 from jpipe.memory.offload import may_go
 from jpipe.mesh.axes import AXIS

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import jpipe
 from cases import assert_close, assert_equal
 from gpu_program import needs_gpu_compiler
-from jpipe.arrays.host import HOST
+from jpipe.arrays.in_place import HOST
 from jpipe.costs.chips import parse_topology
 from jpipe.costs.gpus import ABSENT
 from jpipe.memory import host_slices

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_equal, compilations, model, pipeline
-from jpipe.arrays.host import HOST
+from jpipe.arrays.in_place import HOST
 from jpipe.memory.layout import StageTree
 from jpipe.training.train_state import state_shardings
 from updates import is_matrix, labels
