@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from jpipe import checks, saving
 from jpipe.batches import rows
-from jpipe.batches.bare_inputs import default_inputs
 from jpipe.configuration import Agreement
 from jpipe.costs.communication import Communication, communication
 from jpipe.costs.network import rings_of
@@ -138,7 +137,7 @@ class Pipeline(Tabular):
         loss_over: str | None = None,
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        whole, inputs = as_whole(layers), inputs or default_inputs
+        whole, inputs = as_whole(layers), inputs or rows.default_inputs
         layers = () if whole is not None else as_layers(layers)
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 
 from jpipe.arrays.in_place import Index
 from jpipe.arrays.trees import accumulator_dtype
-from jpipe.batches.microbatches import split_microbatches
 from jpipe.batches.outputs import join_microbatches
+from jpipe.batches.rows import split_microbatches
 from jpipe.execution.before_ticks import known_to_loss, loss_at_once
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.shared_weights import send_shared

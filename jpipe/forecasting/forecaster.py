@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from jpipe.batches.microbatches import cut_for_evaluation
+from jpipe.batches.rows import cut_for_evaluation
 from jpipe.costs.chips import DEFAULT, FRACTION, Chip, chip_of, parse_topology
 from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.costs.gpus import ABSENT

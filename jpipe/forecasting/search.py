@@ -14,7 +14,7 @@ import jax
 import optax
 
 from jpipe.arrays.trees import bytes_of
-from jpipe.batches.microbatches import batch_size, cut_for_evaluation
+from jpipe.batches.rows import batch_size, cut_for_evaluation
 from jpipe.costs.chips import Chip, Topology, chip_of, parse_topology, stand_ins_of
 from jpipe.costs.communication import words_of
 from jpipe.costs.memory_model import predict_host_memory, predict_memory

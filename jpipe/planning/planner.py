@@ -23,9 +23,8 @@ import jax
 import numpy as np
 
 from jpipe.arrays.trees import named_leaves
-from jpipe.batches.bare_inputs import is_bare
-from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, lying_by_shapes, output_axes
+from jpipe.batches.rows import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
 from jpipe.cutting.module import Modes, WholeModel, make_whole
 from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.jaxprs.tracing import equations_in

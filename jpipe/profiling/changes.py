@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpipe.batches.microbatches import batch_size
+from jpipe.batches.rows import batch_size
 from jpipe.planning.costs import Cost
 from jpipe.planning.partition import Partition, partition
 from jpipe.planning.planner import Planner

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.batches.microbatches import MicroBatch, split_microbatches
+from jpipe.batches.rows import MicroBatch, split_microbatches
 from jpipe.execution.before_ticks import in_order, joined_outputs
 from jpipe.jaxprs.tracing import equations_in, no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional

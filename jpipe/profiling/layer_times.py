@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from jpipe.batches.microbatches import cut_batch
+from jpipe.batches.rows import cut_batch
 from jpipe.model.groups import Model
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jpipe.batches import rows
+from jpipe.batches.rows import on_all, on_mesh
 from jpipe.costs.step_cost import Parts
 from jpipe.execution import programs
 from jpipe.pipeline import Pipeline
@@ -78,11 +78,11 @@ class Program:
         with task("compiling the measured step"):
             step = planner.training_step(planner.for_training(batch), state.key)
             self.table: TickTable = step.table
-            self.batch, self._mesh = rows.on_mesh(batch, pipe.mesh), pipe.mesh
+            self.batch, self._mesh = on_mesh(batch, pipe.mesh), pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(programs.value_and_grad, step))
             self._compiled = run.lower(*self._arguments, self.only("FRBIW")).compile()
-            without = *self._arguments, rows.on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
+            without = *self._arguments, on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
             self.set_up = partial(run.lower(*without).compile(), *without)
 
     @property
@@ -101,7 +101,7 @@ class Program:
         chosen = np.stack([np.isin(slot.kind, of_slot) for slot, of_slot in slots])
         if stage is not None:
             chosen &= np.arange(chosen.shape[-1]) == stage
-        return rows.on_all(chosen.astype(np.int32), self._mesh)
+        return on_all(chosen.astype(np.int32), self._mesh)
 
     def run(self, only: jax.Array) -> PyTree:
         """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""
