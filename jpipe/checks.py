@@ -17,7 +17,7 @@ from jpipe.model.loss import TracedLoss, loss_name
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
 from jpipe.schedules.schedule import Schedule
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 from jpipe.training.train_state import TrainState
 from jpipe.types import PyTree
 from jpipe.users_numbers import integer_or_none

@@ -43,8 +43,7 @@ from jpipe.planning.request import Options, Request
 from jpipe.planning.step import Step
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.terminal.first_calls import first_call
-from jpipe.terminal.progress import task
+from jpipe.terminal.progress import first_call, task
 from jpipe.terminal.tables import Table, Tabular
 from jpipe.training.train_state import TrainState, abstract_state, make_opt_state, state_to_place
 from jpipe.training.train_step import TrainSteps, Variables

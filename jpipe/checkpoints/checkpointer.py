@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TypeVar
 
 import jax
@@ -13,6 +16,7 @@ import numpy as np
 import optax
 from etils import epath
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 
 from jpipe import __version__
 from jpipe.batches.rows import on_all
@@ -23,13 +27,48 @@ from jpipe.checkpoints.refreezing import origin_of
 from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_state, check_variables
 from jpipe.pipeline import Pipeline
-from jpipe.processes.preemption import Preemption
 from jpipe.seam.runtime import before_threads_end
-from jpipe.terminal.notices import warn_user
-from jpipe.terminal.progress import in_units, task
+from jpipe.terminal.progress import in_units, task, warn_user
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
 from jpipe.users_numbers import as_integer
+
+
+class Preemption:
+    """A context in which SIGTERM doesn't end the process but is noted.
+
+    In a cluster JAX's preemption service notes it, from `jpipe.initialize` on, and tells all processes. Elsewhere a
+    signal handler notes it, if this is the main thread; it also calls the handler that was there before.
+    """
+
+    def __init__(self) -> None:
+        self._told, self._at_exit = False, ExitStack()
+
+    def __enter__(self) -> Preemption:
+        if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGTERM)
+
+            def note(number: int, frame: FrameType | None) -> None:
+                self._told = True
+                if callable(before):
+                    before(number, frame)
+
+            signal.signal(signal.SIGTERM, note)
+            self._at_exit.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._at_exit.close()
+
+    def reached(self, step: int) -> bool:
+        """Whether the job was told to end: in a cluster at the same step in all processes, which all have to ask."""
+        if jax.distributed.is_initialized():
+            return bool(multihost_utils.reached_preemption_sync_point(step))
+        return self._told
+
+
+# --- the end of a job -------------------------------------------------------------------------------------------------
+
 
 Value = TypeVar("Value")
 

@@ -16,7 +16,7 @@ from jpipe.model.remat import MODES
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request
 from jpipe.seam.runtime import found_no_room
-from jpipe.terminal.first_calls import is_traced
+from jpipe.terminal.progress import is_traced
 from jpipe.terminal.tables import bytes_in_words
 from jpipe.types import Batch, PyTree
 

@@ -35,7 +35,7 @@ from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.narrow_weights import narrow_dtypes
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
-from jpipe.terminal.first_calls import compiles
+from jpipe.terminal.progress import compiles
 from jpipe.types import Batch, PyTree
 
 

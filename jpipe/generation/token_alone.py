@@ -26,7 +26,7 @@ from jpipe.partitioner.shardings import Axis, Sharding, of_spec, replicated
 from jpipe.partitioner.traffic import sent_in
 from jpipe.planning.plan import Plan
 from jpipe.seam.primitives import ELEMENTWISE, MOVES, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.terminal.notices import warn_user
+from jpipe.terminal.progress import warn_user
 from jpipe.types import Leaf
 
 AXIS_OF_TOKENS = "tokens"

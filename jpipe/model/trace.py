@@ -49,7 +49,7 @@ from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
 from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 from jpipe.types import Batch, PyTree, Shapes
 
 

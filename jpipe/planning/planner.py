@@ -50,8 +50,7 @@ from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.schedules.orders import forward_only
 from jpipe.seam.primitives import ClosedJaxpr
-from jpipe.terminal.notices import warn_once
-from jpipe.terminal.progress import task
+from jpipe.terminal.progress import task, warn_once
 from jpipe.types import Batch
 
 

@@ -35,7 +35,7 @@ from jpipe.planning.plan import Plan
 from jpipe.planning.unsplit import warn_of_unsplit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import flax
 from flax import nnx
 
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 FOLDER = Path(flax.__file__).parent
 """Where Flax's own files are."""

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jpipe.seam import flax_inside
 from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 from jpipe.types import Leaf, PyTree, Shapes
 
 try:

@@ -13,17 +13,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
 import jpipe
 from cases import assert_close, assert_equal, compilations
-from jpipe.jaxprs.tracing import (
-    changed,
-    compiled,
-    depends_on,
-    interpret,
-    replay,
-    trace,
-    unrounded,
-    uses,
-    without_stops,
-)
+from jpipe.jaxprs.tracing import changed, compiled, depends_on, interpret, replay, trace, unrounded, uses, without_stops
 from jpipe.seam.inside import scan_counts
 
 RANDOM = np.random.default_rng(0)

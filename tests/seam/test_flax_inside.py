@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 
 class Seen(nnx.Variable):

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from cases import assert_equal
 from jpipe.seam import inside
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 CHANGED = f"JAX {jax.__version__} has changed this: see the docstring of"
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
