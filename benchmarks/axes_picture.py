@@ -15,7 +15,7 @@ from common import on_cpu
 from matplotlib.axes import Axes
 
 from jpipe.costs.chips import chip_of
-from jpipe.costs.network import Network
+from jpipe.costs.time_model import Network
 from jpipe.forecasting.compiled_program import is_product
 from jpipe.forecasting.waits import turn_in_time
 from tpu_program import compile_with_text, read

@@ -31,7 +31,7 @@ import gpu_program
 import tpu_program
 from jpipe.arrays.in_place import take_row
 from jpipe.costs.chips import parse_topology
-from jpipe.costs.network import Network
+from jpipe.costs.time_model import Network
 from jpipe.forecasting.compiled_program import COLLECTIVES, Loop, read, transfers
 from jpipe.forecasting.waits import turn_in_time
 

@@ -17,8 +17,8 @@ from jpipe import checks, saving
 from jpipe.batches import rows
 from jpipe.configuration import Agreement
 from jpipe.costs.communication import Communication, communication
-from jpipe.costs.network import rings_of
 from jpipe.costs.out_of_memory import notes_on_room
+from jpipe.costs.time_model import rings_of
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator

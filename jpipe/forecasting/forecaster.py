@@ -16,13 +16,11 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from jpipe.batches.rows import cut_for_evaluation
-from jpipe.costs.chips import DEFAULT, FRACTION, Chip, chip_of, parse_topology
+from jpipe.costs.chips import ABSENT, DEFAULT, FRACTION, Chip, chip_of, parse_topology
 from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
-from jpipe.costs.gpus import ABSENT
-from jpipe.costs.holdings import on_device
-from jpipe.costs.network import Network
+from jpipe.costs.memory_model import on_device
 from jpipe.costs.step_cost import Parts, StepCost
-from jpipe.costs.time_model import predict_time
+from jpipe.costs.time_model import Network, predict_time
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read
 from jpipe.forecasting.step_cycles import count_cycles
 from jpipe.forecasting.waits import with_waits

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from jpipe.costs.chips import Chip
-from jpipe.costs.network import Network
+from jpipe.costs.time_model import Network
 from jpipe.forecasting.compiled_program import COLLECTIVES, PERMUTE, RAGGED, Loop, Operation
 from jpipe.forecasting.device_groups import axes_along, groups_of
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jpipe.costs.holdings import holdings
-from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.memory_model import holdings, predict_memory
 from jpipe.costs.step_cost import Parts
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer

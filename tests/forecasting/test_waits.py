@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import collectives
 import jpipe
 from jpipe.costs.chips import CHIPS
-from jpipe.costs.network import Network
+from jpipe.costs.time_model import Network
 from jpipe.forecasting.compiled_program import read
 from jpipe.forecasting.waits import transfer_seconds, turn_in_time, type_bytes, with_waits
 from tpu_program import needs_tpu_compiler
