@@ -22,8 +22,7 @@ from jpipe.costs.memory_model import on_device
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.costs.time_model import Network, predict_time
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read
-from jpipe.forecasting.step_cycles import count_cycles
-from jpipe.forecasting.waits import with_waits
+from jpipe.forecasting.step_cycles import count_cycles, with_waits
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline

@@ -168,7 +168,7 @@ def test_devices_hold_the_most_of_each_type_of_leaf():
     assert found.shared == ()
 
 
-# --- predicted and compiled --------------------------------------------------------------------------------------------------
+# --- predicted and compiled ------------------------------------------------------------------------------------------
 
 
 WIDTH = 16

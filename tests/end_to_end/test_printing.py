@@ -16,9 +16,8 @@ from jpipe.costs.chips import CHIPS
 from jpipe.costs.memory_model import predict_memory
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.costs.time_model import predict_time
-from jpipe.forecasting.choices import Choice, Choices, advice_on
+from jpipe.forecasting.choices import Choice, Choices, Setting, advice_on
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.forecasting.settings import Setting
 from jpipe.profiling.changes import MicrobatchSize
 from jpipe.profiling.findings import Finding
 from jpipe.profiling.hosts import ProcessTime
