@@ -16,12 +16,9 @@ from jpipe.checks import check_complete, check_state
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
-from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, recomputation_apart
-from jpipe.profiling.findings import Finding, find
-from jpipe.profiling.hosts import ProcessTime, host_names, process_times
-from jpipe.profiling.layer_times import measure_layers
-from jpipe.profiling.measure import Program, measure, memory_of
-from jpipe.profiling.prediction import MILLISECONDS, StageTimes, fit
+from jpipe.profiling import findings
+from jpipe.profiling.findings import Finding, MicrobatchSize, ProcessTime
+from jpipe.profiling.measure import MILLISECONDS, Program, StageTimes, fit, measure, measure_layers, memory_of
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.terminal.progress import task
@@ -163,15 +160,15 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         planner = pipe.planner
         program = Program(pipe, state, batch)
         measured = measure(pipe, program, state, rounds)
-        others = other_schedules(planner, batch) if other_sizes else {}
+        others = findings.other_schedules(planner, batch) if other_sizes else {}
         with task("timing layers alone"):
             times = measure_layers(planner, batch, list(others))
-        stages = recomputation_apart(planner, times, measured)
+        stages = findings.recomputation_apart(planner, times, measured)
         around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
         model = fit(pipe.schedule, stages, **around, step=measured.step)
-        sizes = microbatch_sizes(planner, batch, model, times, others)
+        sizes = findings.microbatch_sizes(planner, batch, model, times, others)
         memory = memory_of(program, state)
-        processes = process_times(times.by_process, host_names(), pipe.mesh)
+        processes = findings.process_times(times.by_process, findings.host_names(), pipe.mesh)
         predicted_step = replace(model, contention=1.0).step()
         notes = (prediction_in_words(measured.step, predicted_step, measured.noise),)
         return Profile(
@@ -185,7 +182,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
             noise=measured.noise,
             sizes=sizes,
             processes=processes,
-            findings=find(planner, model, times, sizes, measured.noise, processes),
+            findings=findings.find(planner, model, times, sizes, measured.noise, processes),
             predicted=stages.timeline(pipe.schedule),
             facts=_measured(facts_of(planner, repr(pipe), batch), stages, memory),
         )

@@ -18,10 +18,8 @@ from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.choices import Choice, Choices, Setting, advice_on
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.profiling.changes import MicrobatchSize
-from jpipe.profiling.findings import Finding
-from jpipe.profiling.hosts import ProcessTime
-from jpipe.profiling.prediction import SLICES, StageTimes
+from jpipe.profiling.findings import Finding, MicrobatchSize, ProcessTime
+from jpipe.profiling.measure import SLICES, StageTimes
 from jpipe.profiling.profile import Profile
 from jpipe.schedules.simulate import Work, in_time
 from jpipe.terminal.tables import bytes_in_words
