@@ -22,9 +22,8 @@ from jpipe import __version__
 from jpipe.batches.rows import on_all
 from jpipe.checkpoints import files
 from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
-from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, PathLeaf, first_difference, named_trees
-from jpipe.checkpoints.refreezing import origin_of
-from jpipe.checkpoints.transfer import read_all, take_all
+from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, PathLeaf, first_difference, own_trees
+from jpipe.checkpoints.files import origin_of, read_all, take_all
 from jpipe.checks import check_state, check_variables
 from jpipe.pipeline import Pipeline
 from jpipe.seam.runtime import before_threads_end
@@ -366,7 +365,7 @@ def _loaded(directory: str | os.PathLike[str], step: int | None, item: str) -> l
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == item}
         with task(f"reading the {item} of step {step}"):
             arrays = files.read_arrays(path / str(step), wanted)
-        return [jax.tree.map(lambda leaf: _array_of(leaf, arrays), tree) for tree in named_trees(about)]
+        return [jax.tree.map(lambda leaf: _array_of(leaf, arrays), tree) for tree in own_trees(about)]
 
     return _newest(path, steps if step is None else [step], read)[1]
 
