@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jpipe import checks, saving
+from jpipe import checks
 from jpipe.batches import rows
 from jpipe.configuration import Agreement
 from jpipe.costs.communication import Communication, communication
@@ -45,16 +45,14 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.progress import first_call, task
 from jpipe.terminal.tables import Table, Tabular
-from jpipe.training.train_state import TrainState, abstract_state, make_opt_state, state_to_place
-from jpipe.training.train_step import TrainSteps, Variables
+from jpipe.training.train_state import TrainState, TrainSteps, Variables, abstract_state, make_opt_state, state_to_place
 from jpipe.types import Batch, Leaf, PyTree
-from jpipe.view.facts import facts_of
-from jpipe.view.page import Page, show
+from jpipe.view.page import Page, facts_of, show
 
 if TYPE_CHECKING:
     from jpipe.profiling.gradient_check import GradientCheck
 
-saving.register()
+checks.refuse_serialization()
 
 
 class Pipeline(Tabular):

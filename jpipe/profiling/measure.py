@@ -46,8 +46,7 @@ from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
 from jpipe.schedules.ticks import TickTable
 from jpipe.terminal.progress import task
-from jpipe.training.train_state import TrainState
-from jpipe.training.train_step import apply_update
+from jpipe.training.train_state import TrainState, apply_update
 from jpipe.types import Batch, PyTree
 
 MILLISECONDS = 1e3

@@ -26,8 +26,7 @@ from jpipe.terminal.tables import Table, folded
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch
 from jpipe.users_numbers import as_integer
-from jpipe.view.facts import PipelineFacts, facts_of
-from jpipe.view.page import Page, show
+from jpipe.view.page import Page, PipelineFacts, facts_of, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

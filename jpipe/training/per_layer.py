@@ -27,8 +27,7 @@ from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated
 from jpipe.training.by_parameter import ByParameter, StateTree, model_shapes
-from jpipe.training.optimizers import check_is_optimizer
-from jpipe.training.probing import not_tried
+from jpipe.training.optimizers import check_is_optimizer, not_tried
 from jpipe.types import PyTree, Shapes
 
 Trees = dict[str, PyTree]

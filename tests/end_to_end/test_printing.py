@@ -23,7 +23,7 @@ from jpipe.profiling.measure import SLICES, StageTimes
 from jpipe.profiling.profile import Profile
 from jpipe.schedules.simulate import Work, in_time
 from jpipe.terminal.tables import bytes_in_words
-from jpipe.view.facts import facts_of
+from jpipe.view.page import facts_of
 
 ODD = [0, 0.0, 1.5, -1.0, math.inf, math.nan, np.float32(1e30), np.int64(3), 10**30]
 SCHEDULE = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
