@@ -31,7 +31,7 @@ from jpipe.memory.memory_order import in_order
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.layer_function import LayerArguments
-from jpipe.schedules.placement import Placement
+from jpipe.schedules.actions import Placement
 from jpipe.types import Leaf
 
 

@@ -31,7 +31,7 @@ from jpipe.mesh.specs import on_all_stages, spec_of
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
 from jpipe.partitioner.shardings import names_in
-from jpipe.schedules.placement import Placement
+from jpipe.schedules.actions import Placement
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
 ModelPart = tuple[int, tuple[int, ...]]

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Placed, crosses_beside
+from jpipe.schedules.actions import ACTION_KINDS, Action, Placed, crosses_beside, needs
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.timing import needs
 from jpipe.users_numbers import as_number
 
 if TYPE_CHECKING:

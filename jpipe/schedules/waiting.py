@@ -15,8 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jpipe.schedules.actions import FLOWS, crosses_beside
-from jpipe.schedules.timing import Orders
+from jpipe.schedules.actions import FLOWS, Orders, crosses_beside
 
 Route: TypeAlias = list[tuple[int, int]]
 """(From stage, to stage) pairs, as of `Placement.routes`."""
