@@ -29,8 +29,7 @@ from jpipe.layers.fingerprint import ShownByTraces, values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
 from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Method
-from jpipe.seam.flax_inside import collection_of, unsharded_creation
-from jpipe.seam.inside import raised, shortened
+from jpipe.seam.inside import collection_of, raised, shortened, unsharded_creation
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")

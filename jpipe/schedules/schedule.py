@@ -7,8 +7,8 @@ of some twenty lines. `Schedule.ticks` is the table to which any of them is lowe
 K is the number of stages, M of micro-batches, V of chunks a stage.
 
 Orders are read and written as PyTorch's CSV files too (`torch.distributed.pipelining`, "compute_only"). A cell names a
-virtual stage, a kind and a micro-batch, as "5F0", and is empty where the stage idles; PyTorch has no R. Two actions that
-PyTorch runs together, "(0F7;7B3)OVERLAP_F_B", run one after the other here.
+virtual stage, a kind and a micro-batch, as "5F0", and is empty where the stage idles; PyTorch has no R. Two actions
+that PyTorch runs together, "(0F7;7B3)OVERLAP_F_B", run one after the other here.
 """
 
 import csv
