@@ -33,10 +33,8 @@ def batch_size(batch: Batch) -> int:
     sizes: dict[int, str] = {}
     for name, leaf in named_leaves("batch", batch):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            instead = f"; {_remedy(batch)}" if isinstance(leaf, int | float) else ""
-            raise TypeError(
-                f"{name} is a {type(leaf).__name__}, not an array; batches are pytrees of arrays [B, ...]{instead}"
-            )
+            are = "batches are pytrees of arrays [B, ...]" + f"; {_remedy(batch)}" * isinstance(leaf, int | float)
+            raise TypeError(f"{name} is a {type(leaf).__name__}, not an array; {are}")
         _check_dtype(name, leaf.dtype)
         if not leaf.shape:
             fault = "is a scalar; every array of a batch needs the batch size as its first dimension"

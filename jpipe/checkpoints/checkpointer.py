@@ -236,10 +236,9 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            self._done.intersection_update(
-                files.listed(self.directory)
-            )  # a step that wasn't written may be saved again
-            whole = max((s for s in files.listed(self.directory) if s not in self._damaged), default=None)
+            listed = files.listed(self.directory)
+            self._done.intersection_update(listed)  # a step that wasn't written may be saved again
+            whole = max((s for s in listed if s not in self._damaged), default=None)
             rest = "there is no other checkpoint" if whole is None else f"the checkpoint of step {whole} is whole"
             raise RuntimeError(
                 f"{what} in {self.directory} failed: {error}; {rest}, and the state in memory is as it was"

@@ -175,9 +175,7 @@ class Contents:
                 # An optimiser may keep other dtypes than the parameters'.
                 dtypes = [tree[buffer].dtype for buffer in tree.layout.storage.record_types[v].buffers]
                 pairs = zip(leaves["/".join(path)], dtypes, strict=True)
-                structs = [
-                    scattered.leaf.update(dtype=dtype, sharding=scattered.sharding) for scattered, dtype in pairs
-                ]
+                structs = [lies.leaf.update(dtype=dtype, sharding=lies.sharding) for lies, dtype in pairs]
                 shapes["/".join(path)] = dict(zip(self._paths(path, v, j, users[0]), structs, strict=True))
             records.append(NamedRecord(v, j, users, shapes))
         return records
@@ -233,9 +231,8 @@ class Contents:
             tree = variables.layout.model_tree
             assert tree is not None
             last = {part[0]: part[1] for part in sorted(chain.from_iterable(chain.from_iterable(tree.parts)))}
-            leaves = [
-                PathLeaf((MODEL, name, *path), tuple(i + 1 for i in last[n])) for n, path in enumerate(tree.paths)
-            ]
+            stacked = [tuple(i + 1 for i in last[n]) for n in range(len(tree.paths))]
+            leaves = [PathLeaf((MODEL, name, *path), counts) for path, counts in zip(tree.paths, stacked, strict=True)]
             trees[name] = jax.tree.unflatten(tree.treedef, leaves)
         trees = {name: tree for name, tree in trees.items() if name in self.cut.whole.unboxed}
         item = containers_to_json(layer.to_item(trees), lambda _, leaf: [list(leaf.path), list(leaf.stacked)])

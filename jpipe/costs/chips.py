@@ -280,9 +280,8 @@ class Topology:
         """
         if self.chip.gpu is not None:
             if not _cuda_versions():
-                raise ImportError(
-                    f"topology='{self}' needs the GPU compiler; pip install 'jpipe[gpu-compiler]' (Linux)"
-                )
+                remedy = "pip install 'jpipe[gpu-compiler]' (Linux)"
+                raise ImportError(f"topology='{self}' needs the GPU compiler; {remedy}")
             hosts, number = (1, *self.shape)[-2:]
             where = {"platform": "cuda", "target_config": self.chip.gpu.description, "topology": f"1x{hosts}x{number}"}
         else:
@@ -294,10 +293,8 @@ class Topology:
         try:
             return _devices(**where)
         except Exception as error:  # its type differs by what is wrong
-            compiler = "TPU" if self.chip.gpu is None else "GPU"
-            raise ValueError(
-                f"the {compiler} compiler refuses topology='{self}': {str(error).splitlines()[0]}"
-            ) from error
+            compiler, why = "TPU" if self.chip.gpu is None else "GPU", str(error).splitlines()[0]
+            raise ValueError(f"the {compiler} compiler refuses topology='{self}': {why}") from error
 
 
 def _devices(platform: str, **where: str) -> list[Device]:

@@ -243,13 +243,11 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
         return whole, 0
     is_tree = lambda node: isinstance(node, StageTree)
     trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
-    gone = _bytes_of_parts(
-        leaf
-        for tree in trees
-        for name, buffer in tree.layout.shapes.items()
-        for leaf in jax.tree.leaves(tree[name])
-        if may_go(leaf, buffer, by_layer=tree.layout != plan.layouts["params"])
-    )
+    gone = 0
+    for tree in trees:
+        goes = partial(may_go, by_layer=tree.layout != plan.layouts["params"])
+        buffers = [(buffer, jax.tree.leaves(tree[name])) for name, buffer in tree.layout.shapes.items()]
+        gone += _bytes_of_parts(leaf for buffer, leaves in buffers for leaf in leaves if goes(leaf, buffer))
     return whole - gone, gone
 
 

@@ -132,11 +132,8 @@ class _Kernels:
         parts = {root for root, v in operands if v in self.parts}
         again = {root for root, _ in operands if parts and root not in parts and root in self.read}
         self.read |= {root for root, _ in operands if root not in parts}
-        read = sum(
-            min(_size(root), _size(v)) * _itemsize(root)
-            for root, v in operands
-            if root not in again and not self._on_chip(root)
-        )
+        fetched = [(root, v) for root, v in operands if root not in again and not self._on_chip(root)]
+        read = sum(min(_size(root), _size(v)) * _itemsize(root) for root, v in fetched)
         written = sum(_bytes(v) for v in equation.outvars if not self._on_chip(v))
         self.seconds += _product_flops(equation, self.chip) / self.chip.flops
         self.seconds += (read + written) / self.chip.pass_bandwidth

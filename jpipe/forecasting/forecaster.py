@@ -248,24 +248,22 @@ def _is_absent(device: Device) -> bool:
     return device not in jax.devices()
 
 
-def _on_gpus(
-    predicted: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip
-) -> Forecast:
+def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip) -> Forecast:
     """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
-    device, held = pipe.mesh.devices.flat[0], predicted.cost.bytes
+    device, held = pipe.mesh.devices.flat[0], known.cost.bytes
     room = chip.room if _is_absent(device) else (device.memory_stats() or {}).get("bytes_limit", chip.room)
     if held.total > room:
         used, most = bytes_in_words(held.total), bytes_in_words(room)
         message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
         rest = held.total - held.temporaries
-        return replace(predicted, fits=False, message=message, advice=_advice(pipe, rest, held.temporaries))
+        return replace(known, fits=False, message=message, advice=_advice(pipe, rest, held.temporaries))
     share = held.total / chip.memory
     message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
     time = predict_time(pipe.planner, batch, chip, tx=tx)
     parts = time.seconds
     seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
-    cost = replace(predicted.cost, seconds=_with_moves(seconds, time), timeline=time.timeline, notes=time.notes)
-    return replace(predicted, cost=cost, message=message)
+    cost = replace(known.cost, seconds=_with_moves(seconds, time), timeline=time.timeline, notes=time.notes)
+    return replace(known, cost=cost, message=message)
 
 
 def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:

@@ -53,16 +53,9 @@ def measure_chip(devices: Sequence[Device]) -> Chip:
     copied, passed = (_seconds(function, COPIED // WIDTH, devices) for function in (lambda x: x + 1, jnp.exp))
     reported = (devices[0].memory_stats() or {}).get("bytes_limit")
     memory = reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    return Chip(
-        name=devices[0].device_kind,
-        flops=2 * WIDTH**3 / product,
-        memory=memory,
-        memory_bandwidth=8 * COPIED / copied,
-        link_bandwidth=8 * COPIED / copied,
-        clock=None,
-        source="measured now",
-        counted=8 * COPIED / passed,
-    )
+    name, speed = devices[0].device_kind, 8 * COPIED / copied
+    flops, counted = 2 * WIDTH**3 / product, 8 * COPIED / passed
+    return Chip(name, flops, memory, speed, speed, clock=None, source="measured now", counted=counted)
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Sequence[Device]) -> float:
@@ -144,7 +137,7 @@ def plan(
     room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
     at_hand = list(jax.devices() if devices is None else devices)
-    away = _slice_of(topology, devices, compiled, options.get("balance"))
+    away = _slice(topology, devices, compiled, options.get("balance"))
     number, where = (away.num_devices, str(away)) if away else (len(at_hand), f"{len(at_hand)} devices at hand")
     chip = away.chip if away else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.room) if room is None else room
@@ -167,9 +160,7 @@ def plan(
     return Choices(title, tuple(chosen), advice)
 
 
-def _slice_of(
-    topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object
-) -> Topology | None:
+def _slice(topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object) -> Topology | None:
     """Checks what is planned for, and returns the slice; None for devices at hand."""
     check_one(topology, devices)
     if devices is not None and len(devices) == 0:

@@ -212,10 +212,8 @@ def _welcome(other: socket.socket, num_processes: int, came: dict[socket.socket,
             is_twice = index in came.values()
             came[other] = index
             if wanted != num_processes:
-                raise ValueError(
-                    f"process {index} was given num_processes={wanted}, process 0 {num_processes}; give all the same "
-                    "number"
-                )
+                differ = f"process {index} was given num_processes={wanted}, process 0 {num_processes}"
+                raise ValueError(f"{differ}; give all the same number")
             if is_twice:
                 raise ValueError(f"two processes came with process_id={index}; give each its own, from 0")
             return 0 < index < num_processes  # `initialize` lets no process of the program come with another one

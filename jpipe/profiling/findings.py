@@ -251,11 +251,8 @@ def find(
     """
     findings = [*_slow_process(processes), *_around(model, noise)]
     if _works(model):
-        changes = [
-            *_balance(planner, model, times, max(WORTH, noise)),
-            *_microbatches(model, sizes),
-            *_recomputation(planner, model, times),
-        ]
+        changes = [*_balance(planner, model, times, max(WORTH, noise)), *_microbatches(model, sizes)]
+        changes += _recomputation(planner, model, times)
         findings = [change for change in changes if change.promise is None or change.promise < 1 - noise] + findings
     return tuple(sorted(findings, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
 

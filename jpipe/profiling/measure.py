@@ -348,16 +348,10 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
         above_idle = [float(np.median(seconds[f"{kinds}{k}"] - seconds["idle"])) for k in range(num_stages)]
         return tuple(max(SHORTEST, total / num_microbatches) for total in above_idle)
 
-    measured = Measured(
-        forward=of_stages("F"),
-        backward=of_stages("RBIW"),
-        step=medians["step"],
-        update=medians["update"],
-        idle=medians["idle"],
-        setup=min(medians["setup"], medians["idle"]),
-        noise=noise_of(seconds["step"]),
-        weight=of_stages("W") if pipe.schedule.splits else (),
-    )
+    around = {name: medians[name] for name in ("step", "update", "idle")}
+    around |= {"setup": min(medians["setup"], medians["idle"]), "noise": noise_of(seconds["step"])}
+    weight = of_stages("W") if pipe.schedule.splits else ()
+    measured = Measured(of_stages("F"), of_stages("RBIW"), **around, weight=weight)
     # All processes go on with the times of the first: they have to reach the same findings.
     return Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(measured))))
 
@@ -411,13 +405,9 @@ def memory_of(program: Program, state: TrainState) -> Parts[int]:
     """
     params = state.variables["params"]
     rest = {name: tree for name, tree in state.variables.items() if name != "params"}
-    return Parts(
-        parameters=_on_a_device(params),
-        other_variables=_on_a_device(rest),
-        optimizer=_on_a_device(state.opt_state),
-        gradients=_on_a_device(params),  # laid out and typed like them
-        temporaries=program.temporary_bytes,
-    )
+    held = {"parameters": params, "other_variables": rest, "optimizer": state.opt_state}
+    held["gradients"] = params  # laid out and typed like them
+    return Parts({name: _on_a_device(tree) for name, tree in held.items()}, temporaries=program.temporary_bytes)
 
 
 def _on_a_device(tree: PyTree) -> int:

@@ -232,10 +232,8 @@ def stage_table(
 
 def process_table(processes: Sequence[ProcessTime]) -> Table:
     """A row for each process: its machine, its stages, and its milliseconds for all layers of the model."""
-    rows = [
-        (str(p.process), p.host, ", ".join(map(str, p.stages)), _in_ms(p.seconds), f"{p.of_median:.2f}")
-        for p in processes
-    ]
+    names = [(str(p.process), p.host, ", ".join(map(str, p.stages))) for p in processes]
+    rows = [(*name, _in_ms(p.seconds), f"{p.of_median:.2f}") for name, p in zip(names, processes, strict=True)]
     slowest = max(range(len(processes)), key=lambda p: processes[p].seconds)
     marks = {slowest: "slowest"} if processes[slowest].of_median > 1.02 else {}
     title = "Processes: milliseconds for all layers of a micro-batch, each process alone on one of its devices"
@@ -252,10 +250,8 @@ def prediction_in_words(step: float, predicted: float, noise: float) -> str:
 def size_table(sizes: Sequence[MicrobatchSize], num_microbatches: int) -> Table:
     """A row for each number of micro-batches."""
     header = ("M", "examples", "ms an example", "bubble", "step ms")
-    rows = [
-        (f"{s.num_microbatches}", f"{s.size}", _in_ms(s.sample_seconds), f"{s.bubble:.1%}", _in_ms(s.step))
-        for s in sizes
-    ]
+    in_words = lambda s: (_in_ms(s.sample_seconds), f"{s.bubble:.1%}", _in_ms(s.step))
+    rows = [(str(s.num_microbatches), str(s.size), *in_words(s)) for s in sizes]
     marks = {i: "measured" if s.num_microbatches == num_microbatches else "predicted" for i, s in enumerate(sizes)}
     return Table("Numbers of micro-batches of the same batch", header, rows, marks)
 

@@ -205,9 +205,8 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
     if not schedule.trains or schedule.splits:
-        raise ValueError(
-            f"{schedule!r} has no backward that is whole; pass one that has, as jpipe.make_schedule('1f1b', ...)"
-        )
+        remedy = "pass one that has, as jpipe.make_schedule('1f1b', ...)"
+        raise ValueError(f"{schedule!r} has no backward that is whole; {remedy}")
     num_stages, width = schedule.num_stages, len(schedule.slots)
     array = np.asarray(most_waiting, object)
     limits = list(array) if array.ndim == 1 else [most_waiting] * num_stages

@@ -357,11 +357,8 @@ Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
 def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
-    return [
-        (*np.array(route).T, crosses_beside(schedule.slots, flow, index))
-        for flow in flows
-        for route in schedule.placement.routes(flow)
-    ]
+    routes = [(np.array(route).T, flow) for flow in flows for route in schedule.placement.routes(flow)]
+    return [(*route, crosses_beside(schedule.slots, flow, index)) for route, flow in routes]
 
 
 def _after_hops(

@@ -365,9 +365,7 @@ batching.primitive_batchers[_held_to] = _batched
 
 
 def orders_chosen(
-    function: Callable[..., PyTree],
-    arguments: Sequence[Leaf],
-    shardings: tuple[list[NamedSharding], list[NamedSharding]],
+    function: Callable[..., PyTree], arguments: Sequence[Leaf], shardings: Sequence[list[NamedSharding]]
 ) -> list[tuple[int, ...]] | None:
     """Asks which orders of dimensions the compiler chooses for the first of two lists of results.
 

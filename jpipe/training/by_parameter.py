@@ -123,9 +123,8 @@ class StateTree:
         types, specs, parts = self.layout.storage.record_types, [], []
         for v, instances in enumerate(self.tree.parts):
             one, rooms = types[v], self.rooms[v]
-            specs.append(
-                [one.specs[k] if shape.shape == one.leaves[k].shape else PartitionSpec() for k, shape in rooms]
-            )
+            lie_alike = [(k, shape.shape == one.leaves[k].shape) for k, shape in rooms]
+            specs.append([one.specs[k] if is_alike else PartitionSpec() for k, is_alike in lie_alike])
             parts.append(tuple(self._parts(v, j) for j in range(len(instances))))
         storage = build_storage(
             [[shape for _, shape in rooms] for rooms in self.rooms],
@@ -216,10 +215,8 @@ class ByParameter:
         of_arguments = [owner for name in takes for owner in owners[name]]
         of_arguments += [None] * (len(self._flat.arguments) - len(of_arguments))
         self._arguments = dict(zip(self._flat.arguments, of_arguments, strict=True))
-        self._takes_of, self._gives_of = (
-            defaultdict[int | None, list[int]](list),
-            defaultdict[int | None, list[int]](list),
-        )
+        self._takes_of = defaultdict[int | None, list[int]](list)
+        self._gives_of = defaultdict[int | None, list[int]](list)
         for number, owner in self._arguments.items():
             self._takes_of[owner].append(number)
         for number, owner in zip(self._flat.results, (o for name in gives for o in owners[name]), strict=True):

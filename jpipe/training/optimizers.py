@@ -181,9 +181,8 @@ def check_elementwise(tx: optax.GradientTransformation) -> None:
     """
     off = deviation(tx)
     if off is not None and off > TOLERANCE:
-        raise ValueError(
-            TELLS_APART.format(f"tried on small arrays that are joined, updates are off by up to {off:.1%}")
-        )
+        by = f"{off:.1%}"
+        raise ValueError(TELLS_APART.format(f"tried on small arrays that are joined, updates are off by up to {by}"))
 
 
 @lru_cache(maxsize=32)

@@ -162,12 +162,10 @@ ValueAndGrad = Callable[[StepT, Variables, Batch, jax.Array], tuple[tuple[jax.Ar
 CompiledStep = Callable[[StepT, TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def train_step(
-    value_and_grad: ValueAndGrad[StepT], step: StepT, state: TrainState, batch: Batch
-) -> tuple[TrainState, Metrics]:
+def train_step(run: ValueAndGrad[StepT], step: StepT, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Does one step: (the state after it, the metrics); to be traced."""
     key = jax.random.fold_in(state.key, state.step)
-    (loss, updates, metrics), grads = value_and_grad(step, state.variables, batch, key)
+    (loss, updates, metrics), grads = run(step, state.variables, batch, key)
     with jax.named_scope("update"):
         return apply_update(state, loss, updates, metrics, grads)
 
@@ -195,14 +193,12 @@ class TrainSteps(Generic[StepT]):
     An optimiser made anew from the same numbers and functions runs the step that was compiled for the first one.
 
     Args:
-      value_and_grad: the loss and gradients of a batch, to be traced.
+      run: the loss and gradients of a batch, to be traced.
       shapes: `tx` -> the state as shapes with shardings.
     """
 
-    def __init__(
-        self, value_and_grad: ValueAndGrad[StepT], shapes: Callable[[optax.GradientTransformation], TrainState]
-    ):
-        self._value_and_grad, self._shapes = value_and_grad, shapes
+    def __init__(self, run: ValueAndGrad[StepT], shapes: Callable[[optax.GradientTransformation], TrainState]):
+        self._value_and_grad, self._shapes = run, shapes
         self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep[StepT]]] = {}
 
     def clear(self) -> None:
