@@ -203,13 +203,8 @@ class Checkpointer:
                 f"{self.directory} holds a checkpoint of step {newest}, and this state is of step {step}; go on from "
                 "that one (restore), or save to another directory"
             )
-        about = {
-            "jpipe": __version__,
-            "step": step,
-            "random_keys": {"/".join(path): _key_to_json(key) for path, key in contents.random_keys.items()},
-            "position": encoded,
-            **contents.description(),
-        }
+        keys = {"/".join(path): _key_to_json(key) for path, key in contents.random_keys.items()}
+        about = {"jpipe": __version__, "step": step, "random_keys": keys, "position": encoded, **contents.description()}
         what, size = f"saving step {step}", contents.num_bytes
         with self._with_what_is_left(what), task(what, total=size, unit="bytes") as advance:
             named = take_all(contents, advance)

@@ -73,11 +73,8 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
     """
     try:
         _check_shared(directory)
-        return ocp.CheckpointManager(
-            directory,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
-            item_names=(LAYERS, MODEL, OPTIMIZER, ABOUT),
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        return ocp.CheckpointManager(directory, options=options, item_names=(LAYERS, MODEL, OPTIMIZER, ABOUT))
     except (OSError, RuntimeError) as error:
         raise OSError(
             f"checkpoints can't be written to {directory}: {error}; choose another directory (jpipe.load_layers reads "

@@ -191,26 +191,20 @@ class Chip:
 LINK = "How to Scale Your Model, 'TPU specs': typically 15 GB/s a chip"
 DGX = "NVIDIA's DGX systems in MLPerf inference 4.1, DGX B200 user guide: 2 TB of 8 GPUs. PCI Express x16, its peak"
 TPU_V2_HOST = Host(7.5e9, 334 * GB // 8, f"{LINK}: of two cores; v2 assumed alike. gpuhunt (dstack): 334 GB of 8 cores")
-DGX_H100 = Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")
 HOSTS = {
-    "v2": TPU_V2_HOST,
-    "v3": TPU_V2_HOST,
+    **dict.fromkeys(("v2", "v3"), TPU_V2_HOST),
     "v4": Host(15e9, 512 * GB // 8, f"{LINK}. MLPerf training 0.7, tpu-v4-16: 512 GB of 8 chips; no VM type was found"),
     "v5e": Host(15e9, 192 * GB // 4, f"{LINK}. {DOCUMENTATION}, ct5lp-hightpu-4t: 192 GB of 4 chips"),
     "v5p": Host(15e9, 448 * GB // 4, f"{LINK}. {DOCUMENTATION}, properties of a host: 448 GB of 4 chips"),
     "v6e": Host(32e9, 720 * GB // 4, f"{LINK}, v6e 32 GB/s. MLPerf inference 4.1, tpu-v6-4: 720 GB of 4 chips"),
     "a100": Host(31.5e9, 2000 * GB // 8, f"{DGX}, generation 4; 8 GPUs have four switches, and may get less"),
-    "h100": DGX_H100,
-    "h200": DGX_H100,
-    "b200": DGX_H100,
+    **dict.fromkeys(("h100", "h200", "b200"), Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")),
 }
 """The hosts of the chips."""
 RINGS = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16, "a100": 0, "h100": 0, "h200": 0, "b200": 0}
 """`Chip.ring`, by How to Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
-CUBES = {"v4", "v5p"}
-"""The chips with `Chip.in_cubes`."""
 CHIPS = {
-    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS[chip.name], in_cubes=chip.name in CUBES)
+    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS[chip.name], in_cubes=chip.name in ("v4", "v5p"))
     for chip in [
         Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
         Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),

@@ -133,7 +133,7 @@ class _Kernels:
         again = {root for root, _ in operands if parts and root not in parts and root in self.read}
         self.read |= {root for root, _ in operands if root not in parts}
         fetched = [(root, v) for root, v in operands if root not in again and not self._on_chip(root)]
-        read = sum(min(_size(root), _size(v)) * _itemsize(root) for root, v in fetched)
+        read = sum(min(_size(root), _size(v)) * shapes_of([root])[0].dtype.itemsize for root, v in fetched)
         written = sum(_bytes(v) for v in equation.outvars if not self._on_chip(v))
         self.seconds += _product_flops(equation, self.chip) / self.chip.flops
         self.seconds += (read + written) / self.chip.pass_bandwidth
@@ -255,7 +255,3 @@ def _size(v: Var | Literal) -> int:
 
 def _bytes(v: Var | Literal) -> int:
     return bytes_of(shapes_of([v]))
-
-
-def _itemsize(v: Var | Literal) -> int:
-    return shapes_of([v])[0].dtype.itemsize

@@ -223,12 +223,8 @@ def predict_time(
     update = (passes * holdings(plan).device["params"].bytes + 2 * (held + hosted)) / chip.pass_bandwidth
     goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
     waits = timeline.makespan - alone.makespan + max(0.0, of_state - update)
-    seconds = Parts(
-        computation=busy - of_layers + float(shared),
-        bubble=alone.makespan - busy,
-        collectives=of_layers + float(apart),
-        update=update,
-    )
+    computation, collectives = busy - of_layers + float(shared), of_layers + float(apart)
+    seconds = Parts(computation=computation, bubble=alone.makespan - busy, collectives=collectives, update=update)
     if goes or of_state:
         seconds = Parts(seconds, host=waits)
     said = f"of {1e3 * (goes + of_state):,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for"

@@ -281,13 +281,9 @@ def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | No
     if chip is not None and chip.clock is not None:
         whole = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
         timeline = whole.timeline
-        slices = {
-            "layers": cycles.of_layers,
-            "bubble": whole.bubble,
-            "between layers": cycles.ticks + cycles.ends,
-            "update": cycles.update,
-            "links": (whole.total - whole.bubble) - (cycles.total - cycles.bubble),
-        }
+        slices = {"layers": cycles.of_layers, "bubble": whole.bubble, "between layers": cycles.ticks + cycles.ends}
+        links = (whole.total - whole.bubble) - (cycles.total - cycles.bubble)
+        slices |= {"update": cycles.update, "links": links}
         seconds = Parts({name: count / chip.clock for name, count in slices.items()})
     cost = replace(predicted.cost, seconds=seconds, timeline=timeline)
     return replace(predicted, cycles=by_kind | others, cost=cost)

@@ -311,13 +311,9 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
     virtual_stages = range(schedule.placement.num_virtual_stages)
     actions = {kind: tuple(_action(step, ticks, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
     others = sum(_turned(loop) for loop in program.inner if loop is not ticks)
-    return StepCycles(
-        actions=actions,
-        ticks=float(step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))),
-        ends=_ends(step, ticks),
-        update=float(program.own + others),
-        timeline=in_time(schedule, Work(actions, [0.0] * len(virtual_stages))),
-    )
+    between = step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))
+    timeline = in_time(schedule, Work(actions, [0.0] * len(virtual_stages)))
+    return StepCycles(actions, float(between), _ends(step, ticks), float(program.own + others), timeline)
 
 
 def _action(step: Step, ticks: Loop, kind: str, virtual_stage: int) -> float:

@@ -29,11 +29,8 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
         held = timeline.in_flight(stage)
         events += [{**counter, "ts": time * scale, "args": {"micro-batches": count}} for time, count in held]
     schedule = timeline.schedule
-    trace = {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"schedule": schedule.name, **schedule.sizes, "bubble_fraction": timeline.bubble_fraction},
-    }
+    others = {"schedule": schedule.name, **schedule.sizes, "bubble_fraction": timeline.bubble_fraction}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
     if path is not None:
         Path(path).write_text(json.dumps(trace))
     return trace

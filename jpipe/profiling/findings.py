@@ -328,12 +328,8 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
         return
     held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
     kept = float((held * by_stage(planner, [cost.residual_bytes for cost in times.kept])).max())
-    yield Finding(
-        f'without recomputation (remat="none") a stage holds up to {bytes_in_words(kept)} of residuals: step '
-        f"{_percent(promise)}",
-        {"remat": "none"},
-        promise,
-    )
+    holds = f"a stage holds up to {bytes_in_words(kept)} of residuals: step {_percent(promise)}"
+    yield Finding(f'without recomputation (remat="none") {holds}', {"remat": "none"}, promise)
 
 
 def _slow_process(processes: Sequence[ProcessTime]) -> Iterator[Finding]:

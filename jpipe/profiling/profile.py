@@ -88,24 +88,15 @@ class Profile:
         return "<br>".join([*(table.html() for table in self._tables()), f"<b>Findings</b><ul>{items}</ul>"])
 
     def _tables(self) -> list[Table]:
-        return [
-            stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes),
-            *([process_table(self.processes)] if self.processes else []),
-            size_table(self.sizes, self.schedule.num_microbatches),
-            self.cost.table(),
-        ]
+        stages = stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes)
+        processes = [process_table(self.processes)] if self.processes else []
+        return [stages, *processes, size_table(self.sizes, self.schedule.num_microbatches), self.cost.table()]
 
     def as_dict(self) -> dict[str, object]:
         """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""
         names = [field.name for field in fields(self) if field.repr and field.name != "cost"]
-        numbers = {
-            "schedule": self.schedule.name,
-            **self.schedule.sizes,
-            "counts": self.partition.counts,
-            "slices": self.slices,
-            "memory": dict(self.memory),
-            **{name: getattr(self, name) for name in names},
-        }
+        numbers = {"schedule": self.schedule.name, **self.schedule.sizes, "counts": self.partition.counts}
+        numbers |= {"slices": self.slices, "memory": dict(self.memory), **{name: getattr(self, name) for name in names}}
         return json.loads(json.dumps(numbers, default=asdict))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -190,15 +181,10 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
 def _measured(facts: PipelineFacts, stages: StageTimes, memory: Parts[int]) -> PipelineFacts:
     """A pipeline's numbers with times and an optimiser's bytes as measured."""
     unit = stages.scaled([MILLISECONDS] * facts.num_stages)
-    return replace(
-        facts,
-        unit="ms",
-        times="Times are measured, of each stage alone.",
-        forward=unit.forward,
-        backward=tuple(map(sum, zip(unit.backward, unit.recompute, strict=True))),
-        recompute=unit.recompute,
-        optimizer=facts.parameters.scaled(memory.optimizer),
-    )
+    backward = tuple(map(sum, zip(unit.backward, unit.recompute, strict=True)))
+    facts = replace(facts, unit="ms", times="Times are measured, of each stage alone.", forward=unit.forward)
+    optimizer = facts.parameters.scaled(memory.optimizer)
+    return replace(facts, backward=backward, recompute=unit.recompute, optimizer=optimizer)
 
 
 def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> None:

@@ -155,17 +155,12 @@ class _Display(Progress):
     """The tasks of now as lines on a console, once the first of them has taken `SHOWN_AFTER`."""
 
     def __init__(self, console: Console):
-        super().__init__(
-            SpinnerColumn("line" if console.options.ascii_only else "dots", style=""),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            _Bar(),
-            _Amount(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            refresh_per_second=8,
-            redirect_stdout=_is_terminal(sys.stdout),  # then what is printed meanwhile goes above the lines
-        )
+        spinner = SpinnerColumn("line" if console.options.ascii_only else "dots", style="")
+        in_line = Column(no_wrap=True, overflow="ellipsis")
+        columns = [spinner, TextColumn("{task.description}", markup=False, table_column=in_line), _Bar(), _Amount()]
+        above = _is_terminal(sys.stdout)  # then what is printed meanwhile goes above the lines
+        shown = {"console": console, "transient": True, "refresh_per_second": 8, "redirect_stdout": above}
+        super().__init__(*columns, TimeElapsedColumn(), **shown)
         self._streams = sys.stdout, sys.stderr
         self._timer = threading.Timer(SHOWN_AFTER, self._begin)
         self._timer.daemon = True

@@ -126,12 +126,8 @@ class StateTree:
             lie_alike = [(k, shape.shape == one.leaves[k].shape) for k, shape in rooms]
             specs.append([one.specs[k] if is_alike else PartitionSpec() for k, is_alike in lie_alike])
             parts.append(tuple(self._parts(v, j) for j in range(len(instances))))
-        storage = build_storage(
-            [[shape for _, shape in rooms] for rooms in self.rooms],
-            [record_type.devices for record_type in types],
-            device_of=range(self.layout.num_stages),
-            specs=specs,
-        )
+        shapes, devices = [[shape for _, shape in rooms] for rooms in self.rooms], [one.devices for one in types]
+        storage = build_storage(shapes, devices, device_of=range(self.layout.num_stages), specs=specs)
         tree = ModelTree(jax.tree.structure(self.shapes), tuple(parts))
         treedefs = tuple(jax.tree.structure([0] * len(rooms)) for rooms in self.rooms)
         return Layout(storage, treedefs, self.layout.users, self.layout.mesh, tree)

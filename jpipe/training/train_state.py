@@ -21,6 +21,9 @@ from jpipe.training.by_slices import initial, updated
 from jpipe.training.optimizers import checked_opt_state, global_norm, skips
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
+Variables = dict[str, StageTree]
+"""All variables, by collection."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -47,10 +50,7 @@ class TrainState:
 
 
 def abstract_state(
-    variables: dict[str, StageTree],
-    tx: optax.GradientTransformation,
-    key: jax.ShapeDtypeStruct,
-    loss: jax.ShapeDtypeStruct,
+    variables: Variables, tx: optax.GradientTransformation, key: jax.ShapeDtypeStruct, loss: jax.ShapeDtypeStruct
 ) -> TrainState:
     """The shapes, dtypes and shardings of a training state, and a check that the optimiser may work on these variables.
 
@@ -74,13 +74,8 @@ def abstract_state(
     shardings = state_shardings(opt_state, params, on_hosts=params.layout.state_on_hosts)
     everywhere = NamedSharding(variables["params"].layout.mesh, PartitionSpec())
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
-        variables=variables,
-        opt_state=jax.tree.map(place, opt_state, shardings),
-        key=place(key, everywhere),
-        tx=tx,
-    )
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(step, variables, jax.tree.map(place, opt_state, shardings), place(key, everywhere), tx)
 
 
 def make_opt_state(tx: optax.GradientTransformation, params: StageTree, shardings: PyTree) -> PyTree:
@@ -152,8 +147,6 @@ def state_shardings(opt_state: Shapes, params: StageTree, *, on_hosts: bool = Fa
 MOST_TRAIN_STEPS = 8
 """How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
 
-Variables = dict[str, StageTree]
-"""All variables, by collection."""
 Metrics = dict[str, jax.Array]
 StepT = TypeVar("StepT")
 """The type of a step as plain data, which is only handed on here."""
