@@ -26,7 +26,7 @@ from axes_traffic import PLACES, Counts, Program, per_step, total
 from common import console, on_cpu, settings, show, tpu_devices
 
 from jpipe.costs.chips import chip_of
-from jpipe.costs.network import Network
+from jpipe.costs.time_model import Network
 from tpu_program import compile_with_text
 
 CHIPS = {

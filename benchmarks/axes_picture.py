@@ -15,9 +15,9 @@ from common import on_cpu
 from matplotlib.axes import Axes
 
 from jpipe.costs.chips import chip_of
-from jpipe.costs.network import Network
+from jpipe.costs.time_model import Network
 from jpipe.forecasting.compiled_program import is_product
-from jpipe.forecasting.waits import turn_in_time
+from jpipe.forecasting.step_cycles import turn_in_time
 from tpu_program import compile_with_text, read
 
 COLOURS = {"product": "#3b6fb6", "other": "#b9c9de", "way": "#e0a030", "wait": "#c0392b"}

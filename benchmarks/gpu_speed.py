@@ -44,7 +44,7 @@ from jpipe.costs.chips import parse_topology
 from jpipe.forecasting.compiled_program import COLLECTIVES, PERMUTE, Loop, host_stops, read, transfers
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run, SlotTable
-from jpipe.seam.absent_cudnn import absent_cudnn
+from jpipe.seam.inside import absent_cudnn
 
 BLOCK = "Block.1"
 COLUMNS = (

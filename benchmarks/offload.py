@@ -20,12 +20,11 @@ from common import Size, batch_shapes, loss_fn, make_layers, mib, on_cpu, settin
 
 import jpipe
 from jpipe.arrays.trees import bytes_of
-from jpipe.costs.chips import parse_topology
-from jpipe.costs.gpus import ABSENT
+from jpipe.costs.chips import ABSENT, parse_topology
 from jpipe.forecasting.compiled_program import HOST_MOVES, Loop, compile_with_text, read, transfers
 from jpipe.forecasting.step_cycles import count_cycles
 from jpipe.planning.step import Step
-from jpipe.seam.absent_cudnn import absent_cudnn
+from jpipe.seam.inside import absent_cudnn
 
 FLAGS = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 """Of XLA for GPUs, which else has two moves under way at a time, and waits for the others."""

@@ -47,7 +47,7 @@ from gpu_program import kernels
 from jpipe.costs.chips import CHIPS, EXAMPLES, Chip, parse_topology
 from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.compiled_program import Loop, Operation, compile_with_text, read
-from jpipe.forecasting.measured_chip import measure_chip
+from jpipe.forecasting.search import measure_chip
 from jpipe.forecasting.step_cycles import count_cycles
 from tpu_program import ARRAY
 

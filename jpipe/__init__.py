@@ -20,9 +20,9 @@ from jpipe.processes.watching import watch
 from jpipe.profiling.profile import Profile, profile
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.published import zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
-from jpipe.schedules.zero_bubble import zero_bubble
 from jpipe.terminal.progress import show_progress
 from jpipe.training.per_layer import per_layer
 from jpipe.training.train_state import TrainState

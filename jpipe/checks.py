@@ -5,19 +5,22 @@ Every error names the offender, its value, what was expected and what to do.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import jax
 import numpy as np
+from flax import serialization
 from jax.core import Tracer
 
-from jpipe.arrays.host import is_apart
+from jpipe.arrays.in_place import is_apart
 from jpipe.arrays.trees import check_same_shapes, check_same_structure
-from jpipe.memory.layout import StageTree, laid_out
+from jpipe.memory.layout import NOT_SAVED, StageTree, laid_out
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, loss_name
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
 from jpipe.schedules.schedule import Schedule
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 from jpipe.training.train_state import TrainState
 from jpipe.types import PyTree
 from jpipe.users_numbers import integer_or_none
@@ -207,3 +210,20 @@ def check_alive(what: str, tree: PyTree) -> None:
                 f"{what}: these arrays were donated to an earlier train_step, and are gone; go on with the state that "
                 "it returned, or keep a copy before a step: jax.tree.map(jnp.copy, state.variables)"
             )
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise TypeError(NOT_SAVED)
+
+
+def refuse_serialization() -> None:
+    """Has Flax's serialisation refuse variables and states, and say what to save instead.
+
+    Variables are laid out over a pipeline's devices, so that their bytes mean nothing to another pipeline. `pickle` is
+    told by `StageTree` itself.
+    """
+    for kind in (StageTree, TrainState):
+        serialization.register_serialization_state(kind, _refuse, _refuse, override=True)

@@ -83,10 +83,8 @@ def _plan(options: argparse.Namespace) -> None:
     layers, loss_fn, batch, tx, *rest = _made(options.model, options.batch)
     kept = {"num_stages": options.stages, "num_microbatches": options.microbatches}
     pinned = {**(rest[0] if rest else {}), **{name: value for name, value in kept.items() if value is not None}}
-    memory = None if options.memory is None else options.memory * GIB
-    print(
-        plan(layers, loss_fn, batch, tx, topology=options.topology, memory=memory, compiled=options.compile, **pinned)
-    )
+    pinned["memory"] = None if options.memory is None else options.memory * GIB
+    print(plan(layers, loss_fn, batch, tx, topology=options.topology, compiled=options.compile, **pinned))
 
 
 def _made(model: str, batch_size: int) -> tuple:

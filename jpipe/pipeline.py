@@ -13,13 +13,12 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jpipe import checks, saving
+from jpipe import checks
 from jpipe.batches import rows
-from jpipe.batches.bare_inputs import default_inputs
 from jpipe.configuration import Agreement
 from jpipe.costs.communication import Communication, communication
-from jpipe.costs.network import rings_of
 from jpipe.costs.out_of_memory import notes_on_room
+from jpipe.costs.time_model import rings_of
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
@@ -44,19 +43,16 @@ from jpipe.planning.request import Options, Request
 from jpipe.planning.step import Step
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.terminal.first_calls import first_call
-from jpipe.terminal.progress import task
+from jpipe.terminal.progress import first_call, task
 from jpipe.terminal.tables import Table, Tabular
-from jpipe.training.train_state import TrainState, abstract_state, make_opt_state, state_to_place
-from jpipe.training.train_step import TrainSteps, Variables
+from jpipe.training.train_state import TrainState, TrainSteps, Variables, abstract_state, make_opt_state, state_to_place
 from jpipe.types import Batch, Leaf, PyTree
-from jpipe.view.facts import facts_of
-from jpipe.view.page import Page, show
+from jpipe.view.page import Page, facts_of, show
 
 if TYPE_CHECKING:
     from jpipe.profiling.gradient_check import GradientCheck
 
-saving.register()
+checks.refuse_serialization()
 
 
 class Pipeline(Tabular):
@@ -138,7 +134,7 @@ class Pipeline(Tabular):
         loss_over: str | None = None,
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        whole, inputs = as_whole(layers), inputs or default_inputs
+        whole, inputs = as_whole(layers), inputs or rows.default_inputs
         layers = () if whole is not None else as_layers(layers)
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}

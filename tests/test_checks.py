@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import serialization
 
 import jpipe
 from jpipe.checks import (
@@ -14,7 +15,10 @@ from jpipe.checks import (
     check_is_variables,
     check_key,
     check_variables,
+    refuse_serialization,
 )
+from jpipe.memory.layout import StageTree
+from jpipe.training.train_state import TrainState
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
@@ -87,3 +91,14 @@ def test_donated_arrays():
     array.delete()
     with pytest.raises(ValueError, match=r"state: these arrays were donated .* go on with the state that it returned"):
         check_alive("state", {"a": array})
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [StageTree, TrainState])
+def test_flax_refuses_and_names_the_remedy(kind):
+    refuse_serialization()  # again: it replaces what it registered
+    for call in (serialization.to_state_dict, lambda target: serialization.from_state_dict(target, {})):
+        with pytest.raises(TypeError, match=r"save tree = jax\.device_get\(pipe\.model_variables\(variables\)\)"):
+            call(kind.__new__(kind))

@@ -1,4 +1,4 @@
-"""Names the leaves of pytrees, and compares pytrees with expected ones; errors name the first leaf that differs."""
+"""Names the leaves of pytrees, compares pytrees with expected ones, and decides on the dtypes of leaves."""
 
 from __future__ import annotations
 
@@ -80,3 +80,17 @@ def check_same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
 def bytes_of(tree: PyTree) -> int:
     """The bytes of a pytree's arrays, or of arrays of such shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+def is_float(leaf: Leaf) -> bool:
+    """Whether a leaf (an array, or its shape and dtype) is floating-point or complex: then it has gradients."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which values of `dtype` are summed: float32 for narrower floats, `dtype` itself for all others."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    return np.dtype(np.float32) if narrow else dtype

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TypeVar
 
 import jax
@@ -13,23 +16,58 @@ import numpy as np
 import optax
 from etils import epath
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 
 from jpipe import __version__
 from jpipe.batches.rows import on_all
 from jpipe.checkpoints import files
 from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
-from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, PathLeaf, first_difference, named_trees
-from jpipe.checkpoints.refreezing import origin_of
-from jpipe.checkpoints.transfer import read_all, take_all
+from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, PathLeaf, first_difference, own_trees
+from jpipe.checkpoints.files import origin_of, read_all, take_all
 from jpipe.checks import check_state, check_variables
 from jpipe.pipeline import Pipeline
-from jpipe.processes.preemption import Preemption
 from jpipe.seam.runtime import before_threads_end
-from jpipe.terminal.notices import warn_user
-from jpipe.terminal.progress import in_units, task
+from jpipe.terminal.progress import in_units, task, warn_user
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
 from jpipe.users_numbers import as_integer
+
+
+class Preemption:
+    """A context in which SIGTERM doesn't end the process but is noted.
+
+    In a cluster JAX's preemption service notes it, from `jpipe.initialize` on, and tells all processes. Elsewhere a
+    signal handler notes it, if this is the main thread; it also calls the handler that was there before.
+    """
+
+    def __init__(self) -> None:
+        self._told, self._at_exit = False, ExitStack()
+
+    def __enter__(self) -> Preemption:
+        if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGTERM)
+
+            def note(number: int, frame: FrameType | None) -> None:
+                self._told = True
+                if callable(before):
+                    before(number, frame)
+
+            signal.signal(signal.SIGTERM, note)
+            self._at_exit.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._at_exit.close()
+
+    def reached(self, step: int) -> bool:
+        """Whether the job was told to end: in a cluster at the same step in all processes, which all have to ask."""
+        if jax.distributed.is_initialized():
+            return bool(multihost_utils.reached_preemption_sync_point(step))
+        return self._told
+
+
+# --- the end of a job -------------------------------------------------------------------------------------------------
+
 
 Value = TypeVar("Value")
 
@@ -165,13 +203,8 @@ class Checkpointer:
                 f"{self.directory} holds a checkpoint of step {newest}, and this state is of step {step}; go on from "
                 "that one (restore), or save to another directory"
             )
-        about = {
-            "jpipe": __version__,
-            "step": step,
-            "random_keys": {"/".join(path): _key_to_json(key) for path, key in contents.random_keys.items()},
-            "position": encoded,
-            **contents.description(),
-        }
+        keys = {"/".join(path): _key_to_json(key) for path, key in contents.random_keys.items()}
+        about = {"jpipe": __version__, "step": step, "random_keys": keys, "position": encoded, **contents.description()}
         what, size = f"saving step {step}", contents.num_bytes
         with self._with_what_is_left(what), task(what, total=size, unit="bytes") as advance:
             named = take_all(contents, advance)
@@ -198,10 +231,9 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            self._done.intersection_update(
-                files.listed(self.directory)
-            )  # a step that wasn't written may be saved again
-            whole = max((s for s in files.listed(self.directory) if s not in self._damaged), default=None)
+            listed = files.listed(self.directory)
+            self._done.intersection_update(listed)  # a step that wasn't written may be saved again
+            whole = max((s for s in listed if s not in self._damaged), default=None)
             rest = "there is no other checkpoint" if whole is None else f"the checkpoint of step {whole} is whole"
             raise RuntimeError(
                 f"{what} in {self.directory} failed: {error}; {rest}, and the state in memory is as it was"
@@ -327,7 +359,7 @@ def _loaded(directory: str | os.PathLike[str], step: int | None, item: str) -> l
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == item}
         with task(f"reading the {item} of step {step}"):
             arrays = files.read_arrays(path / str(step), wanted)
-        return [jax.tree.map(lambda leaf: _array_of(leaf, arrays), tree) for tree in named_trees(about)]
+        return [jax.tree.map(lambda leaf: _array_of(leaf, arrays), tree) for tree in own_trees(about)]
 
     return _newest(path, steps if step is None else [step], read)[1]
 

@@ -49,10 +49,8 @@ def _key_to_json(path: tuple[str, ...], key: PathKey) -> str | int | float | boo
     """Returns a dict's key itself, and for another container the field's name; `path` leads to the container."""
     value = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
     if type(value) not in (str, int, float, bool):
-        raise TypeError(
-            f"a dict at {'/'.join(path) or 'the root'} has the key {value!r}; in a checkpoint keys are strings or "
-            "numbers"
-        )
+        where = f"a dict at {'/'.join(path) or 'the root'}"
+        raise TypeError(f"{where} has the key {value!r}; in a checkpoint keys are strings or numbers")
     return value
 
 

@@ -85,7 +85,7 @@ class NamedRecord:
 
     def part(self, item: str) -> NamedRecord:
         """The record with the trees of `LAYERS` or of `OPTIMIZER` alone."""
-        return replace(self, shapes=trees_of(item, self.shapes))
+        return replace(self, shapes=of_item(item, self.shapes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,9 +175,7 @@ class Contents:
                 # An optimiser may keep other dtypes than the parameters'.
                 dtypes = [tree[buffer].dtype for buffer in tree.layout.storage.record_types[v].buffers]
                 pairs = zip(leaves["/".join(path)], dtypes, strict=True)
-                structs = [
-                    scattered.leaf.update(dtype=dtype, sharding=scattered.sharding) for scattered, dtype in pairs
-                ]
+                structs = [lies.leaf.update(dtype=dtype, sharding=lies.sharding) for lies, dtype in pairs]
                 shapes["/".join(path)] = dict(zip(self._paths(path, v, j, users[0]), structs, strict=True))
             records.append(NamedRecord(v, j, users, shapes))
         return records
@@ -233,9 +231,8 @@ class Contents:
             tree = variables.layout.model_tree
             assert tree is not None
             last = {part[0]: part[1] for part in sorted(chain.from_iterable(chain.from_iterable(tree.parts)))}
-            leaves = [
-                PathLeaf((MODEL, name, *path), tuple(i + 1 for i in last[n])) for n, path in enumerate(tree.paths)
-            ]
+            stacked = [tuple(i + 1 for i in last[n]) for n in range(len(tree.paths))]
+            leaves = [PathLeaf((MODEL, name, *path), counts) for path, counts in zip(tree.paths, stacked, strict=True)]
             trees[name] = jax.tree.unflatten(tree.treedef, leaves)
         trees = {name: tree for name, tree in trees.items() if name in self.cut.whole.unboxed}
         item = containers_to_json(layer.to_item(trees), lambda _, leaf: [list(leaf.path), list(leaf.stacked)])
@@ -264,7 +261,7 @@ def _records_of(layouts: tuple[tuple[str, Layout], ...]) -> Records:
     return Records(dict(layouts))
 
 
-def trees_of(item: str, by_tree: Mapping[str, Value]) -> dict[str, Value]:
+def of_item(item: str, by_tree: Mapping[str, Value]) -> dict[str, Value]:
     """The values that belong to trees of an item, `LAYERS` or `OPTIMIZER`."""
     return {name: value for name, value in by_tree.items() if name.startswith(f"{item}/")}
 
@@ -305,18 +302,13 @@ class PathLeaf:
         return [(*self.path, *map(str, indices)) for indices in product(*map(range, self.stacked))]
 
 
-def named_trees(description: Json) -> list[PyTree]:
+def own_trees(description: Json) -> list[PyTree]:
     """Each layer's own tree, or the tree of a model that is one module, of the paths of its arrays."""
     if "model" in description:
         leaf_of = lambda encoded: PathLeaf(*map(tuple, encoded))
         return [containers_from_json(description["model"]["item"], leaf_of)]
     leaf_of = lambda path: PathLeaf(tuple(path))
     return [containers_from_json(layer["item"], leaf_of) for layer in description["layers"]]
-
-
-def parameter_of(path: Path) -> tuple[str, str, Path]:
-    """(Its layer, empty in a model that is one module; its collection; its path there) of an array of the model."""
-    return ("", path[1], path[2:]) if path[0] == MODEL else (path[1], path[2], path[3:])
 
 
 def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | None:

@@ -1,16 +1,28 @@
-"""Reads and writes checkpoints as files: one directory for each step, by orbax.
+"""Reads and writes checkpoints as files, part by part: one directory for each step, by orbax.
 
 A step's directory has an item `layers`, or `model` if that is one module, and an item `optimizer`, trees of arrays in
 orbax's own format, and `about`, JSON: the format's version, the step, the random key, the position in the data, and the
 names and shapes of all arrays.
+
+A pipeline may freeze other parameters than the checkpoint's (`jpipe.freeze`: gradual unfreezing). A layer's own tree,
+or the model's if it is one module, is the same, frozen or not, so its two descriptions pair the parameters. The
+optimiser's arrays for a parameter have the parameter's name, so that names pair them too. Three parameters, where
+frozen ones have no moments:
+
+    checkpoint                    pipeline
+    params/a   mu/a      ->       params/a   mu/a      as saved
+    frozen/b             ->       params/b   mu/b      the value as saved, mu/b of a new state (`Origin.fresh`)
+    params/c   mu/c      ->       frozen/c             the value as saved
 """
 
 from __future__ import annotations
 
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
@@ -20,9 +32,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jpipe.checkpoints.containers import Json
-from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Named
+from jpipe.arrays.in_place import HOST
+from jpipe.checkpoints.containers import Json, name_of
+from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Contents, Named, NamedRecord, Path, of_item, own_trees
+from jpipe.memory.host_slices import zeros_like
+from jpipe.memory.layout import StageTree
+from jpipe.memory.records import Arrays
+from jpipe.memory.storage import Buffers
 from jpipe.seam.runtime import may_pass
+from jpipe.terminal.progress import task
+from jpipe.training.train_state import make_opt_state
 
 FORMATS = {"layers": 1, "model": 2}
 """The versions of the format: a jpipe that reads only the first reads lists of layers alone."""
@@ -54,11 +73,8 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
     """
     try:
         _check_shared(directory)
-        return ocp.CheckpointManager(
-            directory,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
-            item_names=(LAYERS, MODEL, OPTIMIZER, ABOUT),
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        return ocp.CheckpointManager(directory, options=options, item_names=(LAYERS, MODEL, OPTIMIZER, ABOUT))
     except (OSError, RuntimeError) as error:
         raise OSError(
             f"checkpoints can't be written to {directory}: {error}; choose another directory (jpipe.load_layers reads "
@@ -225,3 +241,226 @@ def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:
             (directory / str(step)).rename(target)
 
     first_does(rename)
+
+
+# --- frozen parameters ------------------------------------------------------------------------------------------------
+
+
+PARAMS = "params"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Says which array of a checkpoint each array of a state is.
+
+    Attributes:
+      names: path in the state -> path in the checkpoint, of each parameter that is frozen in one of the two alone.
+      fresh: arrays of the optimiser for parameters that were frozen: they are those of a new state.
+      dropped: arrays of the checkpoint's optimiser for parameters that are frozen now.
+    """
+
+    names: dict[Path, Path]
+    fresh: frozenset[Path]
+    dropped: frozenset[Path]
+
+    def renamed(self, saved: Json, wanted: Json) -> Json:
+        """The checkpoint's description as if it had frozen the same parameters as the pipeline.
+
+        Args:
+          saved: the checkpoint's description.
+          wanted: the pipeline's description.
+        """
+        state_names = {saved_name: name for name, saved_name in self.names.items()}
+        arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
+        kept = [[list(state_names.get(path, path)), *rest] for path, *rest in arrays if path not in self.dropped]
+        return saved | {"arrays": kept + [array for array in wanted["arrays"] if tuple(array[0]) in self.fresh]}
+
+
+def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
+    """Finds where a state's arrays come from.
+
+    Args:
+      saved: the checkpoint's description.
+      wanted: the pipeline's description.
+      contents: the names and places of the arrays of the pipeline's state.
+
+    Raises:
+      ValueError: an array of the optimiser can't be told apart by parameters; it is named.
+    """
+    names = _renamed_parameters(saved, wanted)
+    changed = {parameter_of(path)[0] for path in names}
+    collections = {parameter_of(path)[1] for pair in names.items() for path in pair}
+    parameters = _parameters(contents, collections)
+    there, here = ({tuple(path): shape for path, _, shape in description["arrays"]} for description in (saved, wanted))
+    fresh, dropped = set(), set()
+    for path, shape in (there | here).items():
+        layer = next((name for name in ("", *path) if name in changed), None)
+        if path[0] != OPTIMIZER or layer is None:
+            continue
+        # An array of the optimiser for a parameter has its name at the end of its path; the longest such name counts. A
+        # parameter that is all of its layer has an empty name: arrays of its shape belong to it.
+        named = {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape}
+        ends = [keys for keys in named if path[len(path) - len(keys) :] == keys]
+        owner = named[max(ends, key=len)] if ends else None
+        if owner is None:
+            trained = sum(math.prod(here[p]) for p in parameters[layer].values() if parameter_of(p)[1] == PARAMS)
+            # An array with a name of its own, such as a count, belongs to no parameter, unless it is as long as all of
+            # the layer's parameters together. A whole model's optimiser names all that belongs to parameters.
+            is_told = not layer or (not path[-1].isdigit() and (not shape or math.prod(shape) != trained))
+        else:
+            trains = [parameter_of(p)[1] == PARAMS for p in (owner, names.get(owner, owner))]
+            is_told = all(it_trains or path not in has for it_trains, has in zip(trains, (here, there), strict=True))
+        if not is_told:
+            one = next(p for p in names if parameter_of(p)[0] == layer)
+            raise ValueError(
+                f"{'/'.join(path)} belongs to no single parameter by its name, while {layer} had other parameters "
+                f"frozen in the checkpoint ({'/'.join(one[2:])} is one that changed), so what the optimiser kept can't "
+                "be told apart; freeze the same parameters"
+            )
+        if owner in names:
+            (fresh if path in here else dropped).add(path)
+    return Origin(names, frozenset(fresh), frozenset(dropped))
+
+
+def _renamed_parameters(saved: Json, wanted: Json) -> dict[Path, Path]:
+    """The parameters that one of the two alone froze: path in the pipeline -> path in the checkpoint."""
+    names = {}
+    for trees in zip(own_trees(wanted), own_trees(saved), strict=False):  # `first_difference` compares the counts
+        if jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
+            for pair in zip(*map(jax.tree.leaves, trees), strict=True):
+                (layer, collection, _), (other, another, _) = (parameter_of(leaf.path) for leaf in pair)
+                if layer == other and collection != another:
+                    names |= zip(pair[0].paths, pair[1].paths, strict=False)
+    return names
+
+
+def parameter_of(path: Path) -> tuple[str, str, Path]:
+    """(Its layer, empty in a model that is one module; its collection; its path there) of an array of the model."""
+    return ("", path[1], path[2:]) if path[0] == MODEL else (path[1], path[2], path[3:])
+
+
+def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Path, Path]]:
+    """The paths of each layer's parameters, by their names in an optimiser's tree, with metadata boxes.
+
+    Args:
+      contents: the names and places of the arrays of the pipeline's state.
+      collections: the collection of trained parameters and that of frozen ones.
+    """
+    by_layer = {}
+    for record in contents.each_record:
+        if contents.cut is not None:
+            paths = [path for name in collections for path in record.shapes.get(f"{LAYERS}/{name}", ())]
+            by_layer.setdefault("", {}).update((parameter_of(path)[2], path) for path in paths)
+            continue
+        names = by_layer.setdefault(contents.layer_name(record.users[0]), {})
+        for collection in sorted(collections, key=PARAMS.__eq__):  # where names are the same, the trained one counts
+            if shapes := record.shapes.get(f"{LAYERS}/{collection}"):
+                treedef = contents.state.variables[collection].layout.treedefs[record.record_type]
+                numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+                keys = [tuple(map(name_of, path)) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+                names |= dict(zip(keys, shapes, strict=True))
+    return by_layer
+
+
+# --- devices, hosts and files -----------------------------------------------------------------------------------------
+
+
+AT_ONCE = 1 / 8
+"""How much of the state is copied at a time, as a share, when it is saved or restored."""
+
+
+def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
+    """Copies all arrays, by path, to the memory of the hosts, split as on the devices.
+
+    The devices hold a second copy of only `AT_ONCE` of the state at a time.
+
+    Args:
+      contents: the names and places of the state's arrays.
+      advance: is told how many bytes were copied.
+    """
+    named = {path: _to_host(jnp.copy(leaf)) for path, leaf in contents.without_layer.items()}
+    arrays = contents.arrays
+    for portion in _portions(contents.each_record):
+        for record in portion:
+            leaves = contents.records.take(arrays, record.record_type, record.record)
+            for name, shapes in record.shapes.items():
+                stored = zip(shapes, leaves[name], strict=True)
+                named |= {path: _to_host(leaf) for path, leaf in stored if path in record.named}
+        jax.block_until_ready([named[path] for record in portion for path in record.named])
+        advance(sum(record.num_bytes for record in portion))
+    return named
+
+
+def _to_host(leaf: jax.Array) -> jax.Array:
+    """Puts an array into the memory of its devices' hosts: while it is written it takes no room on the devices."""
+    has_room = any(memory.kind == HOST for memory in jax.local_devices()[0].addressable_memories())
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)) if has_room else leaf
+
+
+def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple[Arrays, Named]:
+    """Returns (new buffers with each layer's arrays, the arrays that belong to no layer, by path).
+
+    Args:
+      directory: the directory of a step.
+      contents: the names and places of a state's arrays, as shapes.
+      origin: which arrays of the checkpoint they are. Fresh arrays are made from the parameters, once these are read.
+    """
+    with task(f"restoring step {directory.name}", total=contents.num_bytes, unit="bytes") as advance:
+
+        def read(shapes: Named) -> Named:
+            """Reads those of the state's arrays that aren't fresh; each process reads its own parts."""
+            saved_names = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
+            wanted = {name: shapes[path] for path, name in saved_names.items()}
+            arrays = if_all_can(lambda: read_arrays(directory, wanted))
+            return {path: arrays[name] for path, name in saved_names.items()}
+
+        def fill(arrays: Arrays, records: list[NamedRecord]) -> Arrays:
+            """Reads the arrays of some records into buffers, a portion at a time; fresh arrays stay as they are.
+
+            The buffers are donated. If there are none yet, they are made once the first portion could be read.
+            """
+            for portion in _portions(records):
+                named = read({path: shape for record in portion for path, shape in record.named.items()})
+                arrays = arrays or jax.tree.map(zeros_like, contents.arrays)
+                for record in portion:
+                    place = record.record_type, record.record
+                    if not all(path in named for shapes in record.shapes.values() for path in shapes):
+                        old = contents.records.take(arrays, *place)
+                        for name, shapes in record.shapes.items():
+                            named = dict(zip(shapes, old[name], strict=True)) | named
+                    new = {name: [named[path] for path in shapes] for name, shapes in record.shapes.items()}
+                    arrays = contents.records.put(arrays, *place, new)
+                advance(sum(record.num_bytes for record in portion))
+            return arrays
+
+        named = read(contents.without_layer)
+        if not origin.fresh:
+            return fill({}, contents.each_record), named
+        arrays = fill({}, [record.part(LAYERS) for record in contents.each_record])
+        layers = of_item(LAYERS, arrays)
+        del arrays  # the room of the optimiser's arrays is given back before new ones are made
+        arrays = layers | _new_state(contents, layers[f"{LAYERS}/params"])
+        return fill(arrays, [record.part(OPTIMIZER) for record in contents.each_record]), named
+
+
+def _new_state(contents: Contents, params: Buffers) -> Arrays:
+    """Makes the buffers of a new optimiser's state for these parameters."""
+    state = contents.state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+    tree = StageTree(params, state.variables["params"].layout)
+    opt_state = make_opt_state(state.tx, tree, shardings)
+    new = Contents(contents.model, state.replace(opt_state=opt_state))
+    return of_item(OPTIMIZER, new.arrays)
+
+
+def _portions(records: list[NamedRecord]) -> list[list[NamedRecord]]:
+    """Cuts records into runs of about `AT_ONCE` of their bytes each."""
+    total = sum(record.num_bytes for record in records)
+    portions, room = [], 0.0
+    for record in records:
+        if not portions or record.num_bytes > room:
+            portions.append([])
+            room = AT_ONCE * total
+        portions[-1].append(record)
+        room -= record.num_bytes
+    return portions

@@ -1,4 +1,9 @@
-"""A table of chips (speeds, memory, links), and slices of them, by names such as "v5e:4x4"."""
+"""A table of chips (speeds, memory, links), and slices of them, by names such as "v5e:4x4".
+
+GPUs are described to their compiler, which compiles for a GPU whether or not it is there. The description is a
+`GpuTargetConfigProto` as text. The numbers are those of OpenXLA's own files, at `xla/backends/gpu/target_config/specs`
+in its repository: a device says them of itself.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,81 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from jpipe.costs.gpus import A100, B200, H100, H200, Gpu
 from jpipe.seam.runtime import register_gpu_compiler
 from jpipe.types import Device
+
+ABSENT: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+"""The compiler's option for a GPU that isn't there: it would time kernels on it."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The properties of a GPU that its compiler asks for, as the device says them of itself.
+
+    Attributes:
+      kind: what JAX calls it.
+      capability: its CUDA compute capability, (major, minor).
+      multiprocessors: streaming multiprocessors.
+      cores: CUDA cores of a multiprocessor.
+      clock: cycles/s.
+      memory: bytes.
+      memory_bandwidth: bytes/s.
+      cache: bytes of the L2 cache.
+      shared_memory: bytes of a multiprocessor's shared memory; a block may have all but `reserved`.
+      reserved: bytes of it that the system keeps for each block.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    cores: int
+    clock: float
+    memory: int
+    memory_bandwidth: int
+    cache: int
+    shared_memory: int
+    reserved: int = 1024
+
+    @property
+    def description(self) -> str:
+        """The description, as the compiler reads it."""
+        major, minor = self.capability
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024
+              threads_per_warp: 32
+              shared_memory_per_block: 49152
+              shared_memory_per_block_optin: {self.shared_memory - self.reserved}
+              shared_memory_per_core: {self.shared_memory}
+              threads_per_core_limit: 2048
+              core_count: {self.multiprocessors}
+              fpus_per_core: {self.cores}
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+              memory_bandwidth: {self.memory_bandwidth}
+              l2_cache_size: {self.cache}
+              clock_rate_ghz: {self.clock / 1e9}
+              device_memory_size: {self.memory}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              registers_per_core_limit: 65536
+              registers_per_block_limit: 65536
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 8 }}
+            device_description_str: "{self.kind}"
+        """
+
+
+_HOPPER = {"capability": (9, 0), "multiprocessors": 132, "cores": 128, "clock": 1.98e9, "cache": 52428800}
+
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41e9, 85100068864, 2039040000000, 41943040, 167936)
+H100 = Gpu("NVIDIA H100 80GB HBM3", memory=84942979072, memory_bandwidth=3352320000000, shared_memory=233472, **_HOPPER)
+H200 = Gpu("NVIDIA H200", memory=151397597184, memory_bandwidth=4800000000000, shared_memory=233472, **_HOPPER)
+B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965e9, 191514411008, 7672320000000, 132644864, 233472)
+
+# --- chips ------------------------------------------------------------------------------------------------------------
+
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
 DOCUMENTATION = "Cloud TPU documentation, system architecture of the version"
@@ -114,26 +191,20 @@ class Chip:
 LINK = "How to Scale Your Model, 'TPU specs': typically 15 GB/s a chip"
 DGX = "NVIDIA's DGX systems in MLPerf inference 4.1, DGX B200 user guide: 2 TB of 8 GPUs. PCI Express x16, its peak"
 TPU_V2_HOST = Host(7.5e9, 334 * GB // 8, f"{LINK}: of two cores; v2 assumed alike. gpuhunt (dstack): 334 GB of 8 cores")
-DGX_H100 = Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")
 HOSTS = {
-    "v2": TPU_V2_HOST,
-    "v3": TPU_V2_HOST,
+    **dict.fromkeys(("v2", "v3"), TPU_V2_HOST),
     "v4": Host(15e9, 512 * GB // 8, f"{LINK}. MLPerf training 0.7, tpu-v4-16: 512 GB of 8 chips; no VM type was found"),
     "v5e": Host(15e9, 192 * GB // 4, f"{LINK}. {DOCUMENTATION}, ct5lp-hightpu-4t: 192 GB of 4 chips"),
     "v5p": Host(15e9, 448 * GB // 4, f"{LINK}. {DOCUMENTATION}, properties of a host: 448 GB of 4 chips"),
     "v6e": Host(32e9, 720 * GB // 4, f"{LINK}, v6e 32 GB/s. MLPerf inference 4.1, tpu-v6-4: 720 GB of 4 chips"),
     "a100": Host(31.5e9, 2000 * GB // 8, f"{DGX}, generation 4; 8 GPUs have four switches, and may get less"),
-    "h100": DGX_H100,
-    "h200": DGX_H100,
-    "b200": DGX_H100,
+    **dict.fromkeys(("h100", "h200", "b200"), Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")),
 }
 """The hosts of the chips."""
 RINGS = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16, "a100": 0, "h100": 0, "h200": 0, "b200": 0}
 """`Chip.ring`, by How to Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
-CUBES = {"v4", "v5p"}
-"""The chips with `Chip.in_cubes`."""
 CHIPS = {
-    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS[chip.name], in_cubes=chip.name in CUBES)
+    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS[chip.name], in_cubes=chip.name in ("v4", "v5p"))
     for chip in [
         Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
         Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
@@ -203,9 +274,8 @@ class Topology:
         """
         if self.chip.gpu is not None:
             if not _cuda_versions():
-                raise ImportError(
-                    f"topology='{self}' needs the GPU compiler; pip install 'jpipe[gpu-compiler]' (Linux)"
-                )
+                remedy = "pip install 'jpipe[gpu-compiler]' (Linux)"
+                raise ImportError(f"topology='{self}' needs the GPU compiler; {remedy}")
             hosts, number = (1, *self.shape)[-2:]
             where = {"platform": "cuda", "target_config": self.chip.gpu.description, "topology": f"1x{hosts}x{number}"}
         else:
@@ -217,10 +287,8 @@ class Topology:
         try:
             return _devices(**where)
         except Exception as error:  # its type differs by what is wrong
-            compiler = "TPU" if self.chip.gpu is None else "GPU"
-            raise ValueError(
-                f"the {compiler} compiler refuses topology='{self}': {str(error).splitlines()[0]}"
-            ) from error
+            compiler, why = "TPU" if self.chip.gpu is None else "GPU", str(error).splitlines()[0]
+            raise ValueError(f"the {compiler} compiler refuses topology='{self}': {why}") from error
 
 
 def _devices(platform: str, **where: str) -> list[Device]:

@@ -10,13 +10,12 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe.costs.chips import chip_of
-from jpipe.costs.holdings import holdings
-from jpipe.costs.memory_model import predict_host_memory, predict_memory
+from jpipe.costs.memory_model import holdings, predict_host_memory, predict_memory
 from jpipe.model.remat import MODES
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request
 from jpipe.seam.runtime import found_no_room
-from jpipe.terminal.first_calls import is_traced
+from jpipe.terminal.progress import is_traced
 from jpipe.terminal.tables import bytes_in_words
 from jpipe.types import Batch, PyTree
 

@@ -27,8 +27,7 @@ from jpipe.costs.chips import Chip
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.jaxprs.flops import flops_of
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS
+from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 
 PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call"])
 _FUSED = ELEMENTWISE | MOVES
@@ -133,11 +132,8 @@ class _Kernels:
         parts = {root for root, v in operands if v in self.parts}
         again = {root for root, _ in operands if parts and root not in parts and root in self.read}
         self.read |= {root for root, _ in operands if root not in parts}
-        read = sum(
-            min(_size(root), _size(v)) * _itemsize(root)
-            for root, v in operands
-            if root not in again and not self._on_chip(root)
-        )
+        fetched = [(root, v) for root, v in operands if root not in again and not self._on_chip(root)]
+        read = sum(min(_size(root), _size(v)) * shapes_of([root])[0].dtype.itemsize for root, v in fetched)
         written = sum(_bytes(v) for v in equation.outvars if not self._on_chip(v))
         self.seconds += _product_flops(equation, self.chip) / self.chip.flops
         self.seconds += (read + written) / self.chip.pass_bandwidth
@@ -259,7 +255,3 @@ def _size(v: Var | Literal) -> int:
 
 def _bytes(v: Var | Literal) -> int:
     return bytes_of(shapes_of([v]))
-
-
-def _itemsize(v: Var | Literal) -> int:
-    return shapes_of([v])[0].dtype.itemsize

@@ -8,7 +8,7 @@ from typing import overload
 
 import jax
 
-from jpipe.batches.bare_inputs import default_inputs
+from jpipe.batches.rows import default_inputs
 from jpipe.cutting.module import make_whole
 from jpipe.cutting.whole import cut_model
 from jpipe.jaxprs.flops import count_flops

@@ -19,10 +19,9 @@ from itertools import compress
 from typing import NamedTuple
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import equations_in
 from jpipe.seam.inside import scan_counts
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
-from jpipe.seam.primitives import PLAIN_CALLS
+from jpipe.seam.primitives import PLAIN_CALLS, ClosedJaxpr, JaxprEqn
 
 MOST_TRIPS = 1024
 """A scan of more trips is one over time or over an image's rows, not over blocks."""

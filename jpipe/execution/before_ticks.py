@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import is_float
 from jpipe.jaxprs.tracing import replay
 from jpipe.mesh.on_stages import shapes_only
 from jpipe.model.loss import TracedLoss

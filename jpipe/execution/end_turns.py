@@ -21,9 +21,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.dtypes import is_float
-from jpipe.arrays.indexing import Index
-from jpipe.arrays.loops import Carry, when
+from jpipe.arrays.in_place import Carry, Index, when
+from jpipe.arrays.trees import is_float
 from jpipe.execution.stage import BackwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job, Turn
 from jpipe.memory.boundaries import Boundaries

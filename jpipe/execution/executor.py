@@ -46,9 +46,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.dtypes import accumulator_dtype
-from jpipe.arrays.indexing import Index, put_row, take_row
-from jpipe.arrays.loops import when
+from jpipe.arrays.in_place import Index, put_row, take_row, when
+from jpipe.arrays.trees import accumulator_dtype
 from jpipe.execution import end_turns, host_moves
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
-from jpipe.arrays.loops import when
+from jpipe.arrays.in_place import when
 from jpipe.execution.stage import Stage, TickCarry
 from jpipe.memory.away import AwayRow
 from jpipe.memory.storage import Buffers

@@ -13,10 +13,10 @@ from typing import NoReturn
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.dtypes import accumulator_dtype
-from jpipe.arrays.indexing import Index
-from jpipe.batches.microbatches import split_microbatches
+from jpipe.arrays.in_place import Index
+from jpipe.arrays.trees import accumulator_dtype
 from jpipe.batches.outputs import join_microbatches
+from jpipe.batches.rows import split_microbatches
 from jpipe.execution.before_ticks import known_to_loss, loss_at_once
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.shared_weights import send_shared
@@ -35,7 +35,7 @@ from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.narrow_weights import narrow_dtypes
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
-from jpipe.terminal.first_calls import compiles
+from jpipe.terminal.progress import compiles
 from jpipe.types import Batch, PyTree
 
 

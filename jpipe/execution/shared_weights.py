@@ -9,8 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.indexing import Index
-from jpipe.arrays.loops import when
+from jpipe.arrays.in_place import Index, when
 from jpipe.execution.stage import BackwardWork, Stage
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS

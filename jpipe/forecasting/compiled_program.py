@@ -99,10 +99,8 @@ class Loop:
     @property
     def has_products(self) -> bool:
         """Whether products are computed in it, in a loop inside or in a branch."""
-        inner = itertools.chain(self.inner, *self.branches)
-        return any(is_product(each, self.computations) for each in self.operations) or any(
-            loop.has_products for loop in inner
-        )
+        inner = any(loop.has_products for loop in itertools.chain(self.inner, *self.branches))
+        return inner or any(is_product(each, self.computations) for each in self.operations)
 
 
 @dataclass(frozen=True)
@@ -226,9 +224,8 @@ def _loop(computations: dict[str, list[Operation]], body: str, scope: str) -> Lo
             trips = _trips(condition) if counted is None else counted
             inner.append(replace(_loop(computations, name, operation.op_name), trips=trips, counted=counted))
         elif operation.opcode == "conditional":
-            called = re.search(
-                r"branch_computations=\{[^}]*|true_computation=.*false_computation=[^,]*", operation.line
-            )
+            words = r"branch_computations=\{[^}]*|true_computation=.*false_computation=[^,]*"
+            called = re.search(words, operation.line)
             assert called is not None
             names = re.findall(r"%([\w.\-]+)", called[0])
             branches.append([_loop(computations, name, operation.op_name) for name in names])

@@ -15,17 +15,14 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from jpipe.batches.microbatches import cut_for_evaluation
-from jpipe.costs.chips import DEFAULT, FRACTION, Chip, chip_of, parse_topology
+from jpipe.batches.rows import cut_for_evaluation
+from jpipe.costs.chips import ABSENT, DEFAULT, FRACTION, Chip, chip_of, parse_topology
 from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
-from jpipe.costs.gpus import ABSENT
-from jpipe.costs.holdings import on_device
-from jpipe.costs.network import Network
+from jpipe.costs.memory_model import on_device
 from jpipe.costs.step_cost import Parts, StepCost
-from jpipe.costs.time_model import predict_time
+from jpipe.costs.time_model import Network, predict_time
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read
-from jpipe.forecasting.step_cycles import count_cycles
-from jpipe.forecasting.waits import with_waits
+from jpipe.forecasting.step_cycles import count_cycles, with_waits
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline
@@ -251,24 +248,22 @@ def _is_absent(device: Device) -> bool:
     return device not in jax.devices()
 
 
-def _on_gpus(
-    predicted: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip
-) -> Forecast:
+def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip) -> Forecast:
     """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
-    device, held = pipe.mesh.devices.flat[0], predicted.cost.bytes
+    device, held = pipe.mesh.devices.flat[0], known.cost.bytes
     room = chip.room if _is_absent(device) else (device.memory_stats() or {}).get("bytes_limit", chip.room)
     if held.total > room:
         used, most = bytes_in_words(held.total), bytes_in_words(room)
         message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
         rest = held.total - held.temporaries
-        return replace(predicted, fits=False, message=message, advice=_advice(pipe, rest, held.temporaries))
+        return replace(known, fits=False, message=message, advice=_advice(pipe, rest, held.temporaries))
     share = held.total / chip.memory
     message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
     time = predict_time(pipe.planner, batch, chip, tx=tx)
     parts = time.seconds
     seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
-    cost = replace(predicted.cost, seconds=_with_moves(seconds, time), timeline=time.timeline, notes=time.notes)
-    return replace(predicted, cost=cost, message=message)
+    cost = replace(known.cost, seconds=_with_moves(seconds, time), timeline=time.timeline, notes=time.notes)
+    return replace(known, cost=cost, message=message)
 
 
 def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
@@ -286,13 +281,9 @@ def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | No
     if chip is not None and chip.clock is not None:
         whole = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
         timeline = whole.timeline
-        slices = {
-            "layers": cycles.of_layers,
-            "bubble": whole.bubble,
-            "between layers": cycles.ticks + cycles.ends,
-            "update": cycles.update,
-            "links": (whole.total - whole.bubble) - (cycles.total - cycles.bubble),
-        }
+        slices = {"layers": cycles.of_layers, "bubble": whole.bubble, "between layers": cycles.ticks + cycles.ends}
+        links = (whole.total - whole.bubble) - (cycles.total - cycles.bubble)
+        slices |= {"update": cycles.update, "links": links}
         seconds = Parts({name: count / chip.clock for name, count in slices.items()})
     cost = replace(predicted.cost, seconds=seconds, timeline=timeline)
     return replace(predicted, cycles=by_kind | others, cost=cost)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,18 +13,20 @@ from functools import partial
 from typing import cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.arrays.trees import bytes_of
-from jpipe.batches.microbatches import batch_size, cut_for_evaluation
+from jpipe.batches.rows import batch_size, cut_for_evaluation
 from jpipe.costs.chips import Chip, Topology, chip_of, parse_topology, stand_ins_of
 from jpipe.costs.communication import words_of
 from jpipe.costs.memory_model import predict_host_memory, predict_memory
 from jpipe.costs.time_model import bearable_share, layer_seconds, predict_time
-from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
+from jpipe.forecasting import choices
+from jpipe.forecasting.choices import Choice, Choices, Setting, Space, advice_on, mesh_of_nowhere, sorted_out
 from jpipe.forecasting.forecaster import check_one, forecast
-from jpipe.forecasting.measured_chip import measure_chip
-from jpipe.forecasting.settings import COUNTS, HEAVY, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.memory.offload import Offload, as_offload
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.users_mesh import make_mesh
@@ -34,6 +38,44 @@ from jpipe.terminal.progress import task
 from jpipe.terminal.tables import bytes_in_words
 from jpipe.types import Batch, Device, Shapes
 from jpipe.users_numbers import as_integer, as_number
+
+WIDTH, COPIED, ROUNDS = 1024, 2**24, 3
+
+
+def measure_chip(devices: Sequence[Device]) -> Chip:
+    """Measures one of several equal devices: the best times of float32 matrix products, of copies and of passes.
+
+    A pass is one that takes an exponential of each number, as those of softmax and activations do. All devices work at
+    the same time, as in a pipeline: those that a host simulates have its cores in common, and its memory. A transfer
+    is taken to go at the speed of a copy.
+    """
+    product = _seconds(lambda x: x @ x, WIDTH, devices)
+    copied, passed = (_seconds(function, COPIED // WIDTH, devices) for function in (lambda x: x + 1, jnp.exp))
+    reported = (devices[0].memory_stats() or {}).get("bytes_limit")
+    memory = reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    name, speed = devices[0].device_kind, 8 * COPIED / copied
+    flops, counted = 2 * WIDTH**3 / product, 8 * COPIED / passed
+    return Chip(name, flops, memory, speed, speed, clock=None, source="measured now", counted=counted)
+
+
+def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Sequence[Device]) -> float:
+    """Times a function of an array `[rows, WIDTH]` a device, in place; the least of some rounds after the first counts.
+
+    Outputs that are allocated anew would be timed with what their pages take.
+    """
+    place = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
+    run = jax.jit(jax.vmap(function), donate_argnums=0, out_shardings=place)
+    x = jax.device_put(jnp.zeros((len(devices), rows, WIDTH), jnp.float32), place)
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        begin = time.perf_counter()
+        x = jax.block_until_ready(run(x))
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
 
 SURE = 0.9
 """The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
@@ -95,7 +137,7 @@ def plan(
     room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
     at_hand = list(jax.devices() if devices is None else devices)
-    away = _slice_of(topology, devices, compiled, options.get("balance"))
+    away = _slice(topology, devices, compiled, options.get("balance"))
     number, where = (away.num_devices, str(away)) if away else (len(at_hand), f"{len(at_hand)} devices at hand")
     chip = away.chip if away else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.room) if room is None else room
@@ -118,9 +160,7 @@ def plan(
     return Choices(title, tuple(chosen), advice)
 
 
-def _slice_of(
-    topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object
-) -> Topology | None:
+def _slice(topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object) -> Topology | None:
     """Checks what is planned for, and returns the slice; None for devices at hand."""
     check_one(topology, devices)
     if devices is not None and len(devices) == 0:
@@ -147,13 +187,14 @@ def _mesh(choice: Choice, devices: Sequence[Device], number: int) -> dict[str, o
 
 def _pinned(options: Mapping[str, object]) -> dict[str, object]:
     """The searched arguments that are given; a schedule of the user's own was made for its sizes."""
-    schedule, pinned = options.get("schedule"), {name: value for name, value in options.items() if name in PINNED}
+    pinned = {name: value for name, value in options.items() if name in choices.PINNED}
     if "shard_over" in pinned:
         names = cast("str | Sequence[str] | None", pinned["shard_over"])
         pinned["shard_over"] = (names,) if isinstance(names, str) else tuple(names or ())
-    pinned |= {name: as_integer(name, pinned[name], "use 1 or more") for name in COUNTS if name in pinned}
+    pinned |= {name: as_integer(name, pinned[name], "use 1 or more") for name in choices.COUNTS if name in pinned}
     if "offload" in pinned:
         pinned["offload"] = as_offload(cast("str | Sequence[str]", pinned["offload"]))
+    schedule = options.get("schedule")
     return (schedule.sizes if isinstance(schedule, Schedule) else {}) | pinned
 
 
@@ -245,7 +286,7 @@ class Search:
     @property
     def _unsearched(self) -> dict[str, object]:
         """The user's arguments that every setting leaves as they are."""
-        return {name: value for name, value in self.options.items() if name not in (*PINNED, "balance")}
+        return {name: value for name, value in self.options.items() if name not in (*choices.PINNED, "balance")}
 
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
         """All settings; which axes there may be follows from the layers' metadata, if the user names none."""
@@ -288,7 +329,7 @@ class Search:
             alike = replace(setting, remat="")
             if any(space.splits_more(setting, one) for one in self._refused if one.ends == setting.ends):
                 continue
-            if setting.remat in HEAVY and alike in fit:
+            if setting.remat in choices.HEAVY and alike in fit:
                 continue
             if choice := self._rate(setting):
                 fit.update([alike] * choice.fits)
@@ -308,13 +349,13 @@ class Search:
         """Tries with `offload=` what is faster than all that fits, and would fit without what can go to the hosts."""
         if "offload" in space.pinned or not self.chip.host.memory:
             return
-        choices = sorted(filter(None, self._rated.values()), key=lambda choice: choice.seconds)
-        faster = [*itertools.takewhile(lambda choice: not choice.fits, choices)]
+        ranked = sorted(filter(None, self._rated.values()), key=lambda choice: choice.seconds)
+        faster = [*itertools.takewhile(lambda choice: not choice.fits, ranked)]
         for parts in (["optimizer"], ["optimizer", "residuals"]):
             least = lambda held, parts=parts: held.total - sum(held[part] for part in parts)
             would_fit = [choice for choice in faster if least(choice.cost.bytes) <= self.room][:OFFLOADED]
-            if choices and len(faster) == len(choices):  # nothing fits: the least memory is to be known
-                would_fit.append(min(choices, key=lambda choice: least(choice.cost.bytes)))
+            if ranked and len(faster) == len(ranked):  # nothing fits: the least memory is to be known
+                would_fit.append(min(ranked, key=lambda choice: least(choice.cost.bytes)))
             for choice in would_fit:
                 share = self._bearable(choice.setting) if "residuals" in parts else 0.0
                 for state in (0, 1) if share else (1,):

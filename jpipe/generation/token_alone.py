@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.cutting.whole import CutModel
 from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.jaxprs.rewriting import equations_in
-from jpipe.jaxprs.tracing import no_mesh, trace
+from jpipe.jaxprs.tracing import equations_in, no_mesh, trace
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.model.groups import Model
@@ -26,9 +25,8 @@ from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, of_spec, replicated
 from jpipe.partitioner.traffic import sent_in
 from jpipe.planning.plan import Plan
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import ELEMENTWISE, MOVES
-from jpipe.terminal.notices import warn_user
+from jpipe.seam.primitives import ELEMENTWISE, MOVES, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.terminal.progress import warn_user
 from jpipe.types import Leaf
 
 AXIS_OF_TOKENS = "tokens"

@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.indexing import Index, put_slice, take_row, take_slice
-from jpipe.arrays.loops import when
+from jpipe.arrays.in_place import Index, put_slice, take_row, take_slice, when
 from jpipe.execution.executor import moved
 from jpipe.execution.stage import Stage
 from jpipe.execution.sweep import Job, Sweep, Turn
@@ -32,7 +31,7 @@ from jpipe.memory.memory_order import in_order
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.layer_function import LayerArguments
-from jpipe.schedules.placement import Placement
+from jpipe.schedules.actions import Placement
 from jpipe.types import Leaf
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ from jax.core import ShapedArray, Tracer
 from jax.sharding import AbstractMesh
 
 from jpipe.seam.inside import called_by, new_variables, replaced, scan_counts, within
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
-from jpipe.seam.primitives import CALLS, NUMPY
+from jpipe.seam.primitives import CALLS, NUMPY, ClosedJaxpr, JaxprEqn, Literal, Var
 from jpipe.types import Leaf
 
 
@@ -131,22 +130,17 @@ def flatten(
     flattening = _Flattening(calls, unrolls, keeps, selects)
     arguments = tuple(map(flattening.new, closed.jaxpr.invars))
     results = flattening.visit(closed, arguments, ())
-    equations, constants = flattening.equations, flattening.constants
-    return FlatJaxpr(
-        flattening.avals, constants, arguments, equations, results, is_body, flattening.slices, flattening.trips
-    )
+    made = (flattening.avals, flattening.constants, arguments, flattening.equations, results)
+    return FlatJaxpr(*made, is_body, flattening.slices, flattening.trips)
+
+
+Whether: TypeAlias = Callable[[JaxprEqn], bool]
 
 
 class _Flattening:
     """The equations, values and constants that `flatten` has so far."""
 
-    def __init__(
-        self,
-        calls: Collection[str],
-        unrolls: Callable[[JaxprEqn], bool],
-        keeps: Callable[[JaxprEqn], bool],
-        selects: bool,
-    ):
+    def __init__(self, calls: Collection[str], unrolls: Whether, keeps: Whether, selects: bool):
         self._calls, self._unrolls, self._keeps, self._selects = calls, unrolls, keeps, selects
         self.avals: list[ShapedArray] = []
         self.constants: dict[int, Leaf] = {}
@@ -190,11 +184,8 @@ class _Flattening:
     def _visit_trips(self, scan: JaxprEqn, reads: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
         """Appends the equations of all trips of a scan; the numbers of its results."""
         num_constants, num_carry = scan_counts(scan)
-        kept, carry, arrays = (
-            reads[:num_constants],
-            reads[num_constants:][:num_carry],
-            reads[num_constants + num_carry :],
-        )
+        kept, rest = reads[:num_constants], reads[num_constants:]
+        carry, arrays = rest[:num_carry], rest[num_carry:]
         trips = range(scan.params["length"])
         stacked: dict[int, tuple[int, ...]] = {}
         for i in reversed(trips) if scan.params["reverse"] else trips:
@@ -276,17 +267,10 @@ def jaxpr_of(
     numbers = list(dict.fromkeys([*takes, *constants, *(n for equation in equations for n in equation.makes)]))
     variables = dict(zip(numbers, new_variables([flat.avals[n] for n in numbers]), strict=True))
     chosen = lambda numbers: [variables[i] for i in numbers]
-    jaxpr = replaced(
-        jax.make_jaxpr(lambda: 0)().jaxpr,
-        invars=chosen(takes),
-        constvars=chosen(constants),
-        eqns=[
-            replaced(within(equation, callers), invars=chosen(reads), outvars=chosen(makes))
-            for equation, callers, reads, makes in equations
-        ],
-        outvars=chosen(gives),
-        effects=frozenset().union(*(equation.equation.effects for equation in equations)),
-    )
+    of_own = lambda e: replaced(within(e.equation, e.callers), invars=chosen(e.reads), outvars=chosen(e.makes))
+    places = {"invars": chosen(takes), "constvars": chosen(constants), "outvars": chosen(gives)}
+    effects = frozenset().union(*(equation.equation.effects for equation in equations))
+    jaxpr = replaced(jax.make_jaxpr(lambda: 0)().jaxpr, **places, eqns=list(map(of_own, equations)), effects=effects)
     return ClosedJaxpr(jaxpr, [flat.constants[number] for number in constants])
 
 

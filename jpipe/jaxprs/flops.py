@@ -16,8 +16,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jpipe.seam.primitives import FREE, is_by_element
+from jpipe.seam.primitives import FREE, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, is_by_element
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.dtypes import accumulator_dtype
+from jpipe.arrays.trees import accumulator_dtype
 from jpipe.memory.layout import Layout, device_index, part_zeros
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage

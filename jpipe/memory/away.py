@@ -18,8 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.host import to_host
-from jpipe.arrays.indexing import Index, put_row, take_row, take_slice
+from jpipe.arrays.in_place import Index, put_row, take_row, take_slice, to_host
 from jpipe.arrays.trees import bytes_of
 from jpipe.memory.buffers import Buffer, StackedBuffer
 from jpipe.memory.memory_order import Order, in_order

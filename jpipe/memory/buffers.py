@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index, put_slice, take_slice
+from jpipe.arrays.in_place import Index, put_slice, take_slice
 from jpipe.memory.memory_order import Order, in_order
 from jpipe.mesh.specs import spec_of
 from jpipe.partitioner.shardings import names_in

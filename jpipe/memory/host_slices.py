@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.arrays.host import HOST, to_host
-from jpipe.arrays.indexing import Index, put_slice
-from jpipe.arrays.loops import each
+from jpipe.arrays.in_place import HOST, Index, each, put_slice, to_host
 from jpipe.memory.memory_order import Order
 from jpipe.mesh.on_stages import on_stages
 

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.host import is_apart
-from jpipe.arrays.indexing import Index
+from jpipe.arrays.in_place import Index, is_apart
 from jpipe.memory.host_slices import zeros_on_host
 from jpipe.memory.offload import may_go
 from jpipe.memory.scattered import ScatteredLeaf
@@ -32,7 +31,7 @@ from jpipe.mesh.specs import on_all_stages, spec_of
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
 from jpipe.partitioner.shardings import names_in
-from jpipe.schedules.placement import Placement
+from jpipe.schedules.actions import Placement
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
 ModelPart = tuple[int, tuple[int, ...]]

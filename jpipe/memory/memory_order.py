@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jaxprs.tracing import no_mesh
 from jpipe.seam.inside import held_to, orders_chosen
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, shapes_of
 from jpipe.terminal.progress import task
 
 Order = tuple[int, ...]

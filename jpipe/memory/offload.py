@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import is_float
 from jpipe.types import Leaf
 from jpipe.users_numbers import as_number
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.host import HOST, is_on_host, on_host
-from jpipe.arrays.indexing import Index, look_up, take_row
+from jpipe.arrays.in_place import HOST, Index, is_on_host, look_up, on_host, take_row
 from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.indexing import Index, take_row
+from jpipe.arrays.in_place import Index, take_row
 from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.seam.primitives import PLAIN_CALLS
+from jpipe.seam.primitives import PLAIN_CALLS, ClosedJaxpr
 from jpipe.types import Leaf
 
 

@@ -20,7 +20,7 @@ from jpipe.layers.base import AnyLayer
 from jpipe.layers.decode_mode import CACHE
 from jpipe.model.constants import Constants
 from jpipe.partitioner.shardings import Axis, Sharding, named, part_structs
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import PyTree, Shapes
 
 KEEP, GRADIENT = "keep", "gradient"

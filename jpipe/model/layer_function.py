@@ -19,10 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.dtypes import is_float
-from jpipe.arrays.trees import named_leaves
-from jpipe.jaxprs.rewriting import origins, uses
-from jpipe.jaxprs.tracing import no_mesh, replay, trace
+from jpipe.arrays.trees import is_float, named_leaves
+from jpipe.jaxprs.tracing import no_mesh, origins, replay, trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS
@@ -33,7 +31,7 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.remat import Remat
 from jpipe.partitioner.choice import Wanted, always, as_it_lies
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, replicated
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 

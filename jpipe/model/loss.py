@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.dtypes import accumulator_dtype, is_float
-from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
-from jpipe.jaxprs.rewriting import uses, without_prints
-from jpipe.jaxprs.tracing import trace
+from jpipe.arrays.trees import accumulator_dtype, is_float
+from jpipe.jaxprs.tracing import interpret, on_this_host, trace, uses, without_prints
 from jpipe.layers.base import describe
 from jpipe.layers.functions import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
@@ -22,7 +20,7 @@ from jpipe.partitioner.examples import CouplesError
 from jpipe.partitioner.shardings import AxisSharding, Shard
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 LossFn = Callable[..., PyTree]

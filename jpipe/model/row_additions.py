@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode, broadcasted_iota
 
-from jpipe.jaxprs.rewriting import inside_of_calls
+from jpipe.jaxprs.tracing import inside_of_calls
 from jpipe.seam.inside import in_place_of, replaced
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 
 
 def row_additions_by_comparison(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -22,10 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.arrays.dtypes import is_float
-from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
-from jpipe.jaxprs.rewriting import origins, without_stops
-from jpipe.jaxprs.tracing import trace
+from jpipe.arrays.trees import is_float
+from jpipe.jaxprs.tracing import interpret, on_this_host, origins, trace, without_stops
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated

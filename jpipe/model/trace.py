@@ -19,8 +19,7 @@ from jax.experimental import io_callback
 
 from jpipe.arrays.trees import lists_in
 from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.rewriting import uses
-from jpipe.jaxprs.tracing import trace
+from jpipe.jaxprs.tracing import trace, uses
 from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
@@ -48,9 +47,9 @@ from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, replicated, summed
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 from jpipe.types import Batch, PyTree, Shapes
 
 

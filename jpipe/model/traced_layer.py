@@ -26,9 +26,8 @@ from typing import NamedTuple, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.dtypes import is_float
-from jpipe.jaxprs.rewriting import depends_on, equations_in, uses, without_equations, without_prints, without_roundings
-from jpipe.jaxprs.tracing import replay, trace
+from jpipe.arrays.trees import is_float
+from jpipe.jaxprs.tracing import depends_on, equations_in, replay, trace, unrounded, uses, without, without_prints
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.remat import is_mark
@@ -40,7 +39,7 @@ from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, summed
 from jpipe.partitioner.way import Unsplit
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, Literal, Var, shapes_of
 from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")
@@ -145,7 +144,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
     marks = {v for equation in at_top for v in equation.outvars}
     marked = [isinstance(v, Var) and v in marks for v in jaxpr.jaxpr.outvars]
     # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide.
-    forward, backward = without_roundings(without_equations(jaxpr, is_mark)), without_equations(backward, is_mark)
+    forward, backward = unrounded(without(jaxpr, is_mark)), without(backward, is_mark)
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
     # Variables (parameters, state, what is only read) are the first leaves of `LayerArguments`.
     num_variables = len(function.arguments.variables)

@@ -13,9 +13,9 @@ from collections import Counter
 
 import jax
 
-from jpipe.jaxprs.rewriting import inside_of_calls
+from jpipe.jaxprs.tracing import inside_of_calls
 from jpipe.seam.inside import in_place_of, replaced
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 
 
 def weight_products_as_they_lie(closed: ClosedJaxpr) -> ClosedJaxpr:

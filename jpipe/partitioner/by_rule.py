@@ -19,7 +19,7 @@ from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import REPLICATED, Sharding, is_possible, part_shape
 from jpipe.partitioner.way import Axes, Way
 from jpipe.seam.inside import carry_out
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import JaxprEqn
 
 
 def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is_last: bool = False) -> Way:

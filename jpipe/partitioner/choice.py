@@ -36,7 +36,7 @@ from jpipe.partitioner.prices import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Shard, Sharding, is_possible, replicated
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import JaxprEqn
 
 ROUNDS = (PRICES, 200), (SPLIT_SUMS, 50)
 """The prices by which plans are made, and for how many equations an alternative is followed. Where rules do badly, a

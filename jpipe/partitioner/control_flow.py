@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import FlatJaxpr, aval_of
-from jpipe.jaxprs.rewriting import uses
+from jpipe.jaxprs.tracing import uses
 from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.prices import price
 from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_of, replicated, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Way
 from jpipe.seam.inside import scan_counts
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import JaxprEqn
 
 
 def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:

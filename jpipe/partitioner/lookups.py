@@ -17,7 +17,7 @@ from jax import lax
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.rule import Operation, RuleResult, by_labels, on_partial, operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import JaxprEqn
 
 
 def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:

@@ -26,7 +26,7 @@ from jpipe.partitioner.sub_axes import together
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.partitioner.way import Axes, Unsplit
 from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, shapes_of
 from jpipe.types import PyTree
 
 HANDLERS = CONTROL_FLOW | USER_SHARDINGS

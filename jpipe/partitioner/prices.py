@@ -14,7 +14,7 @@ import numpy as np
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
 from jpipe.partitioner.shardings import PARTIAL, Axis, Shape, Shard, Sharding, part_shape
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import JaxprEqn
 
 Cost = np.ndarray
 """`[4]`, how much of each quantity one device needs; also the prices of the four."""

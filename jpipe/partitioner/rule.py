@@ -24,7 +24,7 @@ import jax
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import JaxprEqn
 
 Operation = Callable[..., list[jax.Array]]
 """A device's parts of an equation's operands -> its parts of the results."""

@@ -35,8 +35,7 @@ from jpipe.partitioner.rule import (
     result_shape,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
-from jpipe.seam.jaxpr_types import JaxprEqn, Literal
-from jpipe.seam.primitives import ELEMENTWISE
+from jpipe.seam.primitives import ELEMENTWISE, JaxprEqn, Literal
 
 
 def _where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:

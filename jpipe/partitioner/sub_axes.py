@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 from jpipe.jaxprs.flat_jaxpr import FlatJaxpr
-from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import equations_in
 from jpipe.partitioner.rule import operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding
 from jpipe.partitioner.way import Axes

@@ -11,8 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.partitioner.conversions import ring_bytes
 from jpipe.partitioner.shardings import Shape
 from jpipe.seam.inside import axes_of, line_of, scopes_of
-from jpipe.seam.jaxpr_types import Jaxpr, shapes_of
-from jpipe.seam.primitives import COLLECTIVES
+from jpipe.seam.primitives import COLLECTIVES, Jaxpr, shapes_of
 
 
 class Sent(NamedTuple):

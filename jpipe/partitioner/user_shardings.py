@@ -15,14 +15,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import aval_of, flatten
-from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import equations_in
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, named, names_in, of_spec, summed
 from jpipe.partitioner.way import Way
 from jpipe.seam.inside import axes_of, called_by
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
-from jpipe.seam.primitives import OVER_DEVICES
+from jpipe.seam.primitives import OVER_DEVICES, ClosedJaxpr, Jaxpr, JaxprEqn
 
 
 def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:

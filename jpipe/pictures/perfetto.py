@@ -29,11 +29,8 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
         held = timeline.in_flight(stage)
         events += [{**counter, "ts": time * scale, "args": {"micro-batches": count}} for time, count in held]
     schedule = timeline.schedule
-    trace = {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"schedule": schedule.name, **schedule.sizes, "bubble_fraction": timeline.bubble_fraction},
-    }
+    others = {"schedule": schedule.name, **schedule.sizes, "bubble_fraction": timeline.bubble_fraction}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
     if path is not None:
         Path(path).write_text(json.dumps(trace))
     return trace
@@ -49,13 +46,7 @@ def _names(stage: int, tracks: list[str]) -> list[Json]:
 
 def _slice(bar: Span, tracks: list[str], scale: float) -> Json:
     """Makes the event of a bar, on its kind's track; times are scaled to microseconds."""
-    return {
-        "ph": "X",
-        "name": str(bar.action),
-        "cat": NAMES[bar.action.kind],
-        "pid": bar.stage,
-        "tid": tracks.index(bar.action.kind),
-        "ts": bar.start * scale,
-        "dur": (bar.end - bar.start) * scale,
-        "args": {"micro-batch": bar.action.microbatch, "chunk": bar.action.chunk},
-    }
+    action, times = bar.action, {"ts": bar.start * scale, "dur": (bar.end - bar.start) * scale}
+    place = {"pid": bar.stage, "tid": tracks.index(action.kind), **times}
+    args = {"micro-batch": action.microbatch, "chunk": action.chunk}
+    return {"ph": "X", "name": str(action), "cat": NAMES[action.kind], **place, "args": args}

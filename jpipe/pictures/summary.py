@@ -7,8 +7,7 @@ from itertools import groupby
 
 import numpy as np
 
-from jpipe.costs.holdings import Holdings, holdings
-from jpipe.costs.memory_model import predict_host_memory, predict_memory
+from jpipe.costs.memory_model import Holdings, holdings, predict_host_memory, predict_memory
 from jpipe.costs.step_cost import Parts
 from jpipe.planning.balance import measure_of
 from jpipe.planning.partition import Partition

@@ -35,7 +35,7 @@ from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
 from jpipe.seam.inside import line_of
-from jpipe.seam.jaxpr_types import shapes_of
+from jpipe.seam.primitives import shapes_of
 
 
 class Turns(NamedTuple):

@@ -19,13 +19,12 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.arrays.dtypes import is_float
-from jpipe.arrays.trees import bytes_of
+from jpipe.arrays.trees import bytes_of, is_float
 from jpipe.jaxprs.flops import count_flops
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.planning.layer_ranges import LayerRanges
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
 
 FLOPS_A_BYTE = 300
 """The FLOPs that a GPU does while it moves a byte: 989e12 / 3.35e12 on an H100, 312e12 / 2.04e12 on an A100."""

@@ -22,8 +22,7 @@ from typing import TypeAlias
 import jax
 from jax.sharding import Mesh
 
-from jpipe.arrays.host import is_apart
-from jpipe.arrays.indexing import Index
+from jpipe.arrays.in_place import Index, is_apart
 from jpipe.memory.away import AwayStorage, build_away_storage
 from jpipe.memory.memory_order import Order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart

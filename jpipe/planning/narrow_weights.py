@@ -16,7 +16,7 @@ import numpy as np
 
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.planning.step import Step
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Var, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, Var, shapes_of
 
 
 @dataclass(frozen=True)

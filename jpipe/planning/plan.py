@@ -28,7 +28,7 @@ from jpipe.planning.balance import MEASURES, cut_layers, measure_of, unmeasured_
 from jpipe.planning.costs import Cost, layer_costs
 from jpipe.planning.partition import Partition
 from jpipe.planning.request import Request
-from jpipe.terminal.notices import warn_user
+from jpipe.terminal.progress import warn_user
 from jpipe.types import Shapes
 
 TOLERATED_SHARE = 1.1

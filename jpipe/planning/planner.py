@@ -23,12 +23,11 @@ import jax
 import numpy as np
 
 from jpipe.arrays.trees import named_leaves
-from jpipe.batches.bare_inputs import is_bare
-from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, lying_by_shapes, output_axes
+from jpipe.batches.rows import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
 from jpipe.cutting.module import Modes, WholeModel, make_whole
 from jpipe.cutting.whole import CutModel, cut_model
-from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import equations_in
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
@@ -50,9 +49,8 @@ from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.schedules.orders import forward_only
-from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.terminal.notices import warn_once
-from jpipe.terminal.progress import task
+from jpipe.seam.primitives import ClosedJaxpr
+from jpipe.terminal.progress import task, warn_once
 from jpipe.types import Batch
 
 

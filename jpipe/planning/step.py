@@ -14,7 +14,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.trees import is_float
 from jpipe.memory.boundaries import Boundaries, make_boundaries
 from jpipe.memory.offload import Offload
 from jpipe.memory.storage import Storage
@@ -35,7 +35,7 @@ from jpipe.planning.plan import Plan
 from jpipe.planning.unsplit import warn_of_unsplit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jpipe.jaxprs.flops import count_flops, flops_of
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
 from jpipe.seam.inside import line_of
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 MUCH = 0.1
 """The share of a layer's operations from which on it is worth a warning."""

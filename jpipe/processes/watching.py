@@ -32,7 +32,7 @@ from typing import TypeVar
 import jax
 
 from jpipe.seam.runtime import is_computed, shared_store
-from jpipe.terminal.first_calls import Call, followed, followers
+from jpipe.terminal.progress import Call, followed, followers
 from jpipe.types import PyTree
 from jpipe.users_numbers import as_number
 

@@ -1,19 +1,199 @@
-"""Says in plain words what a profile means, and which settings to try, with the gain that each promises."""
+"""Says in plain words what a profile means, and predicts what other settings would make of a step.
+
+Each prediction starts from the measured times of stages. These are shared among the stages' layers, in proportion to
+the times of the layers alone, and then put together anew. Slow processes are found by the same layers, which each times
+on a device of its own, and waits for no other. The times of stages can't tell that: a step ends in all processes at
+once, and a stage may lie on several hosts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
+from jpipe.batches.rows import batch_size
+from jpipe.mesh.axes import AXIS
 from jpipe.model.remat import MODES
+from jpipe.planning.costs import Cost
+from jpipe.planning.partition import Partition, partition
 from jpipe.planning.planner import Planner
-from jpipe.profiling.changes import MicrobatchSize, best_cut, layer_shares, without_remat
-from jpipe.profiling.hosts import ProcessTime
-from jpipe.profiling.layer_times import LayerTimes, by_stage
-from jpipe.profiling.prediction import StepModel
+from jpipe.profiling.measure import LayerTimes, Measured, StageTimes, StepModel, by_stage, stage_of_layers
+from jpipe.schedules.orders import has_its_name, make_schedule
+from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.tables import bytes_in_words
+from jpipe.types import Batch
+
+FACTORS = (0.25, 0.5, 2, 4)
+"""The numbers of micro-batches that are tried, by the one at hand."""
+
+
+@dataclass(frozen=True)
+class MicrobatchSize:
+    """A number of micro-batches, and what a step would take with it.
+
+    Attributes:
+      num_microbatches: M.
+      size: examples in one micro-batch, over all data axes.
+      sample_seconds: forward and backward of one example, in such a micro-batch, through all stages.
+      bubble: the share of stages' time in which they would wait if all took equally long.
+      step: seconds, measured for the M at hand, predicted for others.
+    """
+
+    num_microbatches: int
+    size: int
+    sample_seconds: float
+    bubble: float
+    step: float
+
+
+def recomputation_apart(planner: Planner, times: LayerTimes, measured: Measured) -> StageTimes:
+    """The stages' times as measured, with recomputation apart from the rest of the backward."""
+    backward = np.asarray(measured.backward)
+    again = backward * recomputed(planner, times)
+    return StageTimes(measured.forward, tuple((backward - again).tolist()), tuple(again.tolist()), measured.weight)
+
+
+def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
+    """The share of each stage's backward that computes anew what a forward computed before, `[K]`."""
+    return np.clip(1.0 - _factors(planner, times.kept, times.here, "backward"), 0.0, 1.0)
+
+
+def without_remat(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
+    """Predicts the stages' times if residuals were kept, which takes time too."""
+    return stages.scaled(_factors(planner, times.kept, times.here))
+
+
+def _factors(planner: Planner, costs: Sequence[Cost], here: Sequence[Cost], part: str = "total") -> np.ndarray:
+    """The seconds of each stage's layers with these costs, over those here, `[K]`; of a part of `Cost`."""
+    numerator, denominator = (by_stage(planner, [getattr(cost, part) for cost in times]) for times in (costs, here))
+    return numerator / denominator
+
+
+def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
+    """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
+    on = stage_of_layers(planner)
+
+    def share(seconds: Sequence[float], alone: Sequence[float]) -> tuple[float, ...]:
+        sums = by_stage(planner, alone)[on]
+        return tuple((np.asarray(alone) * np.asarray(seconds)[on] / np.where(sums, sums, 1.0)).tolist())
+
+    forward, backward = [cost.forward for cost in times.here], [cost.backward for cost in times.here]
+    shares = share(stages.forward, forward), share(stages.backward, backward), share(stages.recompute, backward)
+    return StageTimes(*shares)
+
+
+def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[Partition, StageTimes]:
+    """The best cut for the times of single layers, and the times of stages that it would have.
+
+    Equal layers take the same alone. In stages they don't quite, by noise, and cutting after that would follow it.
+
+    Args:
+      planner: knows K, V and where virtual stages are.
+      times: the times of the layers.
+      stages: the times of the stages as they are cut.
+    """
+    schedule = planner.request.schedule
+    seconds = [cost.total for cost in times.here]
+    cut = partition(seconds, schedule.num_stages, num_chunks=schedule.num_chunks)
+    return cut, layer_shares(planner, times, stages).each(lambda shares: by_stage(planner, shares, cut).tolist())
+
+
+def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
+    """The schedule at other numbers of micro-batches, by number: those that batch and schedule allow."""
+    here, shards = planner.request.schedule, planner.request.splits.num_shards
+    if not has_its_name(here):
+        return {}
+    counts = [int(here.num_microbatches * factor) for factor in FACTORS if here.num_microbatches * factor % 1 == 0]
+    counts = [count for count in counts if batch_size(batch) % (count * shards) == 0]
+    return {count: make_schedule(here.name, **here.sizes | {"num_microbatches": count}) for count in counts}
+
+
+def microbatch_sizes(
+    planner: Planner, batch: Batch, model: StepModel, times: LayerTimes, others: Mapping[int, Schedule]
+) -> tuple[MicrobatchSize, ...]:
+    """The number of micro-batches at hand and others, with what a step takes; in order.
+
+    Args:
+      planner: the pipeline's.
+      batch: a batch `[B, ...]`.
+      model: the model of the step's time.
+      times: the times of the layers, at the micro-batches at hand and at others.
+      others: schedules with other numbers of micro-batches; those count that layers were timed for.
+    """
+    variants = {model.schedule.num_microbatches: (model.schedule, model.stages)}
+    for num_microbatches, costs in times.others.items():
+        stages = model.stages.scaled(_factors(planner, costs, times.here))
+        variants[num_microbatches] = others[num_microbatches], stages
+    sizes = []
+    for num_microbatches, (schedule, stages) in sorted(variants.items(), key=lambda item: item[0]):
+        size, bubble = batch_size(batch) // num_microbatches, stages.even.timeline(schedule).bubble_fraction
+        step = model.step(stages, schedule)
+        sizes.append(MicrobatchSize(num_microbatches, size, sum(stages.total) / size, bubble, step))
+    return tuple(sizes)
+
+
+# --- slow processes ---------------------------------------------------------------------------------------------------
+
+
+_LONGEST_NAME = 64
+
+
+@dataclass(frozen=True)
+class ProcessTime:
+    """The time that one process of several takes for the layers of the whole model.
+
+    Attributes:
+      process: its index.
+      host: the name of its machine.
+      stages: the stages that have devices of this process.
+      seconds: the time of all layers, forward and backward, for one micro-batch, alone on one of its devices.
+      of_median: `seconds` over the median of all processes; of an even number of processes the lower median.
+    """
+
+    process: int
+    host: str
+    stages: tuple[int, ...]
+    seconds: float
+    of_median: float
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) -> tuple[ProcessTime, ...]:
+    """The time of each process; empty if there is one process.
+
+    Args:
+      seconds: the time of each process, `[P]`.
+      hosts: the names of their machines, `[P]`.
+      mesh: the pipeline's.
+    """
+    if len(seconds) < 2:
+        return ()
+    stages = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
+    processes_of = [{device.process_index for device in devices.flat} for devices in stages]
+    times = []
+    for p, (host, alone) in enumerate(zip(hosts, seconds, strict=True)):
+        stages_of_p = tuple(k for k, processes in enumerate(processes_of) if p in processes)
+        times.append(ProcessTime(p, host, stages_of_p, alone, alone / median_low(seconds)))
+    return tuple(times)
+
+
+def host_names() -> list[str]:
+    """The name of each process's machine, `[P]`; all processes call it."""
+    padded = socket.gethostname().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0")
+    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(padded, np.uint8)))
+    return [name.tobytes().rstrip(b"\0").decode(errors="replace") for name in names]
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
 
 WORTH = 0.05
 """The share of a step from which on a change, or a bubble, is worth a word."""
@@ -71,11 +251,8 @@ def find(
     """
     findings = [*_slow_process(processes), *_around(model, noise)]
     if _works(model):
-        changes = [
-            *_balance(planner, model, times, max(WORTH, noise)),
-            *_microbatches(model, sizes),
-            *_recomputation(planner, model, times),
-        ]
+        changes = [*_balance(planner, model, times, max(WORTH, noise)), *_microbatches(model, sizes)]
+        changes += _recomputation(planner, model, times)
         findings = [change for change in changes if change.promise is None or change.promise < 1 - noise] + findings
     return tuple(sorted(findings, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
 
@@ -151,12 +328,8 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
         return
     held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
     kept = float((held * by_stage(planner, [cost.residual_bytes for cost in times.kept])).max())
-    yield Finding(
-        f'without recomputation (remat="none") a stage holds up to {bytes_in_words(kept)} of residuals: step '
-        f"{_percent(promise)}",
-        {"remat": "none"},
-        promise,
-    )
+    holds = f"a stage holds up to {bytes_in_words(kept)} of residuals: step {_percent(promise)}"
+    yield Finding(f'without recomputation (remat="none") {holds}', {"remat": "none"}, promise)
 
 
 def _slow_process(processes: Sequence[ProcessTime]) -> Iterator[Finding]:

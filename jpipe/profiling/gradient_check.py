@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.batches.microbatches import MicroBatch, split_microbatches
+from jpipe.batches.rows import MicroBatch, split_microbatches
 from jpipe.execution.before_ticks import in_order, joined_outputs
-from jpipe.jaxprs.rewriting import equations_in
-from jpipe.jaxprs.tracing import no_mesh, replay, trace
+from jpipe.jaxprs.tracing import equations_in, no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths
@@ -30,7 +29,7 @@ from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import summed
 from jpipe.planning.planner import Planner
 from jpipe.seam.inside import raised
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, shapes_of
 from jpipe.terminal.tables import Table, Tabular
 from jpipe.types import Batch, PyTree
 

@@ -13,7 +13,7 @@ from jpipe.pictures import palette
 from jpipe.pictures.figures import finish, new_figure
 from jpipe.pictures.gantt import draw_gantt, label_stages, write_beside
 from jpipe.pictures.palette import RGB
-from jpipe.profiling.prediction import MILLISECONDS, SLICES, StageTimes
+from jpipe.profiling.measure import MILLISECONDS, SLICES, StageTimes
 from jpipe.schedules.simulate import Timeline
 
 COLOURS: dict[str, RGB] = {

@@ -16,12 +16,9 @@ from jpipe.checks import check_complete, check_state
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
-from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, recomputation_apart
-from jpipe.profiling.findings import Finding, find
-from jpipe.profiling.hosts import ProcessTime, host_names, process_times
-from jpipe.profiling.layer_times import measure_layers
-from jpipe.profiling.measure import Program, measure, memory_of
-from jpipe.profiling.prediction import MILLISECONDS, StageTimes, fit
+from jpipe.profiling import findings
+from jpipe.profiling.findings import Finding, MicrobatchSize, ProcessTime
+from jpipe.profiling.measure import MILLISECONDS, Program, StageTimes, fit, measure, measure_layers, memory_of
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.terminal.progress import task
@@ -29,8 +26,7 @@ from jpipe.terminal.tables import Table, folded
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch
 from jpipe.users_numbers import as_integer
-from jpipe.view.facts import PipelineFacts, facts_of
-from jpipe.view.page import Page, show
+from jpipe.view.page import Page, PipelineFacts, facts_of, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,24 +88,15 @@ class Profile:
         return "<br>".join([*(table.html() for table in self._tables()), f"<b>Findings</b><ul>{items}</ul>"])
 
     def _tables(self) -> list[Table]:
-        return [
-            stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes),
-            *([process_table(self.processes)] if self.processes else []),
-            size_table(self.sizes, self.schedule.num_microbatches),
-            self.cost.table(),
-        ]
+        stages = stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes)
+        processes = [process_table(self.processes)] if self.processes else []
+        return [stages, *processes, size_table(self.sizes, self.schedule.num_microbatches), self.cost.table()]
 
     def as_dict(self) -> dict[str, object]:
         """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""
         names = [field.name for field in fields(self) if field.repr and field.name != "cost"]
-        numbers = {
-            "schedule": self.schedule.name,
-            **self.schedule.sizes,
-            "counts": self.partition.counts,
-            "slices": self.slices,
-            "memory": dict(self.memory),
-            **{name: getattr(self, name) for name in names},
-        }
+        numbers = {"schedule": self.schedule.name, **self.schedule.sizes, "counts": self.partition.counts}
+        numbers |= {"slices": self.slices, "memory": dict(self.memory), **{name: getattr(self, name) for name in names}}
         return json.loads(json.dumps(numbers, default=asdict))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -163,15 +150,15 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         planner = pipe.planner
         program = Program(pipe, state, batch)
         measured = measure(pipe, program, state, rounds)
-        others = other_schedules(planner, batch) if other_sizes else {}
+        others = findings.other_schedules(planner, batch) if other_sizes else {}
         with task("timing layers alone"):
             times = measure_layers(planner, batch, list(others))
-        stages = recomputation_apart(planner, times, measured)
+        stages = findings.recomputation_apart(planner, times, measured)
         around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
         model = fit(pipe.schedule, stages, **around, step=measured.step)
-        sizes = microbatch_sizes(planner, batch, model, times, others)
+        sizes = findings.microbatch_sizes(planner, batch, model, times, others)
         memory = memory_of(program, state)
-        processes = process_times(times.by_process, host_names(), pipe.mesh)
+        processes = findings.process_times(times.by_process, findings.host_names(), pipe.mesh)
         predicted_step = replace(model, contention=1.0).step()
         notes = (prediction_in_words(measured.step, predicted_step, measured.noise),)
         return Profile(
@@ -185,7 +172,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
             noise=measured.noise,
             sizes=sizes,
             processes=processes,
-            findings=find(planner, model, times, sizes, measured.noise, processes),
+            findings=findings.find(planner, model, times, sizes, measured.noise, processes),
             predicted=stages.timeline(pipe.schedule),
             facts=_measured(facts_of(planner, repr(pipe), batch), stages, memory),
         )
@@ -194,15 +181,10 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
 def _measured(facts: PipelineFacts, stages: StageTimes, memory: Parts[int]) -> PipelineFacts:
     """A pipeline's numbers with times and an optimiser's bytes as measured."""
     unit = stages.scaled([MILLISECONDS] * facts.num_stages)
-    return replace(
-        facts,
-        unit="ms",
-        times="Times are measured, of each stage alone.",
-        forward=unit.forward,
-        backward=tuple(map(sum, zip(unit.backward, unit.recompute, strict=True))),
-        recompute=unit.recompute,
-        optimizer=facts.parameters.scaled(memory.optimizer),
-    )
+    backward = tuple(map(sum, zip(unit.backward, unit.recompute, strict=True)))
+    facts = replace(facts, unit="ms", times="Times are measured, of each stage alone.", forward=unit.forward)
+    optimizer = facts.parameters.scaled(memory.optimizer)
+    return replace(facts, backward=backward, recompute=unit.recompute, optimizer=optimizer)
 
 
 def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> None:
@@ -236,10 +218,8 @@ def stage_table(
 
 def process_table(processes: Sequence[ProcessTime]) -> Table:
     """A row for each process: its machine, its stages, and its milliseconds for all layers of the model."""
-    rows = [
-        (str(p.process), p.host, ", ".join(map(str, p.stages)), _in_ms(p.seconds), f"{p.of_median:.2f}")
-        for p in processes
-    ]
+    names = [(str(p.process), p.host, ", ".join(map(str, p.stages))) for p in processes]
+    rows = [(*name, _in_ms(p.seconds), f"{p.of_median:.2f}") for name, p in zip(names, processes, strict=True)]
     slowest = max(range(len(processes)), key=lambda p: processes[p].seconds)
     marks = {slowest: "slowest"} if processes[slowest].of_median > 1.02 else {}
     title = "Processes: milliseconds for all layers of a micro-batch, each process alone on one of its devices"
@@ -256,10 +236,8 @@ def prediction_in_words(step: float, predicted: float, noise: float) -> str:
 def size_table(sizes: Sequence[MicrobatchSize], num_microbatches: int) -> Table:
     """A row for each number of micro-batches."""
     header = ("M", "examples", "ms an example", "bubble", "step ms")
-    rows = [
-        (f"{s.num_microbatches}", f"{s.size}", _in_ms(s.sample_seconds), f"{s.bubble:.1%}", _in_ms(s.step))
-        for s in sizes
-    ]
+    in_words = lambda s: (_in_ms(s.sample_seconds), f"{s.bubble:.1%}", _in_ms(s.step))
+    rows = [(str(s.num_microbatches), str(s.size), *in_words(s)) for s in sizes]
     marks = {i: "measured" if s.num_microbatches == num_microbatches else "predicted" for i, s in enumerate(sizes)}
     return Table("Numbers of micro-batches of the same batch", header, rows, marks)
 

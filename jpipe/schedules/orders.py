@@ -9,9 +9,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from jpipe.schedules.actions import Action
-from jpipe.schedules.published import dualpipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
+from jpipe.schedules.published import dualpipe_v, v_half, v_min, zb_h1, zb_h2, zb_v, zero_bubble
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.zero_bubble import zero_bubble
 from jpipe.users_numbers import as_integer
 
 

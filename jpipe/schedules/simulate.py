@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Placed, crosses_beside
+from jpipe.schedules.actions import ACTION_KINDS, Action, Placed, crosses_beside, needs
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.timing import needs
 from jpipe.users_numbers import as_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Times: TypeAlias = float | Sequence[float]
+"""A time of all stages, or K times."""
 Takes: TypeAlias = Callable[[int, Action], tuple[float, float]]
 """(stage, action) -> (its time to compute things anew, its time without that)."""
 
@@ -240,18 +241,12 @@ class Work:
     anew: Sequence[float]
 
     @staticmethod
-    def of(
-        schedule: Schedule,
-        forward: float | Sequence[float],
-        backward: float | Sequence[float],
-        weight: float | Sequence[float] | None,
-        recompute: float | Sequence[float],
-    ) -> "Work":
+    def of(schedule: Schedule, forward: Times, backward: Times, weight: Times | None, recompute: Times) -> "Work":
         """Makes it from the times of whole stages, as `simulate` is given them."""
         place = schedule.placement
         stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
 
-        def of_chunks(label: str, time: float | Sequence[float], *, positive: bool = True) -> np.ndarray:
+        def of_chunks(label: str, time: Times, *, positive: bool = True) -> np.ndarray:
             return _stage_times(label, time, schedule.num_stages, positive=positive)[stages] / schedule.num_chunks
 
         anew, both = of_chunks("recompute", recompute, positive=False), of_chunks("backward", backward)
@@ -358,11 +353,8 @@ Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
 def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
-    return [
-        (*np.array(route).T, crosses_beside(schedule.slots, flow, index))
-        for flow in flows
-        for route in schedule.placement.routes(flow)
-    ]
+    routes = [(np.array(route).T, flow) for flow in flows for route in schedule.placement.routes(flow)]
+    return [(*route, crosses_beside(schedule.slots, flow, index)) for route, flow in routes]
 
 
 def _after_hops(
@@ -389,7 +381,7 @@ def _after_hops(
     return starts, arriving
 
 
-def _stage_times(label: str, times: float | Sequence[float], num_stages: int, *, positive: bool = True) -> np.ndarray:
+def _stage_times(label: str, times: Times, num_stages: int, *, positive: bool = True) -> np.ndarray:
     """The times of the stages, `[K]`, from a user's one number or K of them."""
     array = np.asarray(times, object)
     remedy = f"use one number, or one for each of the {num_stages} stages"

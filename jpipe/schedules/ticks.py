@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, admitted
-from jpipe.schedules.timing import Orders
+from jpipe.schedules.actions import ACTION_KINDS, Orders, admitted
 from jpipe.schedules.waiting import Away, arrival_rows, kept_rows, kept_values, rows_away
 
 KEEPS = {"residual": ("F", "BI"), "kept": ("F", "BIW"), "stash": ("I", "W")}

@@ -15,11 +15,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jpipe.schedules.actions import FLOWS, crosses_beside
-from jpipe.schedules.timing import Orders
+from jpipe.schedules.actions import FLOWS, Orders, crosses_beside
 
 Route: TypeAlias = list[tuple[int, int]]
 """(From stage, to stage) pairs, as of `Placement.routes`."""
+Shape: TypeAlias = tuple[int, int]
 
 
 class Away(NamedTuple):
@@ -104,7 +104,7 @@ class WaitingValues:
             heapq.heappush(live, (last, row))
         return rows
 
-    def free(self, shape: tuple[int, int], begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    def free(self, shape: Shape, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         """`[T * width, K]`, the lowest row that no value has, if each has its own from slot time `begin` until `end`.
 
         Where all are taken, it is one more than there are.
@@ -119,13 +119,13 @@ class WaitingValues:
             free[:, stage] = np.argmin(taken, axis=0)
         return free
 
-    def arriving(self, route: Route, shape: tuple[int, int]) -> np.ndarray:
+    def arriving(self, route: Route, shape: Shape) -> np.ndarray:
         """`[T * width, K]`, the row of the value that arrives by a route, in the slot before it is live; else -1."""
         mine, column = self.comes_by(route), np.full(shape, -1, np.int32)
         column[self.first[mine] - 1, self.stage[mine]] = self.row[mine]
         return column
 
-    def arriving_again(self, shape: tuple[int, int], width: int) -> np.ndarray:
+    def arriving_again(self, shape: Shape, width: int) -> np.ndarray:
         """`[T * width, K]`, the row of the value that a transfer brings while it waits there already; else -1."""
         column, until = np.full(shape, -1, np.int32), np.minimum(self.last, self.again)
         spans = self.stage, self.row, self.first - 1, until
@@ -133,7 +133,7 @@ class WaitingValues:
             column[first:last:width, stage] = row
         return column
 
-    def column(self, shape: tuple[int, int]) -> np.ndarray:
+    def column(self, shape: Shape) -> np.ndarray:
         """`[T * width, K]`, the row of the value that a stage uses at a slot time; -1 where it uses none."""
         column = np.full(shape, -1, np.int32)
         for uses in self.uses.T:
@@ -192,13 +192,7 @@ class ArrivalRows(NamedTuple):
 
 
 def arrival_rows(
-    orders: Orders,
-    at: dict[str, np.ndarray],
-    flow: int,
-    later: Sequence[np.ndarray],
-    shape: tuple[int, int],
-    *,
-    always: bool,
+    orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray], shape: Shape, *, always: bool
 ) -> ArrivalRows:
     """Gives rows to the values that arrive over boundaries.
 
@@ -223,7 +217,7 @@ def arrival_rows(
 
 
 def _in_buffers(
-    values: WaitingValues, buffers: Sequence[Sequence[Route]], shape: tuple[int, int], width: int, *, always: bool
+    values: WaitingValues, buffers: Sequence[Sequence[Route]], shape: Shape, width: int, *, always: bool
 ) -> ArrivalRows:
     """The rows of values, where each buffer holds what arrives by some of the routes."""
     read, written, ranges = np.full(shape, -1, np.int32), list[np.ndarray](), list[range]()
@@ -259,14 +253,14 @@ def kept_values(written: np.ndarray, readers: Sequence[np.ndarray]) -> WaitingVa
     return WaitingValues(stages, written[read], uses[read], np.full_like(stages, -1), np.zeros_like(stages))
 
 
-def kept_rows(values: WaitingValues, shape: tuple[int, int], along: np.ndarray) -> np.ndarray:
+def kept_rows(values: WaitingValues, shape: Shape, along: np.ndarray) -> np.ndarray:
     """A column `[T * width, K]` of the rows of values that stay; where stages that idle write `along`, free ones."""
     column = values.column(shape)
     writes_along = values.stage.size and along.any()
     return np.where(along, values.free(shape, values.first, values.last + 1), column) if writes_along else column
 
 
-def rows_away(values: WaitingValues, shape: tuple[int, int], width: int, along: np.ndarray) -> Away:
+def rows_away(values: WaitingValues, shape: Shape, width: int, along: np.ndarray) -> Away:
     """Sends to the host what has the time to come back; columns `[T * width, K]` of an `Away`.
 
     Args:

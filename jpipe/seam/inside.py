@@ -1,4 +1,4 @@
-"""Uses what isn't public, documented API of JAX, each with its reason, what its loss would cost, and the way around.
+"""Uses what isn't public API of JAX and Flax, each with its reason, what its loss would cost, and the way around.
 
 Public are the modules that JAX's page on API compatibility lists, and what its reference documents of others:
 `jax.core.Tracer` and `ShapedArray`, `jax.extend.core` (jaxprs, no promise between versions), `multihost_utils`,
@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from linecache import getline
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import flax
 import jax
 import numpy as np
+from flax import nnx
 from jax.core import ShapedArray
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from jpipe.seam import flax_inside
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.terminal.notices import warn_once
+from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.terminal.progress import warn_once
 from jpipe.types import Leaf, PyTree, Shapes
 
 try:
@@ -196,7 +197,7 @@ def _users_frames(error: BaseException) -> list[TracebackType]:
     return frames
 
 
-_FOLDERS = [Path(jax.__file__).parent, flax_inside.FOLDER, Path(__file__).parents[1]]
+_FOLDERS = [Path(jax.__file__).parent, Path(flax.__file__).parent, Path(__file__).parents[1]]
 _LIBRARIES = tuple(str(folder) + os.sep for folder in _FOLDERS)
 """The files of a traceback that aren't the user's: the folders of JAX, of Flax and of this package."""
 
@@ -364,9 +365,7 @@ batching.primitive_batchers[_held_to] = _batched
 
 
 def orders_chosen(
-    function: Callable[..., PyTree],
-    arguments: Sequence[Leaf],
-    shardings: tuple[list[NamedSharding], list[NamedSharding]],
+    function: Callable[..., PyTree], arguments: Sequence[Leaf], shardings: Sequence[list[NamedSharding]]
 ) -> list[tuple[int, ...]] | None:
     """Asks which orders of dimensions the compiler chooses for the first of two lists of results.
 
@@ -384,3 +383,63 @@ def orders_chosen(
     formats = [layout.Format(layout.Layout.AUTO, sharding) for sharding in chosen]
     compiled = jax.jit(function, out_shardings=(formats, others)).lower(*arguments).compile()
     return [tuple(map(int, form.layout.major_to_minor)) for form in compiled.output_formats[0]]
+
+
+# --- Flax -------------------------------------------------------------------------------------------------------------
+
+
+def collection_of(variable_type: type[nnx.Variable]) -> str:
+    """The name of the collection that variables of a type are in, as in Linen: `batch_stats` of `nnx.BatchStat`.
+
+    Uses `nnx.variable_name_from_type`, which `nnx.bridge` uses; types that it doesn't know are called as their class.
+    The reference has no page for it. Without it collections have other names, in checkpoints and in `merge` too.
+    """
+    try:
+        return nnx.variable_name_from_type(variable_type)
+    except ValueError:
+        return variable_type.__name__
+
+
+def unsharded_creation() -> AbstractContextManager[object]:
+    """A context in which nnx doesn't put new variables onto a mesh: where they lie is the layout's to say.
+
+    Uses `nnx.use_eager_sharding`, which only a proposal describes. Without it modules with sharding metadata can't be
+    made where a mesh is set. The public flag `flax_always_shard_variable` is one for the whole program.
+    """
+    if not hasattr(nnx, "use_eager_sharding"):
+        warn_once("this version of Flax has no nnx.use_eager_sharding; make modules where no mesh is set")
+        return nullcontext()
+    return nnx.use_eager_sharding(False)
+
+
+# --- cuDNN ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def absent_cudnn(version: int = 90800) -> Iterator[None]:
+    """Has JAX trace attention by cuDNN on a machine without it, as if it were there in this version (9.8.0).
+
+    `jax.nn.dot_product_attention(implementation="cudnn")` becomes a call that any machine can compile for a GPU. But
+    before that JAX asks the CUDA plugin for cuDNN's version, to refuse a few shapes, and no option answers in its
+    place. Without this a model with such attention can't be planned or compiled on a machine without cuDNN: JAX says
+    "cuDNN is not detected", or "cuDNN not found".
+    """
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as attention
+
+        asked = attention.check_cudnn_version
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def check() -> int:
+        try:
+            return asked()
+        except RuntimeError:
+            return version
+
+    attention.check_cudnn_version = check
+    try:
+        yield
+    finally:
+        attention.check_cudnn_version = asked

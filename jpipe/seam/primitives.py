@@ -1,11 +1,37 @@
-"""Sorts the names of JAX's primitives by what they do: the one table from which all others derive.
+"""Names the types of jaxprs, and the primitives of JAX by what they do.
 
 JAX documents functions, not the primitives that they become, and each version renames some. So whoever treats some
 operations differently asks for one of the sets below, and has to be safe for a name in none of them.
 `tests/seam/test_primitives.py` says which names a new version brought, and feeds an unknown primitive to each user.
+
+From JAX 0.12 on `ClosedJaxpr` is another name of `Jaxpr`, where it was a class around it. Both have `.jaxpr` and
+`.consts`, so code that unpacks a `ClosedJaxpr` runs on either. Type checkers take the newer name for private to JAX,
+and no longer know the shape of what a jaxpr takes and gives.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend import core
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import JaxprEqn as JaxprEqn
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Var as Var
+
+ClosedJaxpr: TypeAlias = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+"""A jaxpr with the constants that it reads."""
+
+
+def shapes_of(variables: Sequence[Var | Literal]) -> list[jax.ShapeDtypeStruct]:
+    """Lists the shapes and dtypes of variables of a jaxpr, all of them arrays."""
+    avals: list[Any] = [v.aval for v in variables]
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+
+# --- names of primitives ----------------------------------------------------------------------------------------------
 
 
 def _read(text: str) -> dict[str, str]:

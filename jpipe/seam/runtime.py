@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 # --- compilers --------------------------------------------------------------------------------------------------------
 

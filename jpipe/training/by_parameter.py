@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index, look_up
+from jpipe.arrays.in_place import Index, look_up
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import no_mesh, replay
 from jpipe.memory.layout import NO_PART, Layout, ModelPart, ModelTree
@@ -33,7 +33,7 @@ from jpipe.model.constants import Constants, differing, scalars_of
 from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Leaf, PyTree, Shapes
 
 Path = tuple[str, ...]
@@ -123,16 +123,11 @@ class StateTree:
         types, specs, parts = self.layout.storage.record_types, [], []
         for v, instances in enumerate(self.tree.parts):
             one, rooms = types[v], self.rooms[v]
-            specs.append(
-                [one.specs[k] if shape.shape == one.leaves[k].shape else PartitionSpec() for k, shape in rooms]
-            )
+            lie_alike = [(k, shape.shape == one.leaves[k].shape) for k, shape in rooms]
+            specs.append([one.specs[k] if is_alike else PartitionSpec() for k, is_alike in lie_alike])
             parts.append(tuple(self._parts(v, j) for j in range(len(instances))))
-        storage = build_storage(
-            [[shape for _, shape in rooms] for rooms in self.rooms],
-            [record_type.devices for record_type in types],
-            device_of=range(self.layout.num_stages),
-            specs=specs,
-        )
+        shapes, devices = [[shape for _, shape in rooms] for rooms in self.rooms], [one.devices for one in types]
+        storage = build_storage(shapes, devices, device_of=range(self.layout.num_stages), specs=specs)
         tree = ModelTree(jax.tree.structure(self.shapes), tuple(parts))
         treedefs = tuple(jax.tree.structure([0] * len(rooms)) for rooms in self.rooms)
         return Layout(storage, treedefs, self.layout.users, self.layout.mesh, tree)
@@ -216,10 +211,8 @@ class ByParameter:
         of_arguments = [owner for name in takes for owner in owners[name]]
         of_arguments += [None] * (len(self._flat.arguments) - len(of_arguments))
         self._arguments = dict(zip(self._flat.arguments, of_arguments, strict=True))
-        self._takes_of, self._gives_of = (
-            defaultdict[int | None, list[int]](list),
-            defaultdict[int | None, list[int]](list),
-        )
+        self._takes_of = defaultdict[int | None, list[int]](list)
+        self._gives_of = defaultdict[int | None, list[int]](list)
         for number, owner in self._arguments.items():
             self._takes_of[owner].append(number)
         for number, owner in zip(self._flat.results, (o for name in gives for o in owners[name]), strict=True):

@@ -24,9 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.arrays.host import is_apart, to_host
-from jpipe.arrays.indexing import Index, put_slice, take_slice
-from jpipe.arrays.loops import each, when
+from jpipe.arrays.in_place import Index, each, is_apart, put_slice, take_slice, to_host, when
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.memory.host_slices import Cuts
 from jpipe.memory.layout import Layout, StageTree
@@ -35,8 +33,7 @@ from jpipe.memory.offload import may_go
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
-from jpipe.seam.primitives import ELEMENTWISE
+from jpipe.seam.primitives import ELEMENTWISE, ClosedJaxpr, JaxprEqn
 from jpipe.training.optimizers import update_with_loss
 from jpipe.training.per_layer import PROGRAM
 from jpipe.types import Leaf, PyTree
@@ -127,9 +124,8 @@ def _by_slices(
       replaces: the results take the places of the first arguments.
     """
     leaves, structure = jax.tree.flatten(arguments)
-    on_device = [
-        _on_device(leaf) if place.where == SLICES else leaf for leaf, place in zip(leaves, places, strict=True)
-    ]
+    placed = zip(leaves, places, strict=True)
+    on_device = [_on_device(leaf) if place.where == SLICES else leaf for leaf, place in placed]
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, on_device))
     whole = _Update(closed, leaves, places, layout)
     into = whole.flat.arguments if replaces else (None,) * len(results)
@@ -232,9 +228,8 @@ class _Update:
         self._records |= {*new}
         self._replaced |= zip(new, state, strict=True)
         operands = {n: self.whole[n] for n in flat.reads}
-        run = lambda operands: dict(
-            zip(flat.makes, carry_out(flat.equation, [operands[n] for n in flat.reads]), strict=True)
-        )
+        results = lambda operands: carry_out(flat.equation, [operands[n] for n in flat.reads])
+        run = lambda operands: dict(zip(flat.makes, results(operands), strict=True))
         if not state or (is_taken := self._is_taken(new[0])) is None:
             return list(run(operands).values())
         kind = lambda n: (self.flat.avals[n].shape, self.flat.avals[n].dtype)
@@ -380,12 +375,10 @@ class _Loop:
             arrays |= tied
             for key, target, value in zip(self._keys, self.targets, new, strict=True):
                 value = lying(value) if target.on_host else value
-                arrays[key] = self._with_slice(arrays[key], target.sums, value, at)
+                arrays[key] = self._written(arrays[key], target.sums, value, at)
         return {n: arrays[n] for n in carry}
 
-    def _with_slice(
-        self, array: jax.Array, sums: JaxprEqn | None, value: jax.Array, at: tuple[Index, ...]
-    ) -> jax.Array:
+    def _written(self, array: jax.Array, sums: JaxprEqn | None, value: jax.Array, at: tuple[Index, ...]) -> jax.Array:
         if sums is None:
             return put_slice(array, value, at)
         (part,) = carry_out(sums, [value], sums.params | {"axes": (*range(value.ndim),)})

@@ -1,19 +1,27 @@
 """Checks that an optimiser may work on a pipeline's variables, computes its update, and sees whether it was skipped.
 
 The update hands the loss to an optimiser that asks for it, and tells whether it was skipped.
+
+May a transformation see many layers' parameters in one array? An elementwise one may, and one that sums over all
+parameters (a global norm). One that takes a norm, a mean or the shape of a single parameter (the trust ratio of lamb,
+adaptive gradient clipping) would silently compute something else. So a transformation is tried on a few small arrays:
+once each array is a parameter, and once several lie in one.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jpipe.arrays.dtypes import accumulator_dtype
+from jpipe.arrays.trees import accumulator_dtype
+from jpipe.jaxprs.tracing import equations_in, interpret, on_this_host, trace
 from jpipe.layers.functions import signature_of
 from jpipe.memory.layout import TELLS_APART
+from jpipe.seam.primitives import ClosedJaxpr, draws
 from jpipe.types import Leaf, PyTree, Shapes
 
 
@@ -61,7 +69,7 @@ def check_optimizer(opt_state: Shapes) -> None:
 
     Under a layout leaves of many layers lie in one array: a mask, a label or a norm of a parameter would be another's.
     A transformation without state (the trust ratio of lamb, adaptive gradient clipping) isn't noticed here, but by
-    `jpipe.training.probing`.
+    `jpipe.training.optimizers`.
 
     Args:
       opt_state: the state of the optimiser; the states of transformations inside of `per_layer` can't be seen in it.
@@ -72,6 +80,21 @@ def check_optimizer(opt_state: Shapes) -> None:
     is_by_parameter = lambda node: type(node).__name__ in _BY_PARAMETER
     for node in filter(is_by_parameter, jax.tree.leaves(opt_state, is_leaf=is_by_parameter)):
         raise ValueError(TELLS_APART.format(f"its state holds a {type(node).__name__}: a mask, labels, or statistics"))
+
+
+def checked_opt_state(tx: optax.GradientTransformation, params: Shapes, loss: jax.ShapeDtypeStruct) -> Shapes:
+    """The shapes of the state of an optimiser that may work on these parameters; errors as of `abstract_state`."""
+    check_is_optimizer(tx)
+    try:
+        opt_state = jax.eval_shape(tx.init, params)
+    except Exception as error:
+        if "jpipe.per_layer" in str(error):
+            raise
+        raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error
+    check_optimizer(opt_state)
+    check_update(tx, params, opt_state, loss)
+    check_elementwise(tx)
+    return opt_state
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -107,3 +130,127 @@ def skips(before: PyTree, after: PyTree) -> list[jax.Array]:
     counts = zip(values(after, "total_notfinite"), values(before, "total_notfinite"), strict=True)
     # The count and not `last_finite`, which may be of an earlier step.
     return [*(new != old for new, old in counts), *map(jnp.asarray, values(after, "should_skip"))]
+
+
+# --- trials on small arrays -------------------------------------------------------------------------------------------
+
+
+class Probe(dict[str, np.ndarray]):
+    """Small arrays by name to try a transformation on; a pytree of a type of its own, so that `not_tried` knows it."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Probe,
+    lambda tree: ([(jax.tree_util.DictKey(name), tree[name]) for name in sorted(tree)], tuple(sorted(tree))),
+    lambda names, leaves: Probe(zip(names, leaves, strict=True)),
+)
+
+
+def not_tried(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Makes a transformation do nothing where it is tried, since it shows each layer's arrays alone: `per_layer`."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        return optax.EmptyState() if isinstance(params, Probe) else tx.init(params)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return (updates, state) if isinstance(updates, Probe) else tx.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+Probes = tuple[Probe, Probe]
+"""(each array alone, the arrays of one shape together in one)."""
+
+TOLERANCE = 1e-4
+"""How far updates may be off, relative to a parameter's largest; sums in another order are off by 1e-7."""
+
+_SHAPES = {"bias": (3,), "kernel": (4, 3), "heads": (2, 3, 2)}
+_UPDATES, _MOST_STEPS = 3, 32
+
+
+def check_elementwise(tx: optax.GradientTransformation) -> None:
+    """Checks that a transformation does the same to parameters whether or not several lie in one array.
+
+    It may be that one can't be tried: it raises on the arrays, or draws random numbers, which depend on shapes. Then it
+    passes.
+
+    Raises:
+      ValueError: updates are off; by how much, and the remedy, are named.
+    """
+    off = deviation(tx)
+    if off is not None and off > TOLERANCE:
+        by = f"{off:.1%}"
+        raise ValueError(TELLS_APART.format(f"tried on small arrays that are joined, updates are off by up to {by}"))
+
+
+@lru_cache(maxsize=32)
+def deviation(tx: optax.GradientTransformation) -> float | None:
+    """The difference between updates of parameters in one array and those of each parameter alone.
+
+    Returns:
+      The largest difference, relative to the largest update of its parameter; None if `tx` can't be tried.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def update(grads: Probes, states: list, trees: Probes, value: jax.Array) -> tuple[list, list]:
+        pairs = [tx.update(*arguments, value=value) for arguments in zip(grads, states, trees, strict=True)]
+        return [new for new, _ in pairs], [state for _, state in pairs]
+
+    params = _both(_leaves(np.random.default_rng(0), 1.0))
+    with on_this_host():  # computed, even if the caller is being traced; on one device, whatever the mesh is
+        try:
+            init, states = trace(lambda trees: [tx.init(tree) for tree in trees], params)
+            step, _ = trace(update, params, states, params, np.float32(1))
+            if any(draws(equation.primitive.name) for equation in equations_in(step.jaxpr.eqns)):
+                return None
+            return _run(step, interpret(init, *jax.tree.leaves(params)), params)
+        except Exception:  # whatever it needs, it has with real parameters, or raises there
+            return None
+
+
+def _run(step: ClosedJaxpr, states: list[np.ndarray], params: Probes) -> float:
+    """The largest deviation over several training steps.
+
+    Args:
+      step: the jaxpr of one update of both probes: from the leaves of gradients, states, parameters and a loss to those
+        of updates and states.
+      states: the leaves of both first states.
+      params: the parameters, each in an array of its own and several in one.
+
+    Steps are taken until some gave updates: a transformation may accumulate gradients, or start at a rate of zero.
+    """
+    random, worst, seen = np.random.default_rng(1), 0.0, 0
+    num_apart, num_updates = len(params[0]), len(jax.tree.leaves(params))
+    for number in range(_MOST_STEPS):
+        grads = _both(_leaves(random, (1.0, 100.0, 0.01)[number % 3]))
+        value = np.float32(1 / (1 + number))
+        results = interpret(step, *jax.tree.leaves(grads), *states, *jax.tree.leaves(params), value)
+        apart, together, states = results[:num_apart], results[num_apart:num_updates], results[num_updates:]
+        pairs = [(array[0, i], apart[2 * n + i]) for n, array in enumerate(together) for i in (0, 1)]
+        worst = max(worst, *(_off(update, expected) for update, expected in pairs))
+        seen += any(np.any(expected) for _, expected in pairs)
+        if seen == _UPDATES:
+            break
+    return worst
+
+
+def _off(update: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference of two updates, relative to the largest that is expected."""
+    largest, difference = np.max(np.abs(expected)), np.max(np.abs(update - expected))
+    if not np.isfinite(difference):
+        return 0.0 if np.array_equal(update, expected, equal_nan=True) else float("inf")
+    return float(difference / largest) if largest else float(difference > 0)
+
+
+def _leaves(random: np.random.Generator, scale: float) -> dict[str, list[np.ndarray]]:
+    """Two arrays of each shape, by name: small numbers and large ones."""
+    make = lambda shape, size: (scale * size * random.standard_normal(shape)).astype(np.float32)
+    return {name: [make(shape, 0.1), make(shape, 3.0)] for name, shape in _SHAPES.items()}
+
+
+def _both(leaves: dict[str, list[np.ndarray]]) -> Probes:
+    """Makes both probes; arrays of one shape are rows of one `[1, 3, ...]`: one stage, two layers, an empty row."""
+    apart = Probe({f"{name} {i}": leaf for name, pair in leaves.items() for i, leaf in enumerate(pair)})
+    return apart, Probe({name: np.stack([*pair, np.zeros_like(pair[0])])[None] for name, pair in leaves.items()})

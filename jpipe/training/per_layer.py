@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.indexing import Index
+from jpipe.arrays.in_place import Index
 from jpipe.jaxprs.tracing import no_mesh, replay
 from jpipe.memory.layout import Layout, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
@@ -27,8 +27,7 @@ from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated
 from jpipe.training.by_parameter import ByParameter, StateTree, model_shapes
-from jpipe.training.optimizers import check_is_optimizer
-from jpipe.training.probing import not_tried
+from jpipe.training.optimizers import check_is_optimizer, not_tried
 from jpipe.types import PyTree, Shapes
 
 Trees = dict[str, PyTree]

@@ -1,23 +1,28 @@
-"""`TrainState`: the state that a step of training reads and returns, and how it lies on the devices."""
+"""`TrainState`: what a step of training reads and returns, and how it lies; the step itself, and those compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.arrays.host import on_host
-from jpipe.memory.layout import TELLS_APART, StageTree, laid_out
+from jpipe.arrays.in_place import on_host
+from jpipe.layers.fingerprint import fingerprint
+from jpipe.memory.layout import StageTree, laid_out
 from jpipe.memory.offload import may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.training.by_slices import initial, updated
-from jpipe.training.optimizers import check_is_optimizer, check_optimizer, check_update
-from jpipe.training.probing import check_elementwise
-from jpipe.types import Leaf, PyTree, Shapes
+from jpipe.training.optimizers import checked_opt_state, global_norm, skips
+from jpipe.types import Batch, Leaf, PyTree, Shapes
+
+Variables = dict[str, StageTree]
+"""All variables, by collection."""
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +50,7 @@ class TrainState:
 
 
 def abstract_state(
-    variables: dict[str, StageTree],
-    tx: optax.GradientTransformation,
-    key: jax.ShapeDtypeStruct,
-    loss: jax.ShapeDtypeStruct,
+    variables: Variables, tx: optax.GradientTransformation, key: jax.ShapeDtypeStruct, loss: jax.ShapeDtypeStruct
 ) -> TrainState:
     """The shapes, dtypes and shardings of a training state, and a check that the optimiser may work on these variables.
 
@@ -72,28 +74,8 @@ def abstract_state(
     shardings = state_shardings(opt_state, params, on_hosts=params.layout.state_on_hosts)
     everywhere = NamedSharding(variables["params"].layout.mesh, PartitionSpec())
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
-        variables=variables,
-        opt_state=jax.tree.map(place, opt_state, shardings),
-        key=place(key, everywhere),
-        tx=tx,
-    )
-
-
-def checked_opt_state(tx: optax.GradientTransformation, params: StageTree, loss: jax.ShapeDtypeStruct) -> Shapes:
-    """The shapes of the state of an optimiser that may work on these parameters; errors as of `abstract_state`."""
-    check_is_optimizer(tx)
-    try:
-        opt_state = jax.eval_shape(tx.init, params)
-    except Exception as error:
-        if "jpipe.per_layer" in str(error):
-            raise
-        raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error
-    check_optimizer(opt_state)
-    check_update(tx, params, opt_state, loss)
-    check_elementwise(tx)
-    return opt_state
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(step, variables, jax.tree.map(place, opt_state, shardings), place(key, everywhere), tx)
 
 
 def make_opt_state(tx: optax.GradientTransformation, params: StageTree, shardings: PyTree) -> PyTree:
@@ -157,3 +139,76 @@ def state_shardings(opt_state: Shapes, params: StageTree, *, on_hosts: bool = Fa
 
     is_tree = lambda node: isinstance(node, StageTree)
     return jax.tree.map(of_node, opt_state, is_leaf=is_tree)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+MOST_TRAIN_STEPS = 8
+"""How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
+
+Metrics = dict[str, jax.Array]
+StepT = TypeVar("StepT")
+"""The type of a step as plain data, which is only handed on here."""
+ValueAndGrad = Callable[[StepT, Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
+"""`(step, variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""
+CompiledStep = Callable[[StepT, TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def train_step(run: ValueAndGrad[StepT], step: StepT, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """Does one step: (the state after it, the metrics); to be traced."""
+    key = jax.random.fold_in(state.key, state.step)
+    (loss, updates, metrics), grads = run(step, state.variables, batch, key)
+    with jax.named_scope("update"):
+        return apply_update(state, loss, updates, metrics, grads)
+
+
+def apply_update(
+    state: TrainState, loss: jax.Array, updates: Variables, metrics: Metrics, grads: StageTree
+) -> tuple[TrainState, Metrics]:
+    """Does the rest of a step, from the results of `ValueAndGrad`: (the new state, all metrics)."""
+    params = state.variables["params"]
+    new_params, opt_state = updated(state.tx, grads, state.opt_state, params, loss)
+    if skipped := skips(state.opt_state, opt_state):  # a skipped batch changes no other collection either
+        unless = partial(jnp.where, jnp.stack(skipped).any())
+        updates = {name: jax.tree.map(unless, state.variables[name], tree) for name, tree in updates.items()}
+    variables = state.variables | {"params": new_params, **updates}
+    norm = global_norm(grads)
+    # If a gradient isn't finite, the norm isn't. The norm overflows first (at 1e19), where an update is as bad.
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    metrics = {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}  # a loss function's own have other names
+    return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
+
+
+class TrainSteps(Generic[StepT]):
+    """The compiled training steps of a pipeline, one for each optimiser.
+
+    An optimiser made anew from the same numbers and functions runs the step that was compiled for the first one.
+
+    Args:
+      run: the loss and gradients of a batch, to be traced.
+      shapes: `tx` -> the state as shapes with shardings.
+    """
+
+    def __init__(self, run: ValueAndGrad[StepT], shapes: Callable[[optax.GradientTransformation], TrainState]):
+        self._value_and_grad, self._shapes = run, shapes
+        self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep[StepT]]] = {}
+
+    def clear(self) -> None:
+        """Drops all compiled steps."""
+        self._compiled.clear()
+
+    def of(self, tx: optax.GradientTransformation) -> tuple[optax.GradientTransformation, CompiledStep[StepT]]:
+        """(the first optimiser seen that equals `tx`, the jitted `train_step`, which donates the state).
+
+        The first one is used in place of `tx`, since it is static: another object would compile anew.
+        """
+        key = fingerprint(tx)
+        if key not in self._compiled:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._shapes(tx))
+            step = partial(train_step, self._value_and_grad)
+            step = jax.jit(step, static_argnums=0, donate_argnums=1, out_shardings=(shardings, shardings.step))
+            while len(self._compiled) >= MOST_TRAIN_STEPS:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[key] = (tx, step)
+        return self._compiled[key]

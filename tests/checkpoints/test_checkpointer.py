@@ -2,7 +2,10 @@
 
 import gc
 import json
+import os
 import shutil
+import signal
+import threading
 import warnings
 from pathlib import Path
 
@@ -17,9 +20,46 @@ import pytest
 import jpipe
 from cases import assert_equal, cross_entropy, model, pipeline, tokens
 from jpipe.checkpoints import files
+from jpipe.checkpoints.checkpointer import Preemption
 from jpipe.checkpoints.contents import Contents
 from jpipe.memory.layer_trees import to_layers
 from jpipe.memory.layout import StageTree
+
+
+@pytest.fixture
+def handled():
+    """The signals that a user's own handler was told of."""
+    numbers = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_is_noted_and_the_users_handler_called(handled):
+    own = signal.getsignal(signal.SIGTERM)
+    with Preemption() as preemption:
+        assert not preemption.reached(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.reached(1)
+    assert handled == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_other_threads_handle_no_signals(handled):
+    own, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        with Preemption() as preemption:
+            seen.append((signal.getsignal(signal.SIGTERM), preemption.reached(0)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(own, False)]
+
+
+# --- the end of a job -------------------------------------------------------------------------------------------------
+
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",  # of what orbax didn't read to the end

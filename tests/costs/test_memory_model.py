@@ -4,18 +4,172 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import jpipe
 from jpipe.costs.chips import CHIPS, parse_topology
-from jpipe.costs.memory_model import predict_host_memory, predict_memory
+from jpipe.costs.memory_model import Amount, Compiler, holdings, predict_host_memory, predict_memory, working_bytes
 from tpu_program import needs_tpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import memory_model as against_compilers
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing on CPUs")
+
+
+X = jax.ShapeDtypeStruct((8, 8), "float32")
+ARRAY = 8 * 8 * 4
+
+
+def of(function, *shapes, **options):
+    return working_bytes(jax.make_jaxpr(function)(*shapes), **options)
+
+
+def test_elementwise_operations_need_nothing_of_their_own():
+    assert of(lambda x: jnp.where(x > 0, x + 1, x) * 2, X) == 0
+    assert of(lambda x: jnp.sum(x * x), X) == 4
+
+
+def test_a_product_lives_until_its_last_reader():
+    assert of(lambda x: x @ x, X) == ARRAY
+    assert of(lambda x: (x @ x) @ x, X) == 2 * ARRAY
+    assert of(lambda x: jnp.sum((x @ x) + (x @ x.T @ x)), X) == 3 * ARRAY
+
+
+def test_what_is_tied_is_not_copied():
+    def chain(x, tie):
+        y = x @ x
+        return jnp.sum(tie(y, x)[0] @ x)
+
+    tied = lambda x: chain(x, lambda *values: jax.lax.optimization_barrier(values))
+    assert of(tied, X) == of(lambda x: chain(x, lambda *values: values), X)
+    assert of(tied, X, compiler=TPU) == of(lambda x: chain(x, lambda *values: values), X, compiler=TPU)
+
+
+def test_what_isnt_fused_reads_a_copy_of_a_slice():
+    assert of(lambda x: x @ x, X, copied=[0]) == 2 * ARRAY
+    assert of(lambda x: x + x, X, copied=[0]) == 0
+
+
+def test_each_product_reads_a_copy_of_its_own():
+    assert of(lambda x: (x @ x.T, x @ x), X, copied=[0]) == 4 * ARRAY  # each reads it once; and two results
+
+
+TPU = Compiler(into_products=True, in_place=True)
+
+
+def test_a_tpus_products_read_and_give_what_is_elementwise():
+    assert of(lambda x: jnp.sum(jnp.tanh(x @ x) @ x, 0) @ x, X, compiler=TPU) == 2 * ARRAY
+    assert of(lambda x: (x @ x).astype("bfloat16"), X, compiler=TPU) == 0  # added to a sum elsewhere
+    assert of(lambda x: x @ x, X, copied=[0], compiler=TPU) == 0
+
+
+def test_a_gpus_elementwise_results_take_the_place_of_what_they_read_and_its_products_turn_nothing():
+    """Two arrays of logits were counted as three: predicted steps with a large vocabulary were a sixth too large."""
+    gpu = Compiler(in_place=True)
+    chain = lambda x: jnp.tanh(x @ x) @ x[0]
+    assert (of(chain, X), of(chain, X, compiler=gpu)) == (2 * ARRAY, ARRAY + 2 * 8 * 4)  # and x[0], and the result
+    turned = lambda x: jax.lax.dot_general(x, x, (((0,), (1,)), ((), ())))
+    assert of(turned, X, compiler=gpu) == ARRAY < of(turned, X)
+
+
+def test_arrays_lie_on_the_chip_while_there_is_room():
+    products = lambda x: ((x @ x) @ x) @ x
+    most = lambda near: of(products, X, compiler=Compiler(into_products=True, near=near, in_place=True))
+    assert [most(near * ARRAY) for near in (0, 1, 2)] == [2 * ARRAY, ARRAY, 0]
+
+
+def test_numbers_are_scattered_in_place():
+    shapes = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64,), "int32")
+    zeros, most = 64 * 64 * 4, of(lambda x, i: jnp.zeros_like(x).at[jnp.arange(64), i].add(1.0) @ x, *shapes)
+    assert zeros < most < 3 * zeros
+
+
+def test_a_products_operand_that_lies_otherwise_is_turned():
+    batched = jax.ShapeDtypeStruct((4, 2, 4), "float32")
+    product = lambda a, b: jax.lax.dot_general(a, b, (((2,), (2,)), ((1,), (1,))))
+    assert of(product, batched, batched) == (2 * 4 * 4 + 2 * 4 * 2 * 4) * 4
+
+
+def test_a_loop_needs_what_its_body_does():
+    loop = lambda x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ c) @ c, None), x, length=3)[0]
+    assert of(loop, X) >= 3 * ARRAY
+
+
+def test_dead_code_is_free():
+    assert of(lambda x: (x @ x, x)[1], X) == 0
+
+
+# --- holdings -------------------------------------------------------------------------------------------------
+
+
+TOKENS = np.ones((8, 5), np.int32)
+
+
+class Block(nn.Module):
+    """Kernels split over `fsdp` and `tp`, and running averages."""
+
+    @nn.compact
+    def __call__(self, x):
+        split = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", "tp"))
+        x = nn.Dense(16, kernel_init=split)(x)
+        return nn.BatchNorm(use_running_average=False)(x)
+
+
+def make(**options) -> jpipe.Pipeline:
+    table = jpipe.Shared(nn.Embed(32, 16))
+    layers = [table, Block(), Block(), nn.Dense(16), Block(), table.using("attend")]
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_microbatches=2, **options)
+
+
+def sizes(trees) -> tuple[int, int]:
+    leaves = jax.tree.leaves(trees)
+    return sum(leaf.size for leaf in leaves), sum(leaf.nbytes for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"stage": 2}, {"balance": [1, 5]}),
+        ({"stage": 2}, {"balance": [1, 2, 1, 2], "num_chunks": 2, "schedule": "interleaved"}),
+        ({"stage": 2, "fsdp": 2, "tp": 2}, {"balance": [4, 2], "unroll": True}),
+        ({"stage": 2, "data": 2, "tp": 2}, {"balance": [3, 3], "shard_over": ["data"]}),
+    ],
+)
+def test_own_and_held_are_what_arrays_have(make_mesh, axes, options):
+    pipe = make(num_stages=2, mesh=make_mesh(tuple(axes.values()), tuple(axes)), **options)
+    variables = pipe.init(jax.random.key(0), TOKENS)
+    found = holdings(pipe.plan)
+    assert set(found.own) == set(found.room) == set(found.device) == {"params", "batch_stats"}
+    for name, tree in variables.items():
+        for device in pipe.mesh.devices.flat:
+            parts = [s.data for a in tree.values() for s in a.addressable_shards if s.device == device]
+            assert found.device[name] == sizes(parts), f"{name} on {device}"
+        assert found.room[name] == sizes([a[0] for a in tree.values()])
+    # The layers' own trees, the table once though layers 0 and 5 use it.
+    trees = pipe.layer_variables(variables)
+    for s, (start, stop) in enumerate(pipe.partition.bounds):
+        for name in variables:
+            own = [tree[name] for tree in trees[start : min(stop, 5)] if name in tree]
+            assert found.own[name][s] == sizes(own), f"{name} of virtual stage {s}"
+    assert found.shared == ((0, 5),)
+
+
+def test_devices_hold_the_most_of_each_type_of_leaf():
+    """By hand: five kernels `[4, 4]` and their biases on stage 0, a large head on stage 1, which share no type."""
+    layers = [*[nn.Dense(4, use_bias=False) for _ in range(5)], nn.Dense(100, use_bias=False)]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, balance=[5, 1])
+    jax.eval_shape(pipe.init, jax.random.key(0), np.ones((2, 4), np.float32))
+    found = holdings(pipe.plan)
+    assert found.own["params"] == (Amount(80, 320), Amount(400, 1600))
+    assert found.device["params"] == found.room["params"] == Amount(480, 1920)
+    assert found.shared == ()
+
+
+# --- predicted and compiled ------------------------------------------------------------------------------------------
+
 
 WIDTH = 16
 KEPT = against_compilers.kept()

@@ -9,8 +9,7 @@ from flax import nnx
 import jpipe
 from jpipe.cutting.stack_rows import rows_of
 from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.rewriting import equations_in
-from jpipe.jaxprs.tracing import trace
+from jpipe.jaxprs.tracing import equations_in, trace
 
 KEY = jax.random.key(0)
 INITIALISERS = {

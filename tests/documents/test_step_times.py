@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import CHIPS, parse_topology
-from jpipe.costs.gpus import ABSENT
+from jpipe.costs.chips import ABSENT, CHIPS, parse_topology
 from jpipe.forecasting.compiled_program import read
 from tpu_program import needs_tpu_compiler
 

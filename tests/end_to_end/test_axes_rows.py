@@ -15,11 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import CHIPS, parse_topology
-from jpipe.costs.gpus import ABSENT
+from jpipe.costs.chips import ABSENT, CHIPS, parse_topology
 from jpipe.forecasting.compiled_program import COLLECTIVES, compile_with_text, read, transfers
 from jpipe.forecasting.compiled_program import _computations as read_computations
-from jpipe.forecasting.waits import turn_in_time
+from jpipe.forecasting.step_cycles import turn_in_time
 from timed import Worker
 from tpu_program import Loop, needs_tpu_compiler, tpu_devices
 

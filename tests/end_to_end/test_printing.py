@@ -16,17 +16,14 @@ from jpipe.costs.chips import CHIPS
 from jpipe.costs.memory_model import predict_memory
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.costs.time_model import predict_time
-from jpipe.forecasting.choices import Choice, Choices, advice_on
+from jpipe.forecasting.choices import Choice, Choices, Setting, advice_on
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.forecasting.settings import Setting
-from jpipe.profiling.changes import MicrobatchSize
-from jpipe.profiling.findings import Finding
-from jpipe.profiling.hosts import ProcessTime
-from jpipe.profiling.prediction import SLICES, StageTimes
+from jpipe.profiling.findings import Finding, MicrobatchSize, ProcessTime
+from jpipe.profiling.measure import SLICES, StageTimes
 from jpipe.profiling.profile import Profile
 from jpipe.schedules.simulate import Work, in_time
 from jpipe.terminal.tables import bytes_in_words
-from jpipe.view.facts import facts_of
+from jpipe.view.page import facts_of
 
 ODD = [0, 0.0, 1.5, -1.0, math.inf, math.nan, np.float32(1e30), np.int64(3), 10**30]
 SCHEDULE = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)

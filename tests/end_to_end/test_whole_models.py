@@ -12,7 +12,7 @@ from flax import nnx
 
 import jpipe
 import whole_models
-from jpipe.batches.bare_inputs import default_inputs
+from jpipe.batches.rows import default_inputs
 from jpipe.layers.functions import signature_of
 
 KEY, FLOAT = jax.random.key(3), jnp.float64

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpipe
-from jpipe.batches.microbatches import split_microbatches
+from jpipe.batches.rows import split_microbatches
 from jpipe.execution.before_ticks import joined, known_to_loss, taken_apart
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.shardings import Shard

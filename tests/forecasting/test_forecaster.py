@@ -12,8 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import jpipe
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import CHIPS, Host, parse_topology
-from jpipe.costs.gpus import ABSENT
+from jpipe.costs.chips import ABSENT, CHIPS, Host, parse_topology
 from jpipe.costs.memory_model import predict_host_memory
 from jpipe.costs.time_model import predict_time
 from tpu_program import needs_tpu_compiler

@@ -19,7 +19,8 @@ from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.memory_model import predict_host_memory, predict_memory
 from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting import search
-from jpipe.forecasting.settings import mesh_of_nowhere
+from jpipe.forecasting.choices import mesh_of_nowhere
+from jpipe.forecasting.search import measure_chip
 from jpipe.memory.offload import Offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")  # small models, badly balanced
@@ -332,3 +333,15 @@ def test_gpus_have_hosts_too():
     options = {**ONE_WAY, "offload": "optimizer"}
     best = jpipe.plan(layers_of(8), loss_fn, words(), TX, topology="h100:4", **options)[0]
     assert best.cost.host == {"optimizer": best.cost.bytes.parameters}
+
+
+# --- measured chip ----------------------------------------------------------------------------------------------------
+
+
+def test_a_device_is_measured():
+    """Bounds that any machine keeps, and no figure that is forgotten (0) or infinite does."""
+    chip = measure_chip(jax.devices()[:2])
+    assert 1e8 < chip.flops < 1e15
+    assert 1e7 < chip.memory_bandwidth < 1e13
+    assert 2**20 < chip.memory < 2**50
+    assert chip.clock is None and chip.name == jax.devices()[0].device_kind

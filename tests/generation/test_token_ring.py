@@ -3,7 +3,7 @@
 import pytest
 
 from jpipe.generation.token_ring import ring
-from jpipe.schedules.placement import Placement
+from jpipe.schedules.actions import Placement
 
 
 @pytest.mark.parametrize(("chunks", "style"), [(1, "loop"), (3, "loop"), (2, "v")])

@@ -4,9 +4,8 @@ import random
 
 from hypothesis import strategies as st
 
-from jpipe.schedules.actions import Action, Placed, admitted
+from jpipe.schedules.actions import Action, Orders, Placed, admitted, needs
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.timing import Orders, needs
 
 SLOTS = [
     *[("F", "B"), ("B", "F"), ("FB",), ("BF", "F"), ("F", "F", "B"), ("F",), ("F", "F")],

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jpipe.forecasting.compiled_program import RAGGED
-from jpipe.forecasting.device_groups import axes_along, groups_of
+from jpipe.forecasting.step_cycles import axes_along, groups_of
 
 KINDS = (
     "collective-permute",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jpipe.costs.gpus import ABSENT
+from jpipe.costs.chips import ABSENT
 from jpipe.forecasting.compiled_program import Loop, Operation, is_product
 from tpu_program import ARRAY, BYTES
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.batches.bare_inputs import default_inputs
+from jpipe.batches.rows import default_inputs
 from jpipe.layers.functions import signature_of
 
 

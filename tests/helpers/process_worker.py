@@ -23,8 +23,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jpipe
 from cases import compilations, model, pipeline
+from jpipe import configuration
 from jpipe.planning import costs
-from jpipe.processes import agreement
 from jpipe.seam.runtime import shared_store
 
 Case = Callable[[], Any]
@@ -275,9 +275,9 @@ def errors() -> Any:
 
 def late() -> Any:
     """A process that doesn't come is missed within the timeout."""
-    agreement.SECONDS = 2.0
+    configuration.SECONDS = 2.0
     if jax.process_index() == 0:
-        return error_of(lambda: agreement.check_agreement({}, range(jax.process_count())))
+        return error_of(lambda: configuration.check_agreement({}, range(jax.process_count())))
     return ""
 
 

@@ -19,7 +19,7 @@ OTHERS = (
     # `test_amoebanet_d_has_the_parameters_of_table_1` counts those of the same cells.
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
     # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
-    "test_waits.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
+    "test_step_cycles.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
     # `test_whole_decoding` has outputs that no loss reads.
     "test_registry_models.py::test_outputs_that_the_loss_does_not_read_are_none",
     "test_fuzz.py::test_a_call_that_hangs_dies_or_raises_is_a_result",
@@ -90,7 +90,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "adam-from the devices",
     ),
     # The rest of PyTorch's files are read by default, and that of the most kinds of actions is run.
-    "test_csv_format.py::test_files_of_pytorch_are_run_exactly": (
+    "test_schedule.py::test_files_of_pytorch_are_run_exactly": (
         *("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
     ),
     "test_meshes.py::test_default_explicit_mesh_of_stages_alone": ("True",),
@@ -131,7 +131,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "docs/howto/several-hosts.md",
     ),
     "test_notebooks.py::test_runs_without_a_warning": ("2_bubble_and_schedules",),
-    "test_refreezing.py::test_training_goes_on_as_a_plain_run_does": (
+    "test_files.py::test_training_goes_on_as_a_plain_run_does": (
         "adamw-options0",
         "values of parameters-options3",
     ),
@@ -220,10 +220,10 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_train_state.py::test_a_loop_of_ones_own_compiles_its_step_once": ("True",),
     "test_frozen.py::test_a_checkpoint_has_all": ("nnx",),
     "test_primitives.py::test_a_layer_of_it": ("layer-{}",),
-    "test_holdings.py::test_own_and_held_are_what_arrays_have": ("axes0-options0", "axes2-options2"),
+    "test_memory_model.py::test_own_and_held_are_what_arrays_have": ("axes0-options0", "axes2-options2"),
     "test_dit_stream.py::test_forty_blocks_are_cut_into_equal_stages": ("4",),
     "test_errors.py::test_a_metric_in_place_of_a_weight": (*("<lambda>-True1", "<lambda>-False0", "<lambda>-False1"),),
-    "test_refreezing.py::test_a_layer_that_is_one_array": ("all",),
+    "test_files.py::test_a_layer_that_is_one_array": ("all",),
     "test_meshes.py::test_layers_that_remember_the_mesh": ("linear solver", "weak scalars"),
     "test_meshes.py::test_one_stage_and_another_axis": ("data-None",),
     "test_pipeline.py::test_boundaries_cross_by_permutation_alone": (

@@ -111,10 +111,10 @@ def test_schedules_know_no_jax():
             assert not [module for module in modules if module.partition(".")[0] in ("jax", "flax", "optax")], name
 
 
-def test_flax_is_known_to_the_adapters_and_to_saving_alone():
+def test_flax_is_known_to_the_adapters_and_to_checks_alone():
     known = {name for name, modules in IMPORTS.items() if any(m.partition(".")[0] == "flax" for m in modules)}
     adapters = {f"jpipe.layers.{name}" for name in ("flax", "linen", "nnx", "adapt")}
-    assert known == {*adapters, "jpipe.saving", "jpipe.seam.flax_inside"}
+    assert known == {*adapters, "jpipe.checks", "jpipe.seam.inside"}
 
 
 def test_no_file_imports_itself_through_others():

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpipe.memory.storage
 from cases import assert_equal
 from gpu_program import compile_with_text, kernels, needs_gpu_compiler
-from jpipe.arrays.indexing import look_up
+from jpipe.arrays.in_place import look_up
 from jpipe.costs.chips import parse_topology
 from jpipe.forecasting.compiled_program import read
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jpipe
 from cases import assert_close
-from jpipe.batches.bare_inputs import default_inputs
+from jpipe.batches.rows import default_inputs
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.splits import Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction

@@ -59,7 +59,7 @@ def test_devices_of_a_stage_are_counted():
 
 
 def test_what_a_device_holds_and_what_is_shared():
-    """In words what `jpipe.costs.holdings` counts; the bubble is the simulator's, of these costs."""
+    """In words what `jpipe.costs.memory_model` counts; the bubble is the simulator's, of these costs."""
     table = jpipe.Shared(nn.Embed(32, 4))
     layers = [table, *[nn.Dense(4) for _ in range(5)], table.using("attend")]
     costs, sizes = [1.0, 2, 2, 1, 2, 1, 2.5], {"num_stages": 2, "num_microbatches": 4}

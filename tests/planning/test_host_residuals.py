@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jpipe
 from cases import assert_equal
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 from small_pipeline import make
 
 OFFLOADS_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names

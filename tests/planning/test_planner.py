@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import compilations
-from jpipe.forecasting.settings import mesh_of_nowhere
+from jpipe.forecasting.choices import mesh_of_nowhere
 from jpipe.planning.planner import check_reads_nothing
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}

@@ -12,7 +12,7 @@ import jpipe
 from jpipe.jaxprs.flops import Flops, count_flops
 from jpipe.model.random_keys import key_shape
 from jpipe.planning.unsplit import unsplit_in
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 
 def layers_of(pipe, batch):

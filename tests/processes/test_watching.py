@@ -17,8 +17,8 @@ import pytest
 
 import jpipe
 from jpipe.processes.watching import EXIT_CODE, Standing, report
-from jpipe.terminal import first_calls
-from jpipe.terminal.first_calls import compiles, first_call
+from jpipe.terminal import progress
+from jpipe.terminal.progress import compiles, first_call
 
 X = np.ones((4, 3), np.float32)
 SECONDS = 1.0
@@ -55,7 +55,7 @@ def ends(monkeypatch):
 
     monkeypatch.setattr(os, "_exit", end)
     yield found
-    assert not first_calls.followers, "nobody follows calls after the block"
+    assert not progress.followers, "nobody follows calls after the block"
 
 
 # --- loops that go on ---

@@ -1,5 +1,8 @@
 """What a profile means in words, from times that are known."""
 
+import socket
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +10,20 @@ import pytest
 
 import jpipe
 from jpipe.planning.costs import Cost
-from jpipe.profiling.changes import microbatch_sizes, other_schedules
-from jpipe.profiling.findings import find
-from jpipe.profiling.layer_times import LayerTimes
-from jpipe.profiling.prediction import StageTimes, fit
+from jpipe.profiling.findings import (
+    ProcessTime,
+    _slow_process,
+    best_cut,
+    find,
+    host_names,
+    layer_shares,
+    microbatch_sizes,
+    other_schedules,
+    process_times,
+    without_remat,
+)
+from jpipe.profiling.measure import LayerTimes, StageTimes, fit
+from jpipe.profiling.profile import process_table
 
 LAYERS = 8
 BATCH = np.ones((16, 4), np.float32)
@@ -201,3 +214,93 @@ def test_a_promise_is_more_than_the_noise():
     noisy = findings_of(pipe, [3.0] * LAYERS, noise=0.25)
     assert not with_change(noisy)
     assert [finding.text for finding in noisy if "by 25%: something else runs" in finding.text]
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+
+
+def mesh_of(processes):
+    """A mesh of stages and data on devices of these processes, `[data, K]`."""
+    devices = np.vectorize(lambda process: SimpleNamespace(process_index=process), otypes=[object])(processes)
+    return SimpleNamespace(devices=devices, axis_names=("data", "stage"))
+
+
+def test_one_process_has_nobody_to_be_compared_with(make_mesh):
+    assert host_names() == [socket.gethostname()]
+    assert process_times((0.5,), host_names(), make_mesh((2,))) == ()
+
+
+def test_each_process_with_its_stages_over_the_median():
+    mesh = mesh_of([[0, 0, 1, 1], [2, 2, 1, 1]])
+    found = process_times((0.2, 0.5, 0.1, 0.2), ("a", "b", "c", "d"), mesh)
+    assert [own.stages for own in found] == [(0, 1), (2, 3), (0, 1), ()]
+    assert [own.of_median for own in found] == pytest.approx([1.0, 2.5, 0.5, 1.0])
+    table = process_table(found)
+    assert table.rows[1] == ("1", "b", "2, 3", "500", "2.50")
+    assert table.marks == {1: "slowest"}
+    assert [finding.text for finding in _slow_process(found)] == [
+        "process 1 on b (stages 2, 3) takes 2.50 times the median of the processes for the same layers, and every step "
+        "waits for it: see what else runs on that machine, or run without it"
+    ]
+
+
+def test_of_two_the_slow_one_is_over_the_fast_one():
+    assert [own.of_median for own in process_times((0.1, 0.3), ("a", "b"), mesh_of([[0, 1]]))] == pytest.approx([1, 3])
+
+
+def test_processes_that_are_alike_are_no_finding():
+    alike = [ProcessTime(p, "a", (p,), seconds, seconds) for p, seconds in enumerate((1.0, 1.01, 1.015))]
+    assert process_table(alike).marks == {}
+    assert list(_slow_process(alike)) == list(_slow_process(())) == []
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+def planned_of_changes(**options):
+    """A pipeline of four layers that has seen a batch."""
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": [1, 3], "remat": "none"} | options
+    pipe = jpipe.Pipeline([lambda x, i=i: x + i for i in range(4)], lambda y, _: y.mean(), **options)
+    jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
+    return pipe
+
+
+def costs_of_changes(of_layers):
+    return [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in of_layers]
+
+
+STAGES = StageTimes((2.0, 6.0), (4.0, 12.0), (0.0, 3.0))
+"""Of layers of 6 seconds each, and 3 of recomputation on the second stage."""
+
+
+def test_stages_times_are_shared_among_their_layers():
+    shares = layer_shares(
+        planned_of_changes().planner, LayerTimes(costs_of_changes([9.0] * 4), costs_of_changes([9.0] * 4)), STAGES
+    )
+    assert shares.forward == pytest.approx((2.0,) * 4) and shares.backward == pytest.approx((4.0,) * 4)
+    assert shares.recompute == pytest.approx((0.0, 1.0, 1.0, 1.0))
+
+
+def test_the_best_cut_puts_them_together_anew():
+    cut, stages = best_cut(
+        planned_of_changes().planner, LayerTimes(costs_of_changes([9.0] * 4), costs_of_changes([9.0] * 4)), STAGES
+    )
+    assert cut.counts == (2, 2) or list(cut.counts) == [2, 2]
+    assert stages.forward == pytest.approx((4.0, 4.0)) and stages.recompute == pytest.approx((1.0, 2.0))
+
+
+def test_without_recomputation_stages_take_what_their_layers_do():
+    kept = without_remat(
+        planned_of_changes().planner,
+        LayerTimes(costs_of_changes([4.0] * 4), costs_of_changes([2.0, 3.0, 3.0, 3.0])),
+        STAGES,
+    )
+    assert kept.total == pytest.approx((0.5 * 6.0, 0.75 * 21.0))
+
+
+def test_an_order_of_ones_own_is_tried_with_no_other_number_of_micro_batches():
+    own = [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]
+    for name in ("custom", "1f1b", "naive", "interleaved"):
+        schedule = jpipe.Schedule(own, slots=("FB",), name=name)
+        assert other_schedules(planned_of_changes(num_microbatches=2, schedule=schedule).planner, BATCH) == {}
+    assert sorted(other_schedules(planned_of_changes(schedule=named("gpipe")).planner, BATCH)) == [1, 2, 8, 16]

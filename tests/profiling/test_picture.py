@@ -3,8 +3,8 @@
 import pytest
 
 import jpipe
+from jpipe.profiling.measure import SLICES, StageTimes
 from jpipe.profiling.picture import draw
-from jpipe.profiling.prediction import SLICES, StageTimes
 
 
 def test_bars_are_as_long_as_times(tmp_path):

@@ -16,11 +16,8 @@ import pytest
 import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
-from jpipe.profiling.changes import MicrobatchSize
-from jpipe.profiling.hosts import ProcessTime
-from jpipe.profiling.layer_times import LayerTimes
-from jpipe.profiling.measure import Measured
-from jpipe.profiling.prediction import StageTimes
+from jpipe.profiling.findings import MicrobatchSize, ProcessTime
+from jpipe.profiling.measure import LayerTimes, Measured, StageTimes
 from jpipe.profiling.profile import prediction_in_words, size_table, stage_table
 from wide import WIDTH, Wide, loss_fn, make
 

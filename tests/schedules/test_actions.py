@@ -1,10 +1,18 @@
 """Kinds of action, and what a table of orders is known by."""
 
-import pytest
+import itertools
+import re
 
-from jpipe.schedules.actions import ACTION_KINDS, Action
-from jpipe.schedules.placement import Placement
-from jpipe.schedules.timing import Orders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from any_schedule import schedules
+from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, Placement, admitted, needs
+from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.schedule import Schedule
 
 
 def test_kinds_depend_on_known_ones_and_flow_one_way_or_none():
@@ -23,3 +31,142 @@ def test_sizes_are_the_highest_of_any_stage():
     orders = Orders(((Action("F", 0), Action("F", 2)), (Action("F", 1, 1),)), ("F",))
     assert (orders.num_stages, orders.num_microbatches, orders.num_chunks) == (2, 3, 2)
     assert orders.placement == Placement(2, 2)
+
+
+# --- placement --------------------------------------------------------------------------------------------------------
+
+
+SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 3)))  # K, V
+
+
+def walk(num_stages: int, num_chunks: int) -> list[tuple[int, int]]:
+    """The (stage, chunk) that a micro-batch's forward visits, in order."""
+    return [(stage, chunk) for chunk in range(num_chunks) for stage in range(num_stages)]
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), SIZES)
+def test_virtual_stages_are_counted_as_a_microbatch_visits_them(num_stages, num_chunks):
+    placement, visits = Placement(num_stages, num_chunks), walk(num_stages, num_chunks)
+    assert placement.num_virtual_stages == len(visits)
+    for s, (stage, chunk) in enumerate(visits):
+        assert placement.virtual_stage(stage, chunk) == s
+        assert (placement.stage_of(s), placement.chunk_of(s)) == (stage, chunk)
+
+
+@pytest.mark.parametrize("flow", [+1, -1])
+@pytest.mark.parametrize(("num_stages", "num_chunks"), SIZES)
+def test_sources_and_hops_follow_the_walk(num_stages, num_chunks, flow):
+    placement, visits = Placement(num_stages, num_chunks), walk(num_stages, num_chunks)[::flow]
+    sources = {at[1:]: source for at, source in placement.sources.items() if at[0] == flow}
+    assert sources == {receiver: sender for sender, receiver in itertools.pairwise(visits)}
+    assert placement.hops(flow) == sorted({(a[0], b[0]) for a, b in itertools.pairwise(visits)})
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), SIZES)
+def test_hops_are_a_line_with_one_chunk_and_a_ring_with_more(num_stages, num_chunks):
+    stages = range(num_stages) if num_chunks > 1 else range(num_stages - 1)
+    up = [(k, (k + 1) % num_stages) for k in stages]
+    placement = Placement(num_stages, num_chunks)
+    assert placement.hops(+1) == up
+    assert placement.hops(-1) == sorted((b, a) for a, b in up)
+
+
+def test_numpy_and_traced_integers_give_what_ints_give():
+    placement = Placement(3, 2)
+
+    def ask(virtual_stage):
+        stage, chunk = placement.stage_of(virtual_stage), placement.chunk_of(virtual_stage)
+        return stage, chunk, placement.virtual_stage(stage, chunk)
+
+    chain = np.arange(6, dtype=np.int32)
+    expected = list(zip(*map(ask, range(6)), strict=True))
+    for answers in (ask(chain), jax.jit(ask)(jnp.asarray(chain))):
+        assert [answer.tolist() for answer in answers] == list(map(list, expected))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_there_and_back(num_stages):
+    """A micro-batch goes to the last stage, turns there, and comes back to the first one."""
+    placement = Placement(num_stages, 2, "v")
+    up = [(stage, 0) for stage in range(num_stages)]
+    visits = [*up, *((stage, 1) for stage, _ in reversed(up))]
+    for s, (stage, chunk) in enumerate(visits):
+        assert placement.virtual_stage(stage, chunk) == s
+        assert (placement.stage_of(s), placement.chunk_of(s)) == (stage, chunk)
+    for flow, walked in ((+1, visits), (-1, visits[::-1])):
+        pairs = {(a[0], b[0]) for a, b in itertools.pairwise(walked)}
+        routes = placement.routes(flow)
+        assert sorted(itertools.chain(*routes)) == sorted(pairs) == placement.hops(flow)
+        for route in routes:
+            assert len({receiver for _, receiver in route}) == len(route), "a stage hears from one by each route"
+            senders = [sender for sender, receiver in route if sender != receiver]
+            assert len(set(senders)) == len(senders), "and sends to one other"
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_slot_1f1b_is_the_papers_picture():
+    """F and B in one slot: the order in which stage k starts with K-k forwards."""
+    schedule = Schedule(
+        [["F0", "F1", "F2", "B0", "F3", "B1", "B2", "B3"],
+         ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"],
+         ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]],
+        slots=("FB",),
+    )  # fmt: skip
+    assert str(schedule).splitlines()[1:] == [
+        "tick    |0  |1  |2  |3  |4  |5  |6  |7  |8  |9  |10 |11 |",
+        "stage 0 |F0 |F1 |F2 |.  |.  |B0 |F3 |B1 |.  |B2 |.  |B3 |",
+        "stage 1 |.  |F0 |F1 |.  |B0 |F2 |B1 |F3 |B2 |.  |B3 |.  |",
+        "stage 2 |.  |.  |F0 |B0 |F1 |B1 |F2 |B2 |F3 |B3 |.  |.  |",
+    ]
+
+
+@given(schedules())
+def test_every_action_runs_as_soon_as_possible(schedule):
+    times = schedule.slot_times
+    for stage, order in enumerate(schedule.actions):
+        for before, action in zip([None, *order], order, strict=False):
+            tau = times[stage, action]
+            held_up = [times[need] for need in needs(schedule, stage, action)]
+            held_up += [] if before is None else [times[stage, before]]
+            admits = [admitted(slot) for slot in schedule.slots]
+            assert action.kind in admits[tau % len(admits)]
+            assert all(before < tau for before in held_up)
+            between = range(max(held_up, default=-1) + 1, tau)
+            assert not any(action.kind in admits[slot % len(admits)] for slot in between)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        # A backward before its own forward.
+        ([["B0", "F0"]], "stage 0 waits forever at B0: it needs F0 of stage 0, which comes after B0 there"),
+        # One's own fault, found from another stage that only waits for the culprit.
+        ([["F0", "B0"], ["B0", "F0"]], "stage 1 waits forever at B0: it needs F0 of stage 1"),
+        # Two stages wait for each other: 1F1B's last stage with a forward too many before its first backward.
+        (
+            [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "F1", "F2", "B0", "B1", "B2"]],
+            "stage 1 waits forever at F2: it needs F2 of stage 0, which comes after B0 there, "
+            "and B0 cannot run before it; put F2 before B0 on stage 0",
+        ),
+        # Stages that disagree about the order of the micro-batches, each fine by itself.
+        ([["F0", "B0", "F1", "B1"], ["F1", "B1", "F0", "B0"]], "stage 1 waits forever at F1: it needs F1 of stage 0"),
+        # A later chunk before the earlier one.
+        (
+            [["F0.1", "F0"], ["F0", "F0.1"]],
+            "stage 1 waits forever at F0: it needs F0 of stage 0, which comes after F0.1",
+        ),
+    ],
+)
+def test_deadlock_names_who_waits_for_what(actions, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Schedule(actions)
+
+
+def test_a_deadlock_is_broken_by_its_remedy():
+    actions = [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "F1", "F2", "B0", "B1", "B2"]]
+    with pytest.raises(ValueError, match="put F2 before B0 on stage 0"):
+        Schedule(actions)
+    actions[0] = ["F0", "F1", "F2", "B0", "B1", "B2"]
+    assert Schedule(actions) == make_schedule("gpipe", num_stages=2, num_microbatches=3)

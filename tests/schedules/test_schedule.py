@@ -1,12 +1,23 @@
 """A schedule of one's own: spelled in several ways, printed as a grid, every fault against its message."""
 
+import functools
 import re
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen as nn
+from hypothesis import given
 
+import jpipe
+from any_schedule import schedules
+from cases import Model, check_step, make_model, names
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import simulate
 
 
 def test_spellings_of_an_action_are_equal():
@@ -103,3 +114,124 @@ def test_a_style_is_known_and_fits_the_chunks():
     with pytest.raises(ValueError, match='style="v" takes two chunks a stage, there and back; the actions have 1'):
         Schedule([["F0", "B0"]], style="v")
     assert Schedule([["F0", "F0.1", "B0.1", "B0"]], style="v") != Schedule([["F0", "F0.1", "B0.1", "B0"]])
+
+
+# --- csv format -------------------------------------------------------------------------------------------------------
+
+
+FILES = Path(__file__).parents[1] / "data" / "pytorch"
+
+
+def read(name: str) -> Schedule:
+    """One of PyTorch's files. Its 1F1B's last row counts forwards from 1 to 8; here they are counted from 0."""
+    text = (FILES / f"{name}.csv").read_text()
+    if name == "1F1B":
+        text = re.sub(r"3F(\d)", lambda found: f"3F{int(found[1]) - 1}", text)
+    return Schedule.from_csv(text, name=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "style", "bubble", "rows"),
+    [
+        ("GPipe", 1, "loop", 9.0, (8, 0, 0)),
+        ("1F1B", 1, "loop", 9.0, (4, 0, 0)),
+        ("Interleaved1F1B", 2, "loop", 4.5, (11, 0, 0)),
+        ("InterleavedZeroBubble", 2, "loop", 1.5, (8, 8, 4)),
+        ("ZBVZeroBubble", 2, "v", 1.5, (8, 8, 7)),
+        ("DualPipeV", 2, "v", 1.5, (9, 9, 4)),
+    ],
+)
+def test_files_of_pytorch(name, num_chunks, style, bubble, rows):
+    """Their bubble, as stages run them that are programs of their own, at F = I = W, and the most rows of a stage."""
+    schedule = read(name)
+    assert (schedule.num_stages, schedule.num_microbatches) == (4, 8)
+    assert (schedule.num_chunks, schedule.style) == (num_chunks, style)
+    timeline = simulate(schedule, lockstep=False)
+    assert timeline.makespan - max(timeline.busy) == bubble
+    assert tuple(map(max, schedule.ticks.rows.values())) == rows
+    assert Schedule.from_csv(schedule.to_csv()) == schedule
+
+
+def test_orders_by_name_are_pytorchs():
+    """Its 1F1B and interleaved orders begin a backward as soon as it can be there, those for lockstep a hop later."""
+    sizes = {"num_stages": 4, "num_microbatches": 8}
+    same = {"GPipe": ("gpipe", 1), "ZBVZeroBubble": ("zb-v", 2), "DualPipeV": ("dualpipe-v", 2)}
+    for theirs, (ours, num_chunks) in same.items():
+        assert read(theirs).actions == make_schedule(ours, **sizes, num_chunks=num_chunks).actions
+    assert read("1F1B").actions != make_schedule("1f1b", **sizes).actions
+
+
+def test_a_file_of_pytorch_that_is_wrong_is_refused():
+    with pytest.raises(ValueError, match=re.escape("stage 0 lacks F8: F of every micro-batch and chunk must be on ev")):
+        Schedule.from_csv((FILES / "1F1B.csv").read_text())
+
+
+@functools.cache
+def dense_layers() -> Model:
+    """Eight layers, one for each virtual stage, and a batch of two examples a micro-batch."""
+    layers = [nn.Dense(3 + i % 2, param_dtype=jnp.float64) for i in range(8)]
+    rng = np.random.default_rng(0)
+    batch = {"inputs": rng.normal(size=(16, 4)), "targets": rng.normal(size=(16, 4))}
+    return make_model(layers, lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2), batch)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_files_of_pytorch_are_run_exactly(name):
+    schedule = read(name)
+    with jax.enable_x64(True):
+        model = dense_layers()
+        pipe = jpipe.Pipeline(model.layers, model.loss_fn, schedule=schedule, **schedule.sizes, remat="none")
+        check_step(pipe, model)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_named_schedules_come_back(num_chunks):
+    for name in names(chunks=num_chunks, split=None):
+        for num_stages, num_microbatches in ((1, 3), (3, 5), (4, 8)):
+            sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+            schedule = make_schedule(name, **sizes)
+            read = Schedule.from_csv(schedule.to_csv(), slots=schedule.slots)
+            assert read.actions == schedule.actions
+            assert read == schedule or (num_stages == 1 and schedule.style == "v"), "a stage alone is any style"
+
+
+@given(schedules())
+def test_any_schedule_comes_back(schedule):
+    """With R too, which `to_csv` wrote and `from_csv` refused."""
+    text = schedule.to_csv().replace("\n", "\r\n") + "\r\n"
+    assert Schedule.from_csv(text, slots=schedule.slots).actions == schedule.actions
+
+
+def test_the_text_has_a_column_for_each_slot_in_time():
+    schedule = make_schedule("v", num_stages=2, num_microbatches=1, num_chunks=2)
+    assert schedule.to_csv() == "0F0,,,,,,3F0,3B0,,,,,,0B0\n,,1F0,,2F0,,,,,2B0,,1B0,,\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the CSV is empty; it has a row of cells for each stage, as 0F0,0F1,0B0,0B1"),
+        ("0F0,0B0\n1F0,1X0", "row 1, cell 1 ('1X0') is no action; use a virtual stage, one of F, R, B, I and W, and a"),
+        ("0F0,F0", "row 0, cell 1 ('F0') is no action"),
+        ("0F0;0B0", "row 0, cell 0 ('0F0;0B0') is no action"),
+        ("0F0,0SEND_F0\n0RECV_F0,1F0", "row 0, cell 1 ('0SEND_F0') is communication: jpipe sends and gathers by itsel"),
+        ("0UNSHARD,0F0", "row 0, cell 0 ('0UNSHARD') is communication"),
+        ("0F0,(0B0;0Q1)OVERLAP_F_B", "row 0, cell 1 ('(0B0;0Q1)OVERLAP_F_B') is no action"),
+        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "stage 0 lacks B1"),
+        ("0F0,0B0\n\n1F0,1B0", "the CSV's rows run virtual stages that fit no placement of 3 rows (row 0: 0; row 1: ;"),
+        ("0F0,0B0\n0F0,0B0", "(row 0: 0; row 1: 0); use \"loop\", row k with k, K+k, 2K+k ..., or \"v\", row k with k"),
+        ("0F0,3F0,4F0\n1F0,2F0,5F0", "fit no placement of 2 rows (row 0: 0, 3, 4; row 1: 1, 2, 5)"),
+        ("0F0,3F0,3B0,0B0\n1F0,1B0", "stage 1 lacks F0.1"),
+        ("0F0,0W0,0I0", "stage 0 waits forever at W0: it needs I0 of stage 0"),
+        ("0F0,0I0", "stage 0 lacks W0"),
+        ("0F0,0I0,0B0,0W0", "stage 0 has B0 and I0: the backward of a micro-batch and chunk is either whole"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Schedule.from_csv(text)
+
+
+def test_text_is_read_and_no_path():
+    with pytest.raises(TypeError, match=re.escape("a schedule is read from text, got PosixPath; pass Path(...).read_")):
+        Schedule.from_csv(FILES)  # pyright: ignore[reportArgumentType]

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from any_schedule import schedules
 from cases import ahead, names, one_slot_from_k
+from jpipe.schedules.actions import needs
 from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.published import zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, Work, in_time, simulate
 from jpipe.schedules.ticks import KEEPS
-from jpipe.schedules.timing import needs
-from jpipe.schedules.zero_bubble import zero_bubble
 
 CHUNKED = names(chunks=2, split=None)
 TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact

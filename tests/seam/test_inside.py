@@ -4,17 +4,20 @@ import re
 import traceback
 from pathlib import Path
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import export
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cases import assert_equal
 from jpipe.seam import inside
-from jpipe.terminal.notices import warn_once
+from jpipe.seam.inside import absent_cudnn, collection_of, unsharded_creation
+from jpipe.terminal.progress import warn_once
 
 CHANGED = f"JAX {jax.__version__} has changed this: see the docstring of"
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -256,3 +259,65 @@ def test_without_lines(monkeypatch):
     equation = only(jax.make_jaxpr(jnp.sin)(1.0))
     with pytest.warns(UserWarning, match="collectives are shown without users' lines"), inside.at_line_of(equation):
         pass
+
+
+# --- flax inside ------------------------------------------------------------------------------------------------------
+
+
+class Seen(nnx.Variable):
+    """A variable type of a user's."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(nnx.Param, "params"), (nnx.BatchStat, "batch_stats"), (nnx.Cache, "cache"), (Seen, "Seen")]
+)
+def test_collections_are_called_as_in_linen(kind, name):
+    found = collection_of(kind)
+    assert found == name, f"Flax {flax.__version__} calls {kind.__name__} {found!r}: checkpoints hold it as {name!r}"
+
+
+def test_variables_are_made_off_the_mesh():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    make = nnx.with_partitioning(nnx.initializers.ones_init(), ("elsewhere",))  # an axis that the mesh hasn't
+    with jax.set_mesh(mesh), unsharded_creation():
+        made = nnx.Param(make(jax.random.key(0), (4,)))
+    np.testing.assert_array_equal(made.get_value(), np.ones(4))
+
+
+def test_without_the_switch(monkeypatch):
+    monkeypatch.delattr(nnx, "use_eager_sharding")
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"no nnx\.use_eager_sharding"), unsharded_creation():
+        pass
+    with unsharded_creation():  # a second warning would be an error
+        pass
+
+
+# --- absent cudnn -----------------------------------------------------------------------------------------------------
+
+
+HEADS = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+
+
+def traced():
+    """The shapes that attention by cuDNN gives, or JAX's words against it; traced anew."""
+
+    def attention(x):
+        return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
+
+    try:
+        return jax.eval_shape(attention, HEADS)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_attention_by_cudnn_is_traced_where_there_is_none():
+    with absent_cudnn():
+        assert traced() == HEADS
+
+
+def test_afterwards_jax_says_the_same_as_before():
+    before = traced()
+    with absent_cudnn():
+        pass
+    assert traced() == before

@@ -11,9 +11,7 @@ from jax.interpreters import ad, batching, mlir
 import jpipe
 from cases import assert_close, assert_equal
 from jpipe.jaxprs.flops import count_flops
-from jpipe.jaxprs.numpy_interpreter import interpret
-from jpipe.jaxprs.rewriting import depends_on, uses
-from jpipe.jaxprs.tracing import replay, trace
+from jpipe.jaxprs.tracing import depends_on, interpret, replay, trace, uses
 from jpipe.model.remat import save_but_elementwise
 from jpipe.seam.primitives import (
     CALLS,
@@ -25,8 +23,35 @@ from jpipe.seam.primitives import (
     OVER_DEVICES,
     REDUCTIONS,
     SUMS_OVER_DEVICES,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
     draws,
+    shapes_of,
 )
+
+
+def test_what_make_jaxpr_gives_unpacks_in_every_version():
+    closed = jax.make_jaxpr(lambda x: (x @ x.T + 1.0, x.astype(jnp.bfloat16)))(jnp.ones((2, 3), jnp.float32))
+    assert isinstance(closed, ClosedJaxpr)
+    assert isinstance(closed.jaxpr, Jaxpr)
+    assert not closed.consts
+    assert all(isinstance(equation, JaxprEqn) for equation in closed.jaxpr.eqns)
+    operands = [v for equation in closed.jaxpr.eqns for v in equation.invars]
+    assert {type(v) for v in operands} == {Var, Literal}
+    expected = [jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)]
+    assert shapes_of(closed.jaxpr.outvars) == expected
+
+
+def test_shapes_of_random_keys():
+    closed = jax.make_jaxpr(jax.random.clone)(jax.random.key(0))
+    assert shapes_of(closed.jaxpr.outvars)[0].dtype == jax.random.key(0).dtype
+
+
+# --- names of primitives ----------------------------------------------------------------------------------------------
+
 
 JAXS = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
 TABLE = ELEMENTWISE | MOVES | CALLS | LOOPS_AND_BRANCHES | REDUCTIONS.keys() | SUMS_OVER_DEVICES | OVER_DEVICES

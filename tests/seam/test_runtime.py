@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from gpu_program import needs_gpu_compiler
 from jpipe.seam import runtime
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.progress import warn_once
 
 ROOT = Path(__file__).parents[2]
 GPU_COMPILER = """
@@ -91,7 +91,7 @@ def test_a_store_that_is_hidden(monkeypatch):
 
 def test_importing_jpipe_names_no_private_module_itself():
     """`jax` imports its own; the package reaches into it when a cluster is there, and not before."""
-    code = "import jpipe.processes.agreement as a, sys; print([n for n in vars(a) if n == 'distributed'])"
+    code = "import jpipe.configuration as a, sys; print([n for n in vars(a) if n == 'distributed'])"
     assert run(code).stdout.strip() == "[]"
 
 

@@ -17,9 +17,8 @@ from jax.sharding import Mesh
 import jpipe
 from cases import assert_close, assert_equal
 from gpu_program import needs_gpu_compiler
-from jpipe.arrays.host import HOST
-from jpipe.costs.chips import parse_topology
-from jpipe.costs.gpus import ABSENT
+from jpipe.arrays.in_place import HOST
+from jpipe.costs.chips import ABSENT, parse_topology
 from jpipe.memory import host_slices
 from tpu_program import needs_tpu_compiler
 
