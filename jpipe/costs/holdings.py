@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding
 
 from jpipe.arrays.host import HOST
 from jpipe.arrays.trees import bytes_of
-from jpipe.memory.layout import Layout, StageTree
-from jpipe.memory.offload import may_go
+from jpipe.memory.layout import Layout, StageTree, may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import split_by
 from jpipe.model.random_keys import key_shape

@@ -15,13 +15,13 @@ from jpipe.costs.chips import Chip, chip_of
 from jpipe.costs.holdings import holdings, optimizer_bytes
 from jpipe.costs.liveness import Compiler, working_bytes
 from jpipe.costs.step_cost import Parts
+from jpipe.execution.programs import narrow_dtypes, weight_uses
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.partitioner.shardings import part_structs
-from jpipe.planning.narrow_weights import narrow_dtypes, weight_uses
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.seam.inside import with_axis_types, with_named_axes

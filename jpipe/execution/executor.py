@@ -53,13 +53,13 @@ from jpipe.execution import end_turns, host_moves
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job
-from jpipe.memory.away import AwayRow
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
+from jpipe.planning.kept import AwayRow
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS, crosses_beside
 from jpipe.schedules.ticks import ROWS, Run, SlotTable
@@ -266,7 +266,7 @@ def _run_pair(stage: Stage, run: Run, i: int, entries: Callable[[int], Now], car
     """Runs slots `i` and `i + 1`, a forward and a backward, as one.
 
     What crosses between stages arrives before or after both. No residuals go to the host, and no ends are shared
-    (`jpipe.planning.pairs`).
+    (`jpipe.planning.layer_loops`).
     """
     slots, nows = stage.step.table.slots[i : i + 2], (entries(i), entries(i + 1))
     carry = _receive(stage, slots[0], nows[0], _crossing(stage, run, i - 1, carry, beside=True), carry)

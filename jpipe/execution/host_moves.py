@@ -20,8 +20,8 @@ import jax
 
 from jpipe.arrays.loops import when
 from jpipe.execution.stage import Stage, TickCarry
-from jpipe.memory.away import AwayRow
 from jpipe.memory.storage import Buffers
+from jpipe.planning.kept import AwayRow
 from jpipe.schedules.ticks import SlotTable
 from jpipe.types import PyTree
 

@@ -9,8 +9,8 @@ from typing import overload
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.forecasting.forecaster import Forecast
 from jpipe.forecasting.settings import Setting, word_of
-from jpipe.memory.offload import Offload
 from jpipe.mesh.axes import AXIS
+from jpipe.planning.request import Offload
 from jpipe.terminal.tables import Table, Tabular, bytes_in_words, ms_in_words
 
 LIMITS = {"computation": "compute", "collectives": "links"}

@@ -23,12 +23,12 @@ from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import check_one, forecast
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.settings import COUNTS, HEAVY, PINNED, Setting, Space, mesh_of_nowhere
-from jpipe.memory.offload import Offload, as_offload
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
 from jpipe.pipeline import Pipeline
+from jpipe.planning.request import Offload, as_offload
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.progress import task
 from jpipe.terminal.tables import bytes_in_words

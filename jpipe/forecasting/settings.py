@@ -11,16 +11,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.memory.offload import NOTHING, Offload
 from jpipe.mesh.axes import AXIS
 from jpipe.model.remat import MODES, Policy
-from jpipe.planning.request import ENDS
+from jpipe.planning.request import ENDS, NOTHING, Offload
 from jpipe.schedules.schedule import Schedule
 
 WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
 """Schedules with V. "gpipe" takes the time of "1f1b" and more memory; those of papers gain nothing in lockstep."""
 OVERLAPPED = (("overlapped", 1), ("overlapped", 2), ("overlapped-v", 2))
-"""Further ones for GPUs whose layers send: what they send travels beside the other pass (`jpipe.planning.pairs`)."""
+"""Further ones for GPUs whose layers send: that travels beside the other pass (`jpipe.planning.layer_loops`)."""
 MICROBATCHES_A_STAGE = 4
 """M is K times this at first: the bubble is negligible then (GPipe, section 2.3)."""
 PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over", "offload")

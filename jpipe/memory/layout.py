@@ -11,6 +11,7 @@ other stage has room for them. `jpipe.memory.at_work` brings them to where a ste
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.host import is_apart
 from jpipe.arrays.indexing import Index
 from jpipe.memory.host_slices import zeros_on_host
-from jpipe.memory.offload import may_go
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS
@@ -127,6 +128,22 @@ class Layout:
         part = lambda a: NamedSharding(self.mesh, a.spec).shard_shape(a.shape)
         make = lambda a: (zeros_on_host if may_go(a, a, by_layer=True) else jnp.zeros)(part(a), a.dtype)
         return {name: make(buffer) for name, buffer in self.storage.named_buffers}
+
+
+SMALLEST_RECORD = 2**10
+"""The fewest elements of a leaf that goes layer by layer. A TPU's compiler moves no slices of narrower arrays."""
+
+
+def may_go(leaf: Leaf, buffer: Leaf, *, by_layer: bool) -> bool:
+    """Whether a leaf of an optimiser's state can lie on the hosts: floats of the shape of their buffer.
+
+    Args:
+      leaf: it, or its shape and dtype.
+      buffer: `[K, ...]`; of leaves of two dimensions and more `[K, entries, ...]`.
+      by_layer: whether a layer's part goes and comes at once (`jpipe.per_layer`), not slices of all layers'.
+    """
+    is_wide = len(buffer.shape) >= 4 and math.prod(buffer.shape[2:]) >= SMALLEST_RECORD
+    return leaf.shape == buffer.shape and is_float(leaf) and (is_wide or not by_layer)
 
 
 NOT_SAVED = (

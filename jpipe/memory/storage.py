@@ -70,8 +70,8 @@ class Row(NamedTuple):
     Attributes:
       row: its index.
       device: the index along `stage`.
-      stays: of rows that go to the host (`jpipe.memory.away`): 1 if this one has stayed, else 0; None if all have left,
-        or none ever does.
+      stays: of rows that go to the host (`jpipe.planning.kept`): 1 if this one has stayed, else 0; None if all have
+        left, or none ever does.
     """
 
     row: Index

@@ -44,8 +44,7 @@ from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
 from jpipe.partitioner.shardings import AxisSharding
-from jpipe.planning.balance import as_balance, measure_of
-from jpipe.planning.partition import Partition
+from jpipe.planning.partition import Partition, as_balance, measure_of
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step

@@ -11,8 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.arrays.host import on_host
-from jpipe.memory.layout import TELLS_APART, StageTree, laid_out
-from jpipe.memory.offload import may_go
+from jpipe.memory.layout import TELLS_APART, StageTree, laid_out, may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.training.by_slices import initial, updated
 from jpipe.training.optimizers import check_is_optimizer, check_optimizer, check_update

@@ -20,7 +20,7 @@ from jpipe.costs.memory_model import predict_host_memory, predict_memory
 from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting import search
 from jpipe.forecasting.settings import mesh_of_nowhere
-from jpipe.memory.offload import Offload
+from jpipe.planning.request import Offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")  # small models, badly balanced
 

@@ -50,11 +50,11 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_rings.py::test_values_and_gradients": RINGS,
     "test_rings.py::test_weights_split_over_data_axes_arrive_beside_the_products_that_read_them": RINGS_OF_DATA,
     # Each remat and each place of ends stays: own-none, spread-layer, tied-full.
-    "test_narrow_weights.py::test_layers_compute_the_same_to_the_bit": (
+    "test_programs.py::test_layers_compute_the_same_to_the_bit": (
         *("own-layer", "own-full", "spread-none", "spread-full", "tied-none", "tied-layer"),
     ),
     # Each schedule stays, two with either ends: own-1f1b, own-v, shared-zero_bubble, shared-interleaved.
-    "test_idle_work.py::test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there": (
+    "test_layer_loops.py::test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there": (
         *("own-zero_bubble", "own-interleaved", "shared-1f1b", "shared-v"),
     ),
     # A program for TPUs and one for GPUs stay; on CPUs nothing is moved.
