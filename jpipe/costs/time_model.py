@@ -20,7 +20,7 @@ from jpipe.costs.holdings import holdings, optimizer_bytes
 from jpipe.costs.network import Network
 from jpipe.costs.roofline import pass_seconds, roofline
 from jpipe.costs.step_cost import Parts, StepCost
-from jpipe.execution.shared_weights import send_shared
+from jpipe.execution.stage import send_shared
 from jpipe.memory.layout import device_index
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import on_stages

@@ -21,8 +21,7 @@ from jpipe.batches.microbatches import split_microbatches
 from jpipe.batches.outputs import join_microbatches
 from jpipe.execution.before_ticks import known_to_loss, loss_at_once
 from jpipe.execution.executor import run_inference, run_training
-from jpipe.execution.shared_weights import send_shared
-from jpipe.execution.stage import Stage
+from jpipe.execution.stage import Stage, send_shared
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.jaxprs.tracing import replay
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis

@@ -41,7 +41,7 @@ from jpipe.seam.jaxpr_types import shapes_of
 class Turns(NamedTuple):
     """The micro-batches whose ends all stages compute around one slot of each tick: int32 `[T]`, -1 for none.
 
-    `jpipe.execution.end_turns` takes them: enter before the slot; leave, then back, after it.
+    `jpipe.execution.beside_slots` takes them: enter before the slot; leave, then back, after it.
 
     Attributes:
       enter: whose first layer they compute before the slot.

@@ -58,7 +58,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         *("own-zero_bubble", "own-interleaved", "shared-1f1b", "shared-v"),
     ),
     # A program for TPUs and one for GPUs stay; on CPUs nothing is moved.
-    "test_host_moves.py::test_a_step_is_the_same_to_the_bit": (
+    "test_beside_slots.py::test_a_step_is_the_same_to_the_bit": (
         "linen-case3-none-offload3-gpu",
         "linen-case0-none-residuals-cpu",
     ),
@@ -141,7 +141,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     # The optimiser's arrays are read as the layers' are.
     "test_checkpointer.py::test_a_damaged_checkpoint_is_passed_over_and_set_aside": ("optimizer-truncate",),
     # Mixed layers and a chain of one kind stay.
-    "test_end_turns.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
+    "test_beside_slots.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
     "test_peers.py::test_pipelines_train_that_model": ("layer,unrolled,zero_bubble",),
     # Each kind of layer, the looped and the unrolled, split backwards and whole ones stay with another kind.
     "test_alike.py::test_a_step_and_evaluation_equal_the_sequential_model": ("linen-zero_bubble", "linen-1f1b"),
