@@ -13,7 +13,7 @@ from jpipe.execution import programs
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import LayerGroup
 from jpipe.model.random_keys import key_shape
-from jpipe.partitioner.traffic import Sent, sent_in
+from jpipe.partitioner.conversions import Sent, sent_in
 from jpipe.planning.costs import WholeOperation, unsplit_in
 from jpipe.planning.layer_loops import IdleWork
 from jpipe.planning.planner import Planner

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding
 from jpipe.arrays.host import HOST
 from jpipe.arrays.trees import bytes_of
 from jpipe.memory.layout import Layout, StageTree, may_go
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import split_by
+from jpipe.mesh.axes import AXIS, split_by
 from jpipe.model.random_keys import key_shape
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner

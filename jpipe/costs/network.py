@@ -22,8 +22,7 @@ from jax.sharding import Mesh
 
 from jpipe.costs.chips import Chip, chip_of
 from jpipe.mesh.axes import AXIS
-from jpipe.partitioner.prices import HIDDEN
-from jpipe.partitioner.traffic import Sent
+from jpipe.partitioner.conversions import HIDDEN, Sent
 
 LARGEST_RING = 8
 """The most devices of a ring of products: of more, pieces are too small."""
@@ -154,7 +153,7 @@ class Network:
         """Seconds in which a device waits for what a program's collectives send, one after the other.
 
         Those that go by rings are for the most part beside products. These are a layer's permutations: a user's own are
-        carried out as gathers (`jpipe.partitioner.user_shardings`).
+        carried out as gathers (`jpipe.partitioner.handlers`).
         """
 
         def waited(one: Sent) -> float:

@@ -27,7 +27,7 @@ from jpipe.jaxprs.tracing import replay
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.on_stages import on_stages, shapes_only
+from jpipe.mesh.axes import on_stages, shapes_only
 from jpipe.model.constants import Constants
 from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, LayerGroup
 from jpipe.model.layer_function import trace_group_init

@@ -27,8 +27,7 @@ from jpipe.execution.sweep import Job, Sweep, Turn
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.memory_order import compact_order, in_order
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import on_all_stages
+from jpipe.mesh.axes import AXIS, on_all_stages
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.layer_function import LayerArguments
 from jpipe.model.random_keys import Key, layer_key

@@ -21,8 +21,7 @@ from jpipe.jaxprs.tracing import compiled, no_mesh, replay, trace
 from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.memory.storage import Storage, build_storage
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.on_stages import shapes_only
+from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.model.groups import KEEP, LayerGroup, Model, same_type
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.trace import trace_model

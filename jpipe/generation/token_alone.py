@@ -22,9 +22,9 @@ from jpipe.layers.decode_mode import CACHE
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.choice import always
+from jpipe.partitioner.conversions import sent_in
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, of_spec, replicated
-from jpipe.partitioner.traffic import sent_in
 from jpipe.planning.plan import Plan
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import ELEMENTWISE, MOVES

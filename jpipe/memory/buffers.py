@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.arrays.indexing import Index, put_slice, take_slice
 from jpipe.memory.memory_order import Order, in_order
-from jpipe.mesh.specs import spec_of
+from jpipe.mesh.axes import spec_of
 from jpipe.partitioner.shardings import names_in
 
 

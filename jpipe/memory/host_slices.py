@@ -17,7 +17,7 @@ from jpipe.arrays.host import HOST, to_host
 from jpipe.arrays.indexing import Index, put_slice
 from jpipe.arrays.loops import each
 from jpipe.memory.memory_order import Order
-from jpipe.mesh.on_stages import on_stages
+from jpipe.mesh.axes import on_stages
 
 TILE = (32, 1024)
 """Multiples of the tiles in which accelerators keep an array's last two dimensions, whatever its dtype."""

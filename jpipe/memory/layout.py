@@ -28,8 +28,7 @@ from jpipe.arrays.indexing import Index
 from jpipe.memory.host_slices import zeros_on_host
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import on_all_stages, spec_of
+from jpipe.mesh.axes import AXIS, on_all_stages, spec_of
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
 from jpipe.partitioner.shardings import names_in

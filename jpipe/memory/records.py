@@ -21,8 +21,7 @@ from jpipe.arrays.indexing import Index, look_up, take_row
 from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import stage_axes
-from jpipe.mesh.on_stages import on_stages
+from jpipe.mesh.axes import on_stages, stage_axes
 from jpipe.partitioner.shardings import Axis, Sharding, of_spec
 from jpipe.types import Leaf
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import on_all_stages, spec_of
+from jpipe.mesh.axes import AXIS, on_all_stages, spec_of
 from jpipe.partitioner.shardings import names_in
 from jpipe.types import Leaf
 

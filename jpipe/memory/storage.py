@@ -51,7 +51,7 @@ from jpipe.arrays.indexing import Index, look_up, look_up_once, take_slice
 from jpipe.arrays.loops import Carry, each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
 from jpipe.memory.memory_order import Order
-from jpipe.mesh.specs import on_all_stages
+from jpipe.mesh.axes import on_all_stages
 from jpipe.types import Leaf
 
 Buffers = dict[str, jax.Array]

@@ -10,13 +10,22 @@ import numpy as np
 from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
-from jpipe.partitioner.by_rule import way_by_rule
-from jpipe.partitioner.conversions import collective_of, hops
-from jpipe.partitioner.prices import FLOPS, HIDDEN, NOTHING, SCATTERED, SENT, Cost, cost_of_conversion, itemsize
+from jpipe.partitioner.conversions import (
+    FLOPS,
+    HIDDEN,
+    NOTHING,
+    SCATTERED,
+    SENT,
+    Cost,
+    collective_of,
+    cost_of_conversion,
+    hops,
+    itemsize,
+)
 from jpipe.partitioner.rings import Arrival, Departure, Form, PieceStep, Ring, Rings
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shape, Shard, Sharding, part_shape
-from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation
+from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation, way_by_rule
 from jpipe.seam.inside import carry_out, within
 
 LEAST_FLOPS, LEAST_IF_SHARED, LEAST_OF_SUMS, LEAST_OF_WEIGHTS = 4500.0, 9000.0, 1000.0, 2000.0

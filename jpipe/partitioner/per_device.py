@@ -19,17 +19,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import replay
-from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan
-from jpipe.partitioner.control_flow import CONTROL_FLOW
+from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan, together
+from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.shardings import Axis, Sharding, is_possible, named, of_spec, part_structs, to_spec, whole_shape
-from jpipe.partitioner.sub_axes import together
-from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.partitioner.way import Axes, Unsplit
 from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import PyTree
 
-HANDLERS = CONTROL_FLOW | USER_SHARDINGS
 Specs = PyTree
 """PartitionSpecs, as `jax.shard_map` takes them: a pytree of them, or one for a whole subtree."""
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.partitioner.prices import NOTHING, Cost
+from jpipe.partitioner.conversions import NOTHING, Cost
 from jpipe.partitioner.shardings import Axis, Sharding
 
 Form = tuple[int, Sharding]

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis that arrays are split over, or several jointly, or a part of one (`jpipe.partitioner.sub_axes`).
+    """A mesh axis that arrays are split over, or several jointly, or a part of one (`jpipe.partitioner.choice`).
 
     Attributes:
       names: the names of the mesh axes, the major first.

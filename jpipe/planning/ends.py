@@ -26,8 +26,7 @@ import jax
 import numpy as np
 
 from jpipe.memory.layout import Layout
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import on_all_stages
+from jpipe.mesh.axes import AXIS, on_all_stages
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction

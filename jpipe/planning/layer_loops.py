@@ -29,7 +29,7 @@ from jpipe.arrays.trees import bytes_of
 from jpipe.jaxprs.flops import count_flops
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
-from jpipe.partitioner.traffic import sent_in
+from jpipe.partitioner.conversions import sent_in
 from jpipe.schedules.ticks import TickTable
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
 

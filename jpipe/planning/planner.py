@@ -32,8 +32,7 @@ from jpipe.jaxprs.rewriting import equations_in
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.on_stages import shapes_only
+from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context
 from jpipe.model.examples_in_layers import follow_examples

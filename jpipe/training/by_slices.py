@@ -31,7 +31,7 @@ from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.memory.host_slices import Cuts
 from jpipe.memory.layout import Layout, StageTree, may_go
 from jpipe.memory.memory_order import in_order
-from jpipe.mesh.on_stages import on_stages
+from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from jpipe.execution.stage import send_shared, sum_shared_gradients
 from jpipe.memory.storage import build_storage
-from jpipe.mesh.on_stages import on_stages
+from jpipe.mesh.axes import on_stages
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.planning.ends import Ends
 
