@@ -25,8 +25,8 @@ from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
-from jpipe.memory.layer_trees import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree, variables_to_place
+from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
 from jpipe.mesh.users_mesh import as_mesh

@@ -12,8 +12,7 @@ from jpipe.arrays.host import HOST
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord, trees_of
 from jpipe.checkpoints.refreezing import Origin
-from jpipe.memory.host_slices import zeros_like
-from jpipe.memory.layout import StageTree
+from jpipe.memory.layout import StageTree, zeros_like
 from jpipe.memory.records import Arrays
 from jpipe.memory.storage import Buffers
 from jpipe.terminal.progress import task

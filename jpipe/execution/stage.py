@@ -25,7 +25,7 @@ from jpipe.arrays.indexing import Index, look_up, put_row, take_row
 from jpipe.arrays.loops import of_trip, when
 from jpipe.execution.sweep import Job, Sweep, Turn
 from jpipe.memory.boundaries import Boundaries
-from jpipe.memory.memory_order import compact_order, in_order
+from jpipe.memory.buffers import compact_order, in_order
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS, on_all_stages
 from jpipe.model.groups import WEIGHTS

@@ -49,8 +49,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.arrays.indexing import Index, look_up, look_up_once, take_slice
 from jpipe.arrays.loops import Carry, each
-from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
-from jpipe.memory.memory_order import Order
+from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, Order, StackedBuffer, largest_first
 from jpipe.mesh.axes import on_all_stages
 from jpipe.types import Leaf
 

@@ -35,8 +35,7 @@ from jpipe.arrays.host import is_apart, to_host
 from jpipe.arrays.indexing import Index, put_row, take_row, take_slice
 from jpipe.arrays.trees import bytes_of
 from jpipe.jaxprs.rewriting import equations_in
-from jpipe.memory.buffers import Buffer, StackedBuffer
-from jpipe.memory.memory_order import Order, in_order, result_orders
+from jpipe.memory.buffers import Buffer, Order, StackedBuffer, in_order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.groups import Model
 from jpipe.model.remat import check_names

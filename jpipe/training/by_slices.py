@@ -28,9 +28,8 @@ from jpipe.arrays.host import is_apart, to_host
 from jpipe.arrays.indexing import Index, put_slice, take_slice
 from jpipe.arrays.loops import each, when
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.memory.host_slices import Cuts
-from jpipe.memory.layout import Layout, StageTree, may_go
-from jpipe.memory.memory_order import in_order
+from jpipe.memory.buffers import in_order
+from jpipe.memory.layout import Cuts, Layout, StageTree, may_go
 from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out

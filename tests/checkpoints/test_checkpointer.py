@@ -18,8 +18,8 @@ import jpipe
 from cases import assert_equal, cross_entropy, model, pipeline, tokens
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import Contents
-from jpipe.memory.layer_trees import to_layers
 from jpipe.memory.layout import StageTree
+from jpipe.memory.records import to_layers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",  # of what orbax didn't read to the end

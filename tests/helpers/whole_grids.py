@@ -167,7 +167,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_metadata.py::test_leaves_of_one_shape_with_and_without_metadata": ("2-names1", "1-names0", "1-names2"),
     "test_frozen.py::test_running_averages_of_a_frozen_layer": ("kept",),
     "test_flops.py::test_layers_of_the_examples_take_what_the_compiler_counts": ("transformer_l-none",),
-    "test_layer_trees.py::test_there_and_back_also_to_other_numbers_of_stages": (
+    "test_records.py::test_there_and_back_also_to_other_numbers_of_stages": (
         *("mixed-True-all of some", "linen-False-a part of each leaf"),
     ),
     # These pictures have the same bars at half the width.
