@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jpipe.types import PyTree
+from jpipe.types import Leaf, PyTree
 
 HOST, DEVICE = "pinned_host", "device"
 """The two memories, as JAX calls them in shardings (`memory_kind`) and in `jax.checkpoint` policies."""
@@ -43,3 +43,8 @@ def to_host(tree: PyTree) -> PyTree:
 def to_device(tree: PyTree) -> PyTree:
     """Arrays, traced, in the memory of the device."""
     return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def is_whole(leaf: Leaf) -> bool:
+    """Whether this process can read all of a leaf."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated

@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 
 from jpipe.costs.chips import Chip, chip_of
 from jpipe.mesh.axes import AXIS
-from jpipe.partitioner.conversions import HIDDEN, Sent
+from jpipe.partitioner.conversions import Sent
+from jpipe.partitioner.rings import HIDDEN
 
 LARGEST_RING = 8
 """The most devices of a ring of products: of more, pieces are too small."""

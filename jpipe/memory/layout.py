@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.arrays.dtypes import is_float
-from jpipe.arrays.host import HOST, is_apart, to_host
+from jpipe.arrays.host import HOST, is_apart, is_whole, to_host
 from jpipe.arrays.indexing import Index, put_slice
 from jpipe.arrays.loops import each
 from jpipe.memory.buffers import Order
@@ -107,11 +107,6 @@ class ScatteredLeaf:
             )
         whole = np.asarray(leaf)
         return jax.make_array_from_callback(whole.shape, self.sharding, lambda index: whole[index])
-
-
-def is_whole(leaf: Leaf) -> bool:
-    """Whether this process can read all of a leaf."""
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
 TILE = (32, 1024)
@@ -386,13 +381,7 @@ def variables_to_place(variables: Mapping[str, PyTree], layouts: Mapping[str, La
 
 
 def make_layouts(
-    model: Model,
-    bounds: Sequence[tuple[int, int]],
-    placement: Placement,
-    mesh: Mesh,
-    *,
-    apart: bool = False,
-    ends: str = "own",
+    model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, apart: bool, ends: str
 ) -> dict[str, Layout]:
     """The layout of each collection for a model cut into virtual stages.
 

@@ -21,20 +21,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.host import HOST, is_on_host, on_host
+from jpipe.arrays.host import HOST, is_on_host, is_whole, on_host
 from jpipe.arrays.indexing import Index, look_up, take_row
 from jpipe.arrays.trees import check_same_shapes, check_same_structure, named_leaves
 from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.layers.frozen import thawed
-from jpipe.memory.layout import (
-    Layout,
-    ScatteredLeaf,
-    StageTree,
-    add_stage_axis,
-    device_index,
-    drop_stage_axis,
-    is_whole,
-)
+from jpipe.memory.layout import Layout, ScatteredLeaf, StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import on_stages, stage_axes
 from jpipe.model.groups import Model

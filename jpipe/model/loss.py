@@ -19,7 +19,7 @@ from jpipe.layers.functions import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
 from jpipe.model.whole_loss import PartsOfLoss, whole_structs, with_gradient
 from jpipe.partitioner.examples import CouplesError
-from jpipe.partitioner.handlers import named_axes
+from jpipe.partitioner.per_device import named_axes
 from jpipe.partitioner.shardings import AxisSharding, Shard
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr

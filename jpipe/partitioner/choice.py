@@ -47,17 +47,7 @@ from jpipe.jaxprs.rewriting import equations_in
 from jpipe.partitioner.conversions import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
 from jpipe.partitioner.find_rings import find_rings
 from jpipe.partitioner.rule import dims_of_entries, operand_shape, result_shape
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    Axis,
-    AxisSharding,
-    Shape,
-    Shard,
-    Sharding,
-    is_possible,
-    replicated,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding, is_possible
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
 from jpipe.seam.jaxpr_types import JaxprEqn
 
@@ -196,20 +186,16 @@ def as_it_lies(sharding: Sharding) -> Sharding:
 
 
 def cheapest_plan(
-    axes: Axes,
-    handlers: Mapping[str, Handler],
-    flat: FlatJaxpr,
-    arguments: Sequence[Sharding],
-    wanted: Sequence[Wanted],
+    axes: Axes, handlers: Mapping[str, Handler], flat: FlatJaxpr, lie: Sequence[Sharding], wanted: Sequence[Wanted]
 ) -> DevicePlan:
     """Makes plans in all `ROUNDS`, along the axes and along axes `taken_apart`, and returns the cheapest.
 
-    Taken apart, 16 devices are seen as `[8, 2]`, which can split eight heads. Arguments are those of `Chooser` and
-    `Chooser.make_plan`. The plan speaks of its own axes.
+    Taken apart, 16 devices are seen as `[8, 2]`, which can split eight heads. For arguments see `Chooser` and
+    `Chooser.make_plan`; those of the jaxpr `lie` so. The plan speaks of its own axes.
     """
     plans: list[DevicePlan] = []
     for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
-        lying, wishes = [apart(s, axes, parts) for s in arguments], [_along_parts(w, axes, parts) for w in wanted]
+        lying, wishes = [apart(s, axes, parts) for s in lie], [_along_parts(w, axes, parts) for w in wanted]
         by_rule = cache(partial(way_by_rule, axes=parts))
         plans += [Chooser(parts, handlers, *choices, by_rule).make_plan(flat, lying, wishes) for choices in ROUNDS]
     if any(axis.ring for axis in axes):
@@ -311,7 +297,7 @@ class _Draft:
     def __init__(self, chooser: Chooser, flat: FlatJaxpr, arguments: Sequence[Sharding], early: Early):
         self.chooser, self.flat, self.axes, self.early = chooser, flat, chooser.axes, early
         self.arguments = tuple(arguments)
-        self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
+        self.forms: Forms = dict.fromkeys(flat.constants, ((REPLICATED,) * len(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
 
     def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:

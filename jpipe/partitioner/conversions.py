@@ -30,13 +30,21 @@ from jpipe.partitioner.shardings import (
     Shard,
     Sharding,
     blocks_of,
-    by_mesh_axis,
-    names_of,
     part_shape,
 )
 from jpipe.seam.inside import axes_of, line_of, scopes_of
 from jpipe.seam.jaxpr_types import Jaxpr, JaxprEqn, shapes_of
 from jpipe.seam.primitives import COLLECTIVES
+
+
+def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
+    """Lists the names of all mesh axes, each once."""
+    return tuple(dict.fromkeys(name for axis in axes for name in axis.names))
+
+
+def by_mesh_axis(axes: Sequence[Axis]) -> list[list[int]]:
+    """Groups the indices of axes that are parts of one mesh axis."""
+    return [[i for i, axis in enumerate(axes) if axis.names == names] for names in dict.fromkeys(a.names for a in axes)]
 
 
 class Hop(NamedTuple):
@@ -215,8 +223,6 @@ them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 
 AMONG_ZEROS = 16 * WRITTEN
 """The cost of a byte of a shard that is written among zeros, to be added to a partial sum: no other operation does that
 on its way. 16 MiB take 105,000 cycles on a v5p."""
-HIDDEN = 0.75
-"""The part of what goes by rings beside products that nobody waits for, about as seen in programs for a v5p."""
 SPLIT_SUMS = SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8
 """Prices that prefer a split sum to a whole one, because a later reader can use it split."""
 

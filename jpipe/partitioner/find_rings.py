@@ -10,19 +10,8 @@ import numpy as np
 from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
-from jpipe.partitioner.conversions import (
-    FLOPS,
-    HIDDEN,
-    NOTHING,
-    SCATTERED,
-    SENT,
-    Cost,
-    collective_of,
-    cost_of_conversion,
-    hops,
-    itemsize,
-)
-from jpipe.partitioner.rings import Arrival, Departure, Form, PieceStep, Ring, Rings
+from jpipe.partitioner.conversions import FLOPS, NOTHING, SCATTERED, SENT, Cost, collective_of, cost_of_conversion, hops
+from jpipe.partitioner.rings import HIDDEN, Arrival, Departure, Form, PieceStep, Ring, Rings
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shape, Shard, Sharding, part_shape
 from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation, way_by_rule
@@ -174,7 +163,7 @@ class _Finder:
 
     def _sent(self, conversion: Conversion) -> Cost:
         aval = self.plan.flat.avals[conversion.value]
-        return cost_of_conversion(self.plan.axes, aval.shape, itemsize(aval.dtype), conversion.now, conversion.wanted)
+        return cost_of_conversion(self.plan.axes, aval.shape, aval.dtype.itemsize, conversion.now, conversion.wanted)
 
     def _is_worth(self, conversion: Conversion, steps: Mapping[int, PieceStep], least: float) -> bool:
         """Whether so many operations a byte that is sent are done meanwhile."""

@@ -15,26 +15,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import FlatJaxpr, aval_of, flatten
-from jpipe.jaxprs.rewriting import equations_in, uses
+from jpipe.jaxprs.rewriting import uses
 from jpipe.partitioner.choice import Chooser, Handler, always
-from jpipe.partitioner.conversions import price
-from jpipe.partitioner.shardings import (
-    REPLICATED,
-    Axis,
-    Shape,
-    Shard,
-    Sharding,
-    is_possible,
-    named,
-    names_in,
-    names_of,
-    of_spec,
-    replicated,
-    summed,
-)
+from jpipe.partitioner.conversions import names_of, price
+from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_in, of_spec, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Way, way_by_rule
 from jpipe.seam.inside import axes_of, called_by, scan_counts
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
+from jpipe.seam.jaxpr_types import JaxprEqn
 from jpipe.seam.primitives import OVER_DEVICES
 
 
@@ -130,7 +117,7 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
 
     Operands: constants of the condition, constants of the body, carry. Results: carry.
     """
-    params, whole = equation.params, replicated(chooser.axes)
+    params, whole = equation.params, (REPLICATED,) * len(chooser.axes)
     num_tested, first_carry = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     many = params["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
     fixed = [i for i, is_looked_at in enumerate(uses(params["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
@@ -168,7 +155,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
     Operands: the index of the branch, the operands of all branches.
     """
-    branches, whole = list(map(chooser.flat, equation.params["branches"])), replicated(chooser.axes)
+    branches, whole = list(map(chooser.flat, equation.params["branches"])), (REPLICATED,) * len(chooser.axes)
     shardings = list(map(summed, lying[1:]))
     results, *others = [chooser.results_at(branch, tuple(shardings)) for branch in branches]
     for of_branch in others:
@@ -254,7 +241,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     params, axes = equation.params, chooser.axes
     split_over = {name for axis in axes for name in axis.names}
     alike = {name: params["mesh"].shape[name] for name in params["newly_manual_axes"] if name not in split_over}
-    inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, params["newly_manual_axes"])]
+    inside = [i for i, axis in enumerate(axes) if not _is_manual(axis.names, params["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     operands = [pick(summed(sharding)) for sharding in lying]
     wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["in_specs"], operands, strict=True)]
@@ -267,7 +254,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     return Way(tuple(wanted), tuple(results), plan.run, plan.cost, ((plan, 1.0),), sends=True)
 
 
-def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], inside: Sequence[int], lying: Sharding) -> Sharding:
+def _as_specified(spec: PartitionSpec, axes: Axes, inside: Sequence[int], lying: Sharding) -> Sharding:
     """Reads a user's spec; along the axes `inside` the array lies as `lying`, if that splits other dimensions."""
     by_spec = of_spec(spec, axes)
     dims = {s.dim for s in by_spec if isinstance(s, Shard)}
@@ -277,15 +264,15 @@ def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], inside: Sequence[in
     return tuple(others.get(i, s) for i, s in enumerate(by_spec))
 
 
-def _is_manual(axis: Axis, names: Collection[str]) -> bool:
+def _is_manual(axis_names: tuple[str, ...], names: Collection[str]) -> bool:
     """Whether a user's function is manual over an axis, if it is manual over the mesh axes `names`.
 
     Raises:
       ValueError: it is manual over a part of mesh axes that arrays are split over jointly.
     """
-    manual = set(axis.names) & set(names)
-    if manual and manual != set(axis.names):
-        fault = f"jax.shard_map is manual over {sorted(manual)}, a part of the mesh axes {axis.names}"
+    manual = set(axis_names) & set(names)
+    if manual and manual != set(axis_names):
+        fault = f"jax.shard_map is manual over {sorted(manual)}, a part of the mesh axes {axis_names}"
         raise ValueError(f"{fault} that arrays are split over jointly; make it manual over all of them")
     return bool(manual)
 
@@ -407,18 +394,6 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
         rounds.append([*pairs, *map(list, zip(rest[::2], rest[1::2], strict=True))])
         sent = [pair for pair in sent if not any({*pair} <= {*group} for group in rounds[-1])]
     return rounds if len(rounds) < size - 1 else [[list(range(size))]]
-
-
-def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
-    """Collects the mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
-    names: set[str] = set()
-    for equation in equations_in(jaxpr.eqns):
-        params, name = equation.params, equation.primitive.name
-        specs = (*params["in_specs"], *params["out_specs"]) if name == "shard_map" else ()
-        if name == "sharding_constraint":
-            specs = (getattr(params["sharding"], "spec", None) or PartitionSpec(),)
-        names.update(named(specs))
-    return frozenset(names)
 
 
 CONTROL_FLOW: dict[str, Handler] = {"scan": _scan, "while": _while, "cond": _cond}

@@ -15,16 +15,17 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jaxprs.rewriting import equations_in
 from jpipe.jaxprs.tracing import replay
 from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan, together
 from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.shardings import Axis, Sharding, is_possible, named, of_spec, part_structs, to_spec, whole_shape
 from jpipe.partitioner.way import Axes, Unsplit
 from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, shapes_of
 from jpipe.types import PyTree
 
 Specs = PyTree
@@ -158,3 +159,15 @@ def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Shardin
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:
     """Sets a mesh whose axes are all Manual, as in a program of one device, or all of another type."""
     return jax.sharding.use_abstract_mesh(with_axis_types(mesh, dict.fromkeys(mesh.axis_names, axis_type)))
+
+
+def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
+    """Collects the mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
+    names: set[str] = set()
+    for equation in equations_in(jaxpr.eqns):
+        params, name = equation.params, equation.primitive.name
+        specs = (*params["in_specs"], *params["out_specs"]) if name == "shard_map" else ()
+        if name == "sharding_constraint":
+            specs = (getattr(params["sharding"], "spec", None) or PartitionSpec(),)
+        names.update(named(specs))
+    return frozenset(names)

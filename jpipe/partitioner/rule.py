@@ -63,10 +63,7 @@ Labels = Sequence[Hashable]
 
 
 def by_labels(
-    operands: Sequence[Labels],
-    results: Sequence[Labels],
-    shardings: Sequence[AxisSharding],
-    order: Sequence[int] | None = None,
+    operands: Sequence[Labels], results: Sequence[Labels], lying: Sequence[AxisSharding], order: Sequence[int] = ()
 ) -> RuleResult | None:
     """Keeps an operand as it lies: the first that is a shard of a dimension with a label.
 
@@ -76,11 +73,11 @@ def by_labels(
     Args:
       operands: the labels of the first operands; those behind them have none.
       results: the labels of the results.
-      shardings: how each operand lies.
+      lying: how each operand lies.
       order: in which operands are looked at (default: from the first on).
     """
-    order = range(len(operands)) if order is None else order
-    shards = [(s, operands[i][s.dim]) for i in order if isinstance(s := shardings[i], Shard)]
+    order = order or range(len(operands))
+    shards = [(s, operands[i][s.dim]) for i in order if isinstance(s := lying[i], Shard)]
     chosen = next((pair for pair in shards if pair[1] is not None), None)
     if chosen is None:
         return None
@@ -90,7 +87,7 @@ def by_labels(
         return Shard(labels.index(label), shard.outer) if label in labels else otherwise
 
     labelled = [split_or(labels, REPLICATED) for labels in operands]
-    others = [REPLICATED] * (len(shardings) - len(operands))
+    others = [REPLICATED] * (len(lying) - len(operands))
     return RuleResult([*labelled, *others], [split_or(labels, PARTIAL) for labels in results])
 
 

@@ -103,16 +103,6 @@ class Partial:
     """The whole array is the sum of what the devices along an axis have, each of the whole shape."""
 
 
-def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Lists the names of all mesh axes, each once."""
-    return tuple(dict.fromkeys(name for axis in axes for name in axis.names))
-
-
-def by_mesh_axis(axes: Sequence[Axis]) -> list[list[int]]:
-    """Groups the indices of axes that are parts of one mesh axis."""
-    return [[i for i, axis in enumerate(axes) if axis.names == names] for names in dict.fromkeys(a.names for a in axes)]
-
-
 REPLICATED, PARTIAL = Replicated(), Partial()
 AxisSharding = Shard | Replicated | Partial
 """How an array lies along one axis."""

@@ -29,21 +29,11 @@ import jax
 import numpy as np
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of
-from jpipe.partitioner.conversions import NOTHING, Cost, collective_of, convert, cost_of_work, hops
+from jpipe.partitioner.conversions import NOTHING, Cost, by_mesh_axis, collective_of, convert, cost_of_work, hops
 from jpipe.partitioner.rings import AtHand, OneByOne, Ring, Rings, Send, all_of
 from jpipe.partitioner.rule import Operation, RuleResult
 from jpipe.partitioner.rules import RULES, part_params
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    Axis,
-    Shard,
-    Sharding,
-    by_mesh_axis,
-    is_possible,
-    part_shape,
-    replicated,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, part_shape
 from jpipe.seam.inside import at_line_of, carry_out, scope_of
 from jpipe.seam.jaxpr_types import JaxprEqn
 
@@ -175,7 +165,7 @@ class DevicePlan:
 
         Of the first `late` results, which nothing waits for, what the others don't need leaves `OneByOne`.
         """
-        at_hand: AtHand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
+        at_hand: AtHand = {(i, (REPLICATED,) * len(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
         urgent, one_by_one = self._needed_for(self.flat.results[late:]), OneByOne()
 

@@ -11,7 +11,8 @@ import jpipe
 from jpipe.costs.chips import CHIPS, parse_topology
 from jpipe.costs.network import Network, rings_of
 from jpipe.mesh.users_mesh import make_mesh
-from jpipe.partitioner.conversions import HIDDEN, Sent
+from jpipe.partitioner.conversions import Sent
+from jpipe.partitioner.rings import HIDDEN
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 LINKS, ADAPTER = CHIPS["h100"].link_bandwidth, CHIPS["h100"].network_bandwidth

@@ -11,8 +11,8 @@ from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.partitioner import choice, per_device
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.conversions import sent_in
-from jpipe.partitioner.handlers import CONTROL_FLOW, HANDLERS, _is_manual, named_axes
-from jpipe.partitioner.per_device import jaxpr_per_device
+from jpipe.partitioner.handlers import CONTROL_FLOW, HANDLERS, _is_manual
+from jpipe.partitioner.per_device import jaxpr_per_device, named_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from jpipe.partitioner.way import way_by_rule
 from partitioned import array, case, compare, integers

@@ -13,7 +13,7 @@ from partitioned import array, case, compare, integers
 
 def test_by_labels():
     """The table of `jpipe.partitioner.rule`: the product "bd,df->bf"."""
-    rule = lambda *shardings, order=None: by_labels(["bd", "df"], ["bf"], shardings, order)
+    rule = lambda *shardings, order=(): by_labels(["bd", "df"], ["bf"], shardings, order)
     assert rule(Shard(0), REPLICATED) == RuleResult([Shard(0), REPLICATED], [Shard(0)])
     assert rule(Shard(1, 2), REPLICATED) == RuleResult([Shard(1, 2), Shard(0, 2)], [PARTIAL])
     assert rule(REPLICATED, Shard(1)) == RuleResult([REPLICATED, Shard(1)], [Shard(1)])
