@@ -433,17 +433,23 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The activation of a virtual stage's first layer, in boundary buffers."""
-    step, waiting = stage.step, carry.waiting_activations
-    numbers = step.table.waiting["activation"]
-    activation = _read_row(step.activations, carry.forward.activation, waiting, numbers, now.activation)
+    buffers, waiting, numbers = (
+        carry.forward.activation,
+        carry.waiting_activations,
+        stage.step.table.waiting["activation"],
+    )
+    activation = _read_row(stage.step.activations, buffers, waiting, numbers, now.activation)
     return beside_slots.first_input(stage, job, activation, carry)
 
 
 def _cotangent(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The cotangent of a virtual stage's last layer, in boundary buffers."""
-    step, waiting = stage.step, carry.waiting_cotangents
-    numbers = step.table.waiting["cotangent"]
-    cotangent = _read_row(step.cotangents, carry.backward.cotangent, waiting, numbers, now.cotangent)
+    buffers, waiting, numbers = (
+        carry.backward.cotangent,
+        carry.waiting_cotangents,
+        stage.step.table.waiting["cotangent"],
+    )
+    cotangent = _read_row(stage.step.cotangents, buffers, waiting, numbers, now.cotangent)
     return beside_slots.last_cotangents(stage, job, cotangent, carry)
 
 

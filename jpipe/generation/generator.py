@@ -151,12 +151,7 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
 
 
 def _work(
-    stage: Stage,
-    plan: Decoding,
-    call: Round,
-    head: tuple[list[Leaf], ...],
-    at: tuple[jax.Array, Index, jax.Array],
-    carry: DecodingCarry,
+    stage: Stage, plan: Decoding, call: Round, head: tuple[list[Leaf], ...], at: tuple[Index, ...], carry: DecodingCarry
 ) -> DecodingCarry:
     """Sends tokens through layers; `at` is (micro-batch, virtual stage, round), `head` the last layer's weights."""
     step, groups, (microbatch, virtual_stage, round_) = stage.step, stage.step.model.groups, at

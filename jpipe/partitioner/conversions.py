@@ -21,17 +21,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    Axis,
-    AxisSharding,
-    Shape,
-    Shard,
-    Sharding,
-    blocks_of,
-    part_shape,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Hop, Shard, Sharding, blocks_of, part_shape
 from jpipe.seam.inside import axes_of, line_of, scopes_of
 from jpipe.seam.jaxpr_types import Jaxpr, JaxprEqn, shapes_of
 from jpipe.seam.primitives import COLLECTIVES
@@ -45,25 +35,6 @@ def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
 def by_mesh_axis(axes: Sequence[Axis]) -> list[list[int]]:
     """Groups the indices of axes that are parts of one mesh axis."""
     return [[i for i, axis in enumerate(axes) if axis.names == names] for names in dict.fromkeys(a.names for a in axes)]
-
-
-class Hop(NamedTuple):
-    """One step of a conversion: a sharding changes along one axis, or a sum is taken over several.
-
-    Attributes:
-      now: how the array lies before it.
-      over: the axes, along which it lies alike.
-      wanted: how it lies along these axes after it.
-    """
-
-    now: Sharding
-    over: tuple[int, ...]
-    wanted: AxisSharding
-
-    @property
-    def then(self) -> Sharding:
-        """The sharding after this step."""
-        return tuple(self.wanted if i in self.over else s for i, s in enumerate(self.now))
 
 
 def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> jax.Array:
@@ -130,7 +101,7 @@ def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
     return None
 
 
-def bytes_sent(axes: Sequence[Axis], shape: Shape, itemsize: int, hop: Hop) -> float:
+def bytes_sent(axes: Sequence[Axis], shape: tuple[int, ...], itemsize: int, hop: Hop) -> float:
     """Counts the bytes that a device sends in a step of a conversion of a whole array (`ring_bytes`)."""
     kind, size = collective_of(axes, hop), math.prod(axes[i].size for i in hop.over)
     return ring_bytes(kind, math.prod(part_shape(shape, hop.now, axes)) * itemsize, size) if kind else 0.0
@@ -233,7 +204,7 @@ def price(prices: Cost, cost: Cost) -> float:
     return a + b + c + d
 
 
-def cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> Cost:
+def cost_of_work(equation: JaxprEqn, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Cost:
     """Counts the cost of an equation on a device, of computing and of writing, by the shapes of its parts."""
     pairs = zip(equation.outvars, results, strict=True)
     written = sum(math.prod(shape) * itemsize(aval_of(v).dtype) for v, shape in pairs)
@@ -247,7 +218,9 @@ def cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequenc
     return flops * FLOPS + written * WRITTEN
 
 
-def cost_of_conversion(axes: Sequence[Axis], shape: Shape, size: int, now: Sharding, wanted: Sharding) -> Cost:
+def cost_of_conversion(
+    axes: Sequence[Axis], shape: tuple[int, ...], size: int, now: Sharding, wanted: Sharding
+) -> Cost:
     """Counts the cost of sending, for a whole array of elements of `size` bytes that comes to lie otherwise."""
     cost = NOTHING
     for hop in hops(axes, now, wanted):
@@ -281,7 +254,7 @@ class Sent(NamedTuple):
     collective: str
     axes: tuple[str, ...]
     devices: int
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: str
     bytes: float
     loops: tuple[int, ...]

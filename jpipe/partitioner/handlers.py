@@ -24,6 +24,9 @@ from jpipe.seam.inside import axes_of, called_by, scan_counts
 from jpipe.seam.jaxpr_types import JaxprEqn
 from jpipe.seam.primitives import OVER_DEVICES
 
+Lying = Sequence[Sharding]
+"""How several arrays lie."""
+
 
 def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:
     """Joins two shardings: the first, and the other where that is replicated, if an array of the shape can lie so."""
@@ -32,12 +35,7 @@ def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Shard
 
 
 def _loop_shardings(
-    chooser: Chooser,
-    body: FlatJaxpr,
-    consts: Sequence[Sharding],
-    carry: Sequence[Sharding],
-    slices: Sequence[Sharding],
-    fixed: Collection[int],
+    chooser: Chooser, body: FlatJaxpr, consts: Lying, carry: Lying, slices: Lying, fixed: Collection[int]
 ) -> tuple[list[Sharding], list[Sharding]]:
     """Finds how a loop's carry lies before and after every iteration, and how all results of its body lie.
 
@@ -73,7 +71,7 @@ def _loop_shardings(
         carry = new
 
 
-def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _scan(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     """Carries out a loop over the first dimension, which is gathered; other dimensions stay split.
 
     Operands: constants, carry, stacked slices `[length, ...]`. Results: carry, stacked results `[length, ...]`.
@@ -112,7 +110,7 @@ def _of_stacked(slices: Sharding) -> Sharding:
     return tuple(Shard(s.dim + 1, s.outer) if isinstance(s, Shard) else s for s in slices)
 
 
-def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _while(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     """Carries out a loop whose condition looks at replicated values alone.
 
     Operands: constants of the condition, constants of the body, carry. Results: carry.
@@ -150,7 +148,7 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
     return Way(operands, tuple(carry), run, test.cost + plan.cost, ((test, 1.0), (plan, 1.0)))
 
 
-def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _cond(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     """Branches on a replicated index; where they leave a result lying differently, it is brought together.
 
     Operands: the index of the branch, the operands of all branches.
@@ -195,7 +193,7 @@ def _agreed(decision: jax.Array, axes: Axes, plans: Sequence[DevicePlan]) -> jax
 # --- what users say of devices themselves -----------------------------------------------------------------------------
 
 
-def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     """Carries out a sharding constraint along all axes but the data axes, along which nothing changes."""
     (now,), axes = lying, chooser.axes
     spec = getattr(equation.params["sharding"], "spec", None)
@@ -214,12 +212,12 @@ def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding])
     return _as_it_is(chooser, equation, [wanted])
 
 
-def _as_it_is(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _as_it_is(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     """Gives the operands as they lie."""
     return Way(tuple(lying), tuple(lying), lambda *parts: parts)
 
 
-def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     """Carries out `jax.shard_map`, a user's function of single devices, whose operands lie as its specs say.
 
     Over the axes that it is manual over, its jaxpr runs as it is. Along the others it sees whole arrays, and is carried
@@ -288,10 +286,10 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
 
     unlike = partial(_unlike, alike=alike, split_over=split_over)
 
-    def run_on_each(lying: Sequence[Sharding], one: Callable[[jax.Array], jax.Array]) -> Way:
+    def run_on_each(lying: Lying, one: Callable[[jax.Array], jax.Array]) -> Way:
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
 
-    def psum(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+    def psum(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
         """Carries out a user's own sum over devices, whatever it says of varying types."""
         names, groups = axes_of(equation), equation.params.get("axis_index_groups")
         over, count = unlike(names), math.prod(alike.get(name, 1) for name in names)
@@ -304,7 +302,7 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
 
         return run_on_each(lying, add)
 
-    def extreme(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+    def extreme(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
         """Carries out a maximum or a minimum over devices."""
         names = axes_of(equation)
         over = unlike(names)
@@ -313,7 +311,7 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
         return run_on_each(list(map(summed, lying)), lambda x: compare(x, over) if over else x)
 
-    def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+    def check(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
         """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""
         names = axes_of(equation)
         unlike(names)

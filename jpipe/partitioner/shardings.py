@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -108,6 +109,25 @@ AxisSharding = Shard | Replicated | Partial
 """How an array lies along one axis."""
 Sharding = tuple[AxisSharding, ...]
 """How an array lies on devices: one `AxisSharding` for each axis."""
+
+
+class Hop(NamedTuple):
+    """One step of a conversion: a sharding changes along one axis, or a sum is taken over several.
+
+    Attributes:
+      now: how the array lies before it.
+      over: the axes, along which it lies alike.
+      wanted: how it lies along these axes after it.
+    """
+
+    now: Sharding
+    over: tuple[int, ...]
+    wanted: AxisSharding
+
+    @property
+    def then(self) -> Sharding:
+        """The sharding after this step."""
+        return tuple(self.wanted if i in self.over else s for i, s in enumerate(self.now))
 
 
 def replicated(axes: Sequence[Axis]) -> Sharding:

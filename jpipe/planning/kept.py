@@ -270,9 +270,8 @@ def make_kept_storage(
         orders = [[order for _, order in kept[g].get(name, ())] for g in groups]
         tags, own = each_apart(leaves) if apart else None, owners[: len(groups)]
         if name in table.away_rows:
-            rows = table.away_rows[name]
-            away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=is_apart(mesh))
-            storages[name] = away[name]
+            rows, moves = table.away_rows[name], is_apart(mesh)
+            storages[name] = away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=moves)
         else:
             storages[name] = build_storage(
                 leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, tags=tags
