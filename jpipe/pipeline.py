@@ -24,9 +24,8 @@ from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
-from jpipe.memory.layer_trees import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree, variables_to_place
-from jpipe.memory.offload import as_offload
+from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
 from jpipe.mesh.users_mesh import as_mesh
@@ -35,11 +34,10 @@ from jpipe.model.merging import check_rules
 from jpipe.model.random_keys import as_key, key_shape
 from jpipe.model.remat import Policy, as_remat
 from jpipe.pictures.summary import summarize
-from jpipe.planning.balance import as_balance
-from jpipe.planning.partition import Partition
+from jpipe.planning.partition import Partition, as_balance
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
-from jpipe.planning.request import Options, Request
+from jpipe.planning.request import Options, Request, as_offload
 from jpipe.planning.step import Step
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jpipe.types import PyTree
+from jpipe.types import Leaf, PyTree
 
 HOST, DEVICE = "pinned_host", "device"
 """The two memories, as JAX calls them in shardings (`memory_kind`) and in `jax.checkpoint` policies."""
@@ -68,6 +68,11 @@ def to_device(tree: PyTree) -> PyTree:
 
 
 # --- slices and rows --------------------------------------------------------------------------------------------------
+
+
+def is_whole(leaf: Leaf) -> bool:
+    """Whether this process can read all of a leaf."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
 Index = int | jax.Array

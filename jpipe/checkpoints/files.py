@@ -35,8 +35,7 @@ from jax.experimental import multihost_utils
 from jpipe.arrays.in_place import HOST
 from jpipe.checkpoints.containers import Json, name_of
 from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Contents, Named, NamedRecord, Path, of_item, own_trees
-from jpipe.memory.host_slices import zeros_like
-from jpipe.memory.layout import StageTree
+from jpipe.memory.layout import StageTree, zeros_like
 from jpipe.memory.records import Arrays
 from jpipe.memory.storage import Buffers
 from jpipe.seam.runtime import may_pass

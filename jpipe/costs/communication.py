@@ -13,11 +13,11 @@ from jpipe.execution import programs
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import LayerGroup
 from jpipe.model.random_keys import key_shape
-from jpipe.partitioner.traffic import Sent, sent_in
-from jpipe.planning.idle_work import IdleWork
+from jpipe.partitioner.conversions import Sent, sent_in
+from jpipe.planning.costs import WholeOperation, unsplit_in
+from jpipe.planning.layer_loops import IdleWork
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.planning.unsplit import WholeOperation, unsplit_in
 from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.ticks import Run
 from jpipe.terminal.tables import Table, Tabular

@@ -23,19 +23,17 @@ from jpipe.arrays.in_place import HOST
 from jpipe.arrays.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.costs.chips import Chip, chip_of
 from jpipe.costs.step_cost import Parts
+from jpipe.execution.programs import narrow_dtypes, weight_uses
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
-from jpipe.memory.layout import Layout, StageTree
-from jpipe.memory.offload import may_go
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import split_by
+from jpipe.memory.layout import Layout, StageTree, may_go
+from jpipe.mesh.axes import AXIS, split_by
 from jpipe.model.groups import GRADIENT
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.random_keys import key_shape
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.partitioner.shardings import part_structs
-from jpipe.planning.narrow_weights import narrow_dtypes, weight_uses
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step

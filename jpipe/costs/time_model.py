@@ -30,15 +30,13 @@ from jpipe.costs.chips import Chip, chip_of
 from jpipe.costs.memory_model import holdings, optimizer_bytes
 from jpipe.costs.roofline import pass_seconds, roofline
 from jpipe.costs.step_cost import Parts, StepCost
-from jpipe.execution.shared_weights import send_shared
+from jpipe.execution.stage import send_shared
 from jpipe.memory.layout import device_index
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.on_stages import on_stages
+from jpipe.mesh.axes import AXIS, on_stages
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
-from jpipe.partitioner.conversions import ring_bytes
-from jpipe.partitioner.prices import HIDDEN
-from jpipe.partitioner.traffic import Sent, sent_in
+from jpipe.partitioner.conversions import Sent, ring_bytes, sent_in
+from jpipe.partitioner.rings import HIDDEN
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time

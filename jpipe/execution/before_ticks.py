@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jpipe.arrays.trees import is_float
 from jpipe.jaxprs.tracing import replay
-from jpipe.mesh.on_stages import shapes_only
+from jpipe.mesh.axes import shapes_only
 from jpipe.model.loss import TracedLoss
 from jpipe.model.random_keys import Key, layer_key
 from jpipe.partitioner.choice import always, as_it_lies

@@ -31,7 +31,7 @@ gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
 On GPUs a forward and a backward of a tick may run as one (`_run_pair`): what crosses then arrives before or after both.
-With `ends="shared"`, `end_turns` adds work before and after slots; else its functions change nothing.
+With `ends="shared"`, `beside_slots` adds work before and after slots; with `offload=` it moves rows beside them.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ import numpy as np
 
 from jpipe.arrays.in_place import Index, put_row, take_row, when
 from jpipe.arrays.trees import accumulator_dtype
-from jpipe.execution import end_turns, host_moves
-from jpipe.execution.shared_weights import sum_shared_gradients
-from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
+from jpipe.execution import beside_slots
+from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry, sum_shared_gradients
 from jpipe.execution.sweep import Counts, Job
-from jpipe.memory.away import AwayRow
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
+from jpipe.planning.kept import AwayRow
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS, crosses_beside
 from jpipe.schedules.ticks import ROWS, Run, SlotTable
@@ -111,7 +110,7 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.waiting["activation"])
-    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, [], *end_turns.empty(step), {}, {})
+    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, [], *beside_slots.empty(stage))
     results = _run_ticks(stage, carry).forward.results
     # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
@@ -145,8 +144,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
         BackwardWork(cotangent, gradients, shared_gradients, overwritten),
         _rows(step.activations, activation, step.table.waiting["activation"]),
         _rows(step.cotangents, cotangent, step.table.waiting["cotangent"]),
-        *end_turns.empty(step),
-        *host_moves.empty_rows(stage),
+        *beside_slots.empty(stage),
     )
     carry = _run_ticks(stage, carry)
     if stage.only is not None:
@@ -200,7 +198,7 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
         runs = (Run(0, only.shape[1], ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
     for run in runs:
-        turns = end_turns.turns_of(step, run)
+        turns = beside_slots.turns_of(step, run)
 
         def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
             row, turns = entries
@@ -238,9 +236,9 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
     # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
     #    is the last one of the tick before, whose results are in the carry.)
     crossing = _crossing(stage, run, i - 1, carry, beside=True)
-    coming = host_moves.start(stage, slot, now.away, carry)
-    carry = host_moves.at_hand(stage, slot, now.away, carry)
-    carry = end_turns.before_slot(stage, run, turns, i, carry)
+    coming = beside_slots.start_rows(stage, slot, now.away, carry)
+    carry = beside_slots.rows_at_hand(stage, slot, now.away, carry)
+    carry = beside_slots.before_slot(stage, run, turns, i, carry)
     # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
     #    the carry.
     for code, kind in enumerate(slot.kinds, start=1):
@@ -249,10 +247,10 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
                 carry = ACTIONS[kind](stage, _counts(run, slot, code, now), now, carry)
             elif (slot.kind[run.start : run.stop] == code).any() or stage.only is not None:
                 carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
-    carry = end_turns.after_slot(stage, run, turns, i, carry)
+    carry = beside_slots.after_slot(stage, run, turns, i, carry)
     if any(crossing.values()) and stage.step.model.axes:
         carry = _held(carry)
-    crossing, carry = host_moves.send(stage, slot, now.away, (coming, crossing), carry)
+    crossing, carry = beside_slots.send_rows(stage, slot, now.away, (coming, crossing), carry)
     # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is in
     #    `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow crosses
     #    beside a slot that sends along it.
@@ -265,7 +263,7 @@ def _run_pair(stage: Stage, run: Run, i: int, entries: Callable[[int], Now], car
     """Runs slots `i` and `i + 1`, a forward and a backward, as one.
 
     What crosses between stages arrives before or after both. No residuals go to the host, and no ends are shared
-    (`jpipe.planning.pairs`).
+    (`jpipe.planning.layer_loops`).
     """
     slots, nows = stage.step.table.slots[i : i + 2], (entries(i), entries(i + 1))
     carry = _receive(stage, slots[0], nows[0], _crossing(stage, run, i - 1, carry, beside=True), carry)
@@ -424,7 +422,7 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     at = {name: Row(getattr(now, name), stage.device) for name in ROWS}
-    chooses = stage.step.plan.request.splits.on_gpu  # else `host_moves.at_hand` has
+    chooses = stage.step.plan.request.splits.on_gpu  # else `beside_slots.rows_at_hand` has
     at |= {name: Row(away.row, 0, away.stays if chooses else None) for name, away in now.away.items()}
     if counts is not True:
         at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
@@ -434,18 +432,24 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The activation of a virtual stage's first layer, in boundary buffers."""
-    step, waiting = stage.step, carry.waiting_activations
-    numbers = step.table.waiting["activation"]
-    activation = _read_row(step.activations, carry.forward.activation, waiting, numbers, now.activation)
-    return end_turns.first_input(stage, job, activation, carry)
+    buffers, waiting, numbers = (
+        carry.forward.activation,
+        carry.waiting_activations,
+        stage.step.table.waiting["activation"],
+    )
+    activation = _read_row(stage.step.activations, buffers, waiting, numbers, now.activation)
+    return beside_slots.first_input(stage, job, activation, carry)
 
 
 def _cotangent(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The cotangent of a virtual stage's last layer, in boundary buffers."""
-    step, waiting = stage.step, carry.waiting_cotangents
-    numbers = step.table.waiting["cotangent"]
-    cotangent = _read_row(step.cotangents, carry.backward.cotangent, waiting, numbers, now.cotangent)
-    return end_turns.last_cotangents(stage, job, cotangent, carry)
+    buffers, waiting, numbers = (
+        carry.backward.cotangent,
+        carry.waiting_cotangents,
+        stage.step.table.waiting["cotangent"],
+    )
+    cotangent = _read_row(stage.step.cotangents, buffers, waiting, numbers, now.cotangent)
+    return beside_slots.last_cotangents(stage, job, cotangent, carry)
 
 
 def _read_row(

@@ -29,7 +29,7 @@ class Job(NamedTuple):
       microbatch: its micro-batch's index.
       rows: the rows of what it keeps for later actions, or reads, by `ROWS` of `jpipe.schedules.ticks`; empty if it
         keeps nothing.
-      counts: False if the stage idles, and only computes along (`jpipe.planning.idle_work`). Then nothing is added to
+      counts: False if the stage idles, and only computes along (`jpipe.planning.layer_loops`). Then nothing is added to
         sums, and what is kept is written to a free row.
     """
 

@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.memory.offload import NOTHING, Offload
 from jpipe.mesh.axes import AXIS
 from jpipe.model.remat import MODES, Policy
-from jpipe.planning.request import ENDS
+from jpipe.planning.request import ENDS, NOTHING, Offload
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.tables import Table, Tabular, bytes_in_words, ms_in_words
 

@@ -27,12 +27,12 @@ from jpipe.costs.time_model import bearable_share, layer_seconds, predict_time
 from jpipe.forecasting import choices
 from jpipe.forecasting.choices import Choice, Choices, Setting, Space, advice_on, mesh_of_nowhere, sorted_out
 from jpipe.forecasting.forecaster import check_one, forecast
-from jpipe.memory.offload import Offload, as_offload
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
 from jpipe.pipeline import Pipeline
+from jpipe.planning.request import Offload, as_offload
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.progress import task
 from jpipe.terminal.tables import bytes_in_words

@@ -24,10 +24,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.trees import accumulator_dtype
-from jpipe.memory.layout import Layout, device_index, part_zeros
-from jpipe.memory.scattered import ScatteredLeaf
+from jpipe.memory.layout import Layout, ScatteredLeaf, device_index, part_zeros
 from jpipe.memory.storage import Buffers, Storage, build_storage
-from jpipe.mesh.specs import gather_axes, on_all_stages, scatter_axes, split_by, within_stage
+from jpipe.mesh.axes import gather_axes, on_all_stages, scatter_axes, split_by, within_stage
 from jpipe.partitioner.shardings import names_in
 
 

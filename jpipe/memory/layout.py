@@ -1,38 +1,193 @@
 """`Layout` and `StageTree`: which buffers hold the variables, as global arrays split over the stages.
 
 Optax, checkpoints and users hold `StageTree`s: pytrees of arrays `[K, ...]` split over `stage`, which know their
-`Layout`. `jpipe.memory.layer_trees` makes them from the layers' own trees, and takes these out of them again.
+`Layout`. `jpipe.memory.records` makes them from the layers' own trees, and takes these out of them again.
 
 *At rest*, between steps, arrays are split over all mesh axes that their specs name. Weights that only the first or only
 the last stage holds may be split over `stage` too: then an array `[1, ...]` holds them, each stage has a part, and no
 other stage has room for them. `jpipe.memory.at_work` brings them to where a step uses them.
+
+A `ScatteredLeaf` of one stage is split over all stages, along the largest dimension that K divides. So whole states go
+to another layout, to a checkpoint and back, while no device holds more than its part. Arrays on the hosts are cut into
+slices (`Cuts`), of which a device holds a few, never all.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NoReturn
+from functools import cached_property, partial
+from typing import NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.in_place import Index, is_apart
-from jpipe.memory.host_slices import zeros_on_host
-from jpipe.memory.offload import may_go
-from jpipe.memory.scattered import ScatteredLeaf
+from jpipe.arrays.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
+from jpipe.arrays.trees import is_float
+from jpipe.memory.buffers import Order
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import on_all_stages, spec_of
+from jpipe.mesh.axes import AXIS, on_all_stages, on_stages, spec_of
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
 from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.actions import Placement
 from jpipe.types import Leaf, PyTree, Shapes, Structure
+
+
+@dataclass(frozen=True)
+class ScatteredLeaf:
+    """How a leaf of one stage is shared out among all stages.
+
+    Attributes:
+      leaf: its shape.
+      spec: how it is split over other mesh axes; if also over `stage`, every stage has its part already (`lies_so`).
+      mesh: the devices.
+    """
+
+    leaf: jax.ShapeDtypeStruct
+    spec: PartitionSpec
+    mesh: Mesh
+
+    @property
+    def lies_so(self) -> bool:
+        """Whether every stage has its part already."""
+        return on_all_stages(self.spec)
+
+    @property
+    def dimension(self) -> int | None:
+        """The dimension along which it is to be split over the stages, besides its other splits."""
+        if self.lies_so:
+            return None
+        parts, num_stages = NamedSharding(self.mesh, self.spec).shard_shape(self.leaf.shape), self.mesh.shape[AXIS]
+        fitting = [d for d, n in enumerate(parts) if n and n % num_stages == 0 and num_stages > 1]
+        return max(fitting, key=lambda d: parts[d], default=None)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding of the leaf once it is shared out."""
+        entries = [list(names_in(entry)) for entry in self.spec] + [[] for _ in self.leaf.shape[len(self.spec) :]]
+        if self.dimension is not None:
+            entries[self.dimension].append(AXIS)
+        return NamedSharding(self.mesh, spec_of(entries))
+
+    def scatter(self, leaf: jax.Array, is_mine: jax.Array | bool) -> jax.Array:
+        """A device's part of the leaf, whichever stage has it (`is_mine` is true on that stage alone)."""
+        if self.lies_so:
+            return leaf
+        if leaf.dtype == jnp.bool_:
+            return self.scatter(leaf.astype(jnp.int8), is_mine).astype(jnp.bool_)
+        leaf = jnp.where(is_mine, leaf, jnp.zeros_like(leaf))
+        if self.dimension is not None:
+            return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=self.dimension, tiled=True)
+        return jax.lax.psum(leaf, AXIS)
+
+    def unscatter(self, part: jax.Array) -> jax.Array:
+        """The inverse of `scatter`: the leaf, as each stage has it, from a device's part."""
+        return part if self.dimension is None else jax.lax.all_gather(part, AXIS, axis=self.dimension, tiled=True)
+
+    def put(self, leaf: Leaf) -> jax.Array:
+        """Shares a leaf out: each device gets its part, also of a leaf on the host or whole in this process.
+
+        Raises:
+          ValueError: it is split over other devices, and this process has only a part.
+        """
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == self.sharding.device_set:
+            return jax.device_put(leaf, self.sharding)
+        if not is_whole(leaf):
+            raise ValueError(
+                f"an array {leaf.dtype}{list(leaf.shape)} is split over {len(leaf.sharding.device_set)} devices other "
+                "than those of the pipeline's mesh, and this process has only a part; bring it to the hosts first: "
+                "jax.experimental.multihost_utils.process_allgather(array, tiled=True)"
+            )
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, self.sharding, lambda index: whole[index])
+
+
+TILE = (32, 1024)
+"""Multiples of the tiles in which accelerators keep an array's last two dimensions, whatever its dtype."""
+LANES = 128
+"""The entries of the innermost dimension of a TPU's tiles."""
+SLICE_BYTES = 2**23
+"""The most bytes of an array that go to the host or come from there at once; a few such slices are on the device. Eight
+times as many where the last dimension isn't a multiple of `LANES`: the compiler then has a dimension innermost that a
+smaller slice would cut, and aborts on slices that aren't one piece of memory."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How an array is cut into slices that go to the host and come from there.
+
+    A TPU's compiler moves slices of one dimension alone, so dimensions before it are merged with it:
+
+        [1, 4, 96, 50], cut to [50] each 256:       [384, 50], rows 0..255 | 256..383
+
+    Attributes:
+      view: the array's shape, with dimensions merged.
+      dim: the dimension of it that is cut.
+      run: how many of its entries are a slice.
+    """
+
+    view: tuple[int, ...]
+    dim: int
+    run: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], itemsize: int) -> Cuts:
+        """The cuts of an array of a shape whose elements have so many bytes."""
+        last = len(shape) - 1
+        row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
+        before = lambda dim: math.prod(shape[:dim])
+        # Accelerators keep the last two dimensions in tiles: merging is no copy where these stay whole.
+        fits = lambda dim: before(dim) == 1 or dim < last - 1 or (dim == last - 1 and shape[dim] % TILE[0] == 0)
+        most = SLICE_BYTES * (8 if shape[last:] and shape[last] % LANES else 1)
+        wanted = next((dim for dim in range(last) if row(dim) <= most), last)
+        dim = max(dim for dim in range(wanted + 1) if fits(dim))
+        unit = TILE[dim - last + 1] if dim >= last - 1 else 1
+        view, at = (shape, dim) if before(dim) == 1 else ((before(dim + 1), *shape[dim + 1 :]), 0)
+        run = max(most // row(dim) // unit, 1) * unit
+        return cls(view, at, min(view[at], run))
+
+    @property
+    def order(self) -> Order | None:
+        """The order of a slice's dimensions in memory, in which it is one piece; None leaves it to the compiler.
+
+        Where the last dimension would be padded to `LANES`, the compiler has another one innermost, and is left to.
+        """
+        return tuple(range(len(self.view))) if self.view[-1] % LANES == 0 else None
+
+    @property
+    def parts(self) -> list[tuple[int, tuple[int, ...], Callable[[Index], tuple[Index, ...]]]]:
+        """For slices of one shape each: (how many there are, the shape, the index at which the i-th begins)."""
+        before, size, after = self.view[: self.dim], self.view[self.dim], self.view[self.dim + 1 :]
+        count, rest = divmod(size, self.run)
+        at = lambda i, start=0: (*(0 for _ in before), start + i * self.run)
+        parts = [(count, (*before, self.run, *after), at)]
+        return [*parts, (1, (*before, rest, *after), partial(at, start=size - rest))] if rest else parts
+
+
+def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Zeros in the memory of the host, of which only slices are made on the device."""
+    cuts = Cuts.of(shape, dtype.itemsize)
+    array = to_host(jax.lax.empty(cuts.view, dtype))
+    for count, part, at in cuts.parts:
+        write = lambda i, zeros, array, at=at: put_slice(array, zeros, at(i))
+        array = each(0, count, jnp.zeros(part, dtype), write, array)
+    return array.reshape(shape)
+
+
+def zeros_like(array: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of the shape and the sharding of an array; those on the hosts are never whole on the devices."""
+    if array.sharding.memory_kind != HOST:
+        return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+    part = array.sharding.shard_shape(array.shape)
+    mesh = cast(Mesh, array.sharding.mesh)
+    make = on_stages(lambda: zeros_on_host(part, array.dtype), mesh, (), array.sharding.spec)
+    return jax.jit(make, out_shardings=array.sharding)()
+
 
 ModelPart = tuple[int, tuple[int, ...]]
 """(The index of a leaf of a model's tree, where it is sliced along its first dimensions if it is only a slice)."""
@@ -128,6 +283,22 @@ class Layout:
         return {name: make(buffer) for name, buffer in self.storage.named_buffers}
 
 
+SMALLEST_RECORD = 2**10
+"""The fewest elements of a leaf that goes layer by layer. A TPU's compiler moves no slices of narrower arrays."""
+
+
+def may_go(leaf: Leaf, buffer: Leaf, *, by_layer: bool) -> bool:
+    """Whether a leaf of an optimiser's state can lie on the hosts: floats of the shape of their buffer.
+
+    Args:
+      leaf: it, or its shape and dtype.
+      buffer: `[K, ...]`; of leaves of two dimensions and more `[K, entries, ...]`.
+      by_layer: whether a layer's part goes and comes at once (`jpipe.per_layer`), not slices of all layers'.
+    """
+    is_wide = len(buffer.shape) >= 4 and math.prod(buffer.shape[2:]) >= SMALLEST_RECORD
+    return leaf.shape == buffer.shape and is_float(leaf) and (is_wide or not by_layer)
+
+
 NOT_SAVED = (
     "a pipeline's variables and states lie as its own devices need it, so they aren't pickled or serialised as they "
     "are; save tree = jax.device_get(pipe.model_variables(variables)), and load it by "
@@ -208,13 +379,7 @@ def variables_to_place(variables: Mapping[str, PyTree], layouts: Mapping[str, La
 
 
 def make_layouts(
-    model: Model,
-    bounds: Sequence[tuple[int, int]],
-    placement: Placement,
-    mesh: Mesh,
-    *,
-    apart: bool = False,
-    ends: str = "own",
+    model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, apart: bool, ends: str
 ) -> dict[str, Layout]:
     """The layout of each collection for a model cut into virtual stages.
 

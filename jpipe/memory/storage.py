@@ -48,9 +48,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.arrays.in_place import Carry, Index, each, look_up, look_up_once, take_slice
-from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
-from jpipe.memory.memory_order import Order
-from jpipe.mesh.specs import on_all_stages
+from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, Order, StackedBuffer, largest_first
+from jpipe.mesh.axes import on_all_stages
 from jpipe.types import Leaf
 
 Buffers = dict[str, jax.Array]
@@ -69,8 +68,8 @@ class Row(NamedTuple):
     Attributes:
       row: its index.
       device: the index along `stage`.
-      stays: of rows that go to the host (`jpipe.memory.away`): 1 if this one has stayed, else 0; None if all have left,
-        or none ever does.
+      stays: of rows that go to the host (`jpipe.planning.kept`): 1 if this one has stayed, else 0; None if all have
+        left, or none ever does.
     """
 
     row: Index

@@ -1,19 +1,26 @@
-"""Names the mesh axes: `stage`, those that split a batch (`batch_axes=`, checked here), and all others.
+"""Names the mesh axes (`stage`, those that split a batch, all others), takes specs apart, and makes programs over all.
 
 At each index along the axis `stage` are the layers of one stage. The other axes split the arrays of a stage: the data
 axes (`replica`, `data` and `fsdp`, unless the user names others) split the examples of a micro-batch, and any of them
 split weights as the layers' metadata asks. What a device does with its parts of arrays is decided by
 `jpipe.partitioner`. A mesh and its data axes together are `jpipe.mesh.splits.Splits`.
+
+Programs are manual over every axis (`on_stages`), so that no compiler adds a collective to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from jax.sharding import AbstractMesh, Mesh
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jpipe.partitioner.shardings import Axis
+from jpipe.partitioner.shardings import Axis, names_in
+from jpipe.seam.inside import with_axis_types
+from jpipe.types import PyTree
 
 AXIS = "stage"
 """The mesh axis of pipeline stages."""
@@ -76,3 +83,87 @@ def stage_axes(
     on_rings = [*([] if jointly else data_axes), *along]  # along data axes that are one, all goes once a step
     on_rings = [replace(axis, ring=dict(rings).get(axis.names[0], ())) for axis in on_rings]
     return (*(data_axes if jointly else ()), *on_rings)
+
+
+def spec_of(entries: Sequence[Sequence[str]]) -> PartitionSpec:
+    """The PartitionSpec that names these mesh axes for each dimension, without empty entries at the end."""
+    joined = list(map(tuple, entries))
+    while joined and not joined[-1]:
+        joined.pop()
+    return PartitionSpec(*joined)
+
+
+def split_by(spec: PartitionSpec, over: Callable[[str], bool]) -> PartitionSpec:
+    """A spec with only those mesh axes for which `over` is true."""
+    return spec_of([list(filter(over, names_in(entry))) for entry in spec])
+
+
+def on_all_stages(spec: PartitionSpec) -> bool:
+    """Whether an array is split over `stage`, so that each stage has a part of it."""
+    return any(AXIS in names_in(entry) for entry in spec)
+
+
+def within_stage(spec: PartitionSpec) -> PartitionSpec:
+    """How an array is split over other mesh axes than `stage`."""
+    return split_by(spec, lambda name: name != AXIS)
+
+
+def gather_axes(part: jax.Array, spec: PartitionSpec, over: Collection[str]) -> jax.Array:
+    """A device's part of an array that is split by `spec`, gathered along the axes `over`; others still split it."""
+    for dim, entry in enumerate(split_by(spec, lambda name: name in over)):
+        if entry is not None:
+            part = lax.all_gather(part, entry, axis=dim, tiled=True)
+    return part
+
+
+def scatter_axes(part: jax.Array, spec: PartitionSpec, over: Collection[str]) -> jax.Array:
+    """The inverse of `gather_axes` for partial sums: adds them up, and each device keeps its own part of the sum."""
+    for dim, entry in enumerate(split_by(spec, lambda name: name in over)):
+        if entry is not None:
+            part = lax.psum_scatter(part, entry, scatter_dimension=dim, tiled=True)
+    return part
+
+
+def shapes_only(mesh: Mesh) -> AbstractContextManager:
+    """The context in which layers are traced on whole arrays: manual over `stage`, as the programs of `on_stages` are.
+
+    The other axes are Auto, so that a layer that constrains how its activations are split finds the axes that it names.
+    """
+    types = dict.fromkeys(mesh.axis_names, AxisType.Auto) | {AXIS: AxisType.Manual}
+    return jax.sharding.use_abstract_mesh(with_axis_types(mesh.abstract_mesh, types))
+
+
+def on_stages(
+    function: Callable,
+    mesh: Mesh,
+    in_specs: PyTree,
+    out_specs: PyTree,
+    before: Callable = lambda *arguments: arguments,
+    after: Callable = lambda results: results,
+    result_specs: PyTree = None,
+) -> Callable:
+    """A function of one device's parts as a function of whole arrays, which runs on all devices; call it in `jax.jit`.
+
+    Args:
+      function: pytrees of a device's parts of arrays -> pytrees of such parts.
+      mesh: the user's mesh.
+      in_specs: PartitionSpecs of the arguments of `function`.
+      out_specs: PartitionSpecs of its results.
+      before: the caller's arguments -> a tuple of the arguments of `function`; all of them whole arrays.
+      after: the results of `function` -> those for the caller; all of them whole arrays.
+      result_specs: PartitionSpecs of the results for the caller (default: `out_specs`).
+    """
+    is_explicit = AxisType.Explicit in mesh.axis_types
+
+    def run(*arguments: PyTree) -> PyTree:
+        devices = None if is_explicit else mesh  # None is the mesh of the context, whose axes `auto_axes` has made Auto
+        # Unchecked, since loop bounds vary from stage to stage, and users' layers know nothing of varying types.
+        on_parts = jax.shard_map(function, mesh=devices, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return after(on_parts(*before(*arguments)))
+
+    def call(*arguments: PyTree) -> PyTree:
+        specs = out_specs if result_specs is None else result_specs
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.sharding.auto_axes(run, axes=mesh.axis_names, out_sharding=specs)(*arguments)
+
+    return call if is_explicit else run

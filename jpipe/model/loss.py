@@ -17,8 +17,8 @@ from jpipe.layers.functions import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
 from jpipe.model.whole_loss import PartsOfLoss, whole_structs, with_gradient
 from jpipe.partitioner.examples import CouplesError
+from jpipe.partitioner.per_device import named_axes
 from jpipe.partitioner.shardings import AxisSharding, Shard
-from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import needed_part
 from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes

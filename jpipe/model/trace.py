@@ -43,9 +43,8 @@ from jpipe.model.groups import (
 )
 from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.model.random_keys import key_shape
-from jpipe.partitioner.per_device import results_by_rules
+from jpipe.partitioner.per_device import named_axes, results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, replicated, summed
-from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
 from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs

@@ -2,9 +2,9 @@
 
 A *sharding* says how an array lies along each mesh axis. A *way* of an equation says how its operands have to lie and
 how its results lie then. A *plan* has a way for every equation of a jaxpr, and the conversions of operands in between.
-The chooser minimises the price of a plan's cost (`jpipe.partitioner.prices`): the bytes that a device sends, and its
-operations and written bytes, counted as the bytes that could be sent meanwhile. If sending alone were counted, it would
-be cheapest to compute everything on every device.
+The chooser minimises the price of a plan's cost (`PRICES`): the bytes that a device sends, and its operations and
+written bytes, counted as the bytes that could be sent meanwhile. If sending alone were counted, it would be cheapest to
+compute everything on every device.
 
 A rule (`jpipe.partitioner.rules`) says how an equation is carried out, given how its operands lie. The rules alone make
 a plan, from the first equation to the last, but they don't look ahead. So where a rule converts an operand, other
@@ -16,27 +16,151 @@ residual connection take their parts of the sequence:
     y partial -> replicated     cut to the sequence's parts     2 (p - 1) / p n bytes     what the rule says first
     y partial -> Shard(1)       as it is                          (p - 1) / p n bytes     taken
 
-A plan is then mended (`jpipe.partitioner.early_conversions`): some values are converted before any equation reads them,
-and the plan is kept if it is cheaper. Looking ahead sees neither the end nor the choices on the way. So two plans are
-made (`ROUNDS`), by other prices and a shorter look ahead, and the cheaper one is taken.
+A plan is then mended: some values are converted before any equation reads them, and the plan is kept if it is cheaper.
+What pays only for several readers together, or for one far behind, shows in a finished plan. `summed_twice`,
+`summed_wide` and `added_to_whole` each look for one such case, and return changes to try: how some values are to lie
+before their first reader. In the rows of benchmarks/axes.py, at their default sizes, the plans of a row together would
+send without them: by `summed_twice` 156 MiB and not 132 (sequence), by `summed_wide` 1,248 MiB and not 936 (fsdp-use).
+Looking ahead sees neither the end nor the choices on the way. So two plans are made (`ROUNDS`), by other prices and a
+shorter look ahead, and the cheaper one is taken.
+
+A mesh axis may be taken apart. Sixteen devices along it can split the columns of a projection, but not the eight heads
+that a reshape makes of them. But seen as `[8, 2]` the devices are two axes, and each of them splits a dimension:
+
+    columns [1024]      Shard(0) along 16   =   Shard(0, 1) along 8, Shard(0, 8) along 2
+    heads   [8, 128]    none                    Shard(0) along 8,    Shard(1) along 2
+
+So eight heads of keys and values lie as the groups of queries that read them (Shardy calls this a sub-axis). A plan for
+axes taken apart begins and ends with arrays that lie along whole ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import accumulate, pairwise
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.partitioner.by_rule import way_by_rule
-from jpipe.partitioner.early_conversions import Early, added_to_whole, summed_twice, summed_wide
+from jpipe.jaxprs.tracing import equations_in
+from jpipe.partitioner.conversions import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
 from jpipe.partitioner.find_rings import find_rings
-from jpipe.partitioner.prices import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Shard, Sharding, is_possible, replicated
-from jpipe.partitioner.sub_axes import apart, taken_apart, together
-from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
+from jpipe.partitioner.rule import dims_of_entries, operand_shape, result_shape
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding, is_possible
+from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
 from jpipe.seam.primitives import JaxprEqn
+
+
+def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:
+    """Takes the axes apart where reshapes would have to gather arrays that the parts can split."""
+    equations = equations_in(e.equation for e in flat.equations)
+    shapes = {(operand_shape(e), result_shape(e)) for e in equations if e.primitive.name == "reshape"}
+    return tuple(part for axis in axes for part in _parts(axis, shapes))
+
+
+def apart(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
+    """Says along parts of axes the same as a sharding says along the axes."""
+    along = {axis.names: s for s, axis in zip(sharding, axes, strict=True)}
+    of_part = lambda s, part: Shard(s.dim, s.outer * part.outer) if isinstance(s, Shard) else s
+    return tuple(of_part(along[part.names], part) for part in parts)
+
+
+def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
+    """Makes the sharding along axes to which one along their parts is to be converted.
+
+    Parts that disagree can't be said along the whole axis: then partial, if it is along one of them, else replicated.
+    """
+
+    def along(axis: Axis) -> AxisSharding:
+        along_parts = tuple(s for s, part in zip(sharding, parts, strict=True) if part.names == axis.names)
+        agreeing = apart((along_parts[0],), (axis,), tuple(part for part in parts if part.names == axis.names))
+        if along_parts == agreeing:
+            return along_parts[0]
+        return PARTIAL if PARTIAL in along_parts else REPLICATED
+
+    return tuple(map(along, axes))
+
+
+def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
+    """Takes an axis apart, if reshapes ask for it: for 4 and 8 of 16 devices into `[4, 2, 2]`."""
+    counts = {count for old, new in reshapes for count in _shared(axis.size, old, new)}
+    if axis.is_data or not counts:
+        return [axis]
+    ends = [1]  # of 4 and 6 of 12 devices, which don't divide one another, the smaller
+    for count in [*sorted(counts), axis.size]:
+        if count % ends[-1] == 0:
+            ends.append(count)
+    return [Axis(axis.names, (end // start,), outer=start, inner=axis.size // end) for start, end in pairwise(ends)]
+
+
+def _shared(size: int, old: Shape, new: Shape) -> set[int]:
+    """Finds into how many parts `size` devices can split the first of the dimensions that a reshape makes of one.
+
+    Where they can split the one, but not the first of those: [32] on 16 devices, and [8, 4] on 8 pairs of them.
+    """
+    starts = dict(zip(accumulate(old, lambda a, b: a * b, initial=1), old, strict=False))
+    counts = set()
+    for start, dim in zip(accumulate(new, lambda a, b: a * b, initial=1), new, strict=False):
+        whole = starts.get(start, 0)
+        if whole > dim > 1 and whole % size == 0:
+            counts.add(math.gcd(dim, size))
+    return counts - {1, size}
+
+
+Early = dict[int, Sharding]
+"""The number of a value -> how it is to lie before any equation reads it."""
+
+
+def summed_twice(plan: DevicePlan) -> list[Early]:
+    """Finds partial values of which one reader takes the sum, and another goes on with the partial values.
+
+    The other reader's result is summed later, which sends as much again. The change is one sum before both.
+    """
+    sums = {c.value: c.wanted for e in plan.equations for c in e.conversions if PARTIAL in c.now}
+    operands = [pair for e in plan.equations for pair in zip(e.flat.reads, e.way.operands, strict=True)]
+    passed_on = {value for value, sharding in operands if PARTIAL in sharding}
+    return [{value: sharding} for value, sharding in sums.items() if value in passed_on and PARTIAL not in sharding]
+
+
+def summed_wide(plan: DevicePlan) -> list[Early]:
+    """Finds partial values that are cast to a wider type and then summed as results of the jaxpr.
+
+    Such values are gradients of parameters that a layer casts to another dtype to compute. The change is to sum all of
+    them before their casts.
+    """
+    sums = {c.value: c.wanted for c in plan.conversions if _takes_a_sum(c)}
+    casts = [e.flat for e in plan.equations if e.flat.equation.primitive.name == "convert_element_type"]
+    early: Early = {}
+    for (narrow,), (wide,) in [(cast.reads, cast.makes) for cast in casts]:
+        if wide in sums and itemsize(plan.flat.avals[narrow].dtype) < itemsize(plan.flat.avals[wide].dtype):
+            early[narrow] = sums[wide]
+    return [early] if early else []
+
+
+def _takes_a_sum(conversion: Conversion) -> bool:
+    return any(a == PARTIAL and b != PARTIAL for a, b in zip(conversion.now, conversion.wanted, strict=True))
+
+
+def added_to_whole(plan: DevicePlan) -> list[Early]:
+    """Finds constants, such as the zeros of a table's gradient, to which every device adds all entries.
+
+    The change is a split constant: each device has a part, and adds what belongs there.
+    """
+    constants = {e.flat.makes[0] for e in _called(plan, "broadcast_in_dim") if not operand_shape(e.flat.equation)}
+    changes: list[Early] = []
+    for flat, _, way in _called(plan, "scatter-add"):
+        value, lying, shape = flat.reads[0], way.operands[0], operand_shape(flat.equation)
+        for i in [i for i, along in enumerate(lying) if along == REPLICATED and value in constants]:
+            split = [(*lying[:i], Shard(dim), *lying[i + 1 :]) for dim in dims_of_entries(flat.equation)]
+            changes += [{value: sharding} for sharding in split if is_possible(shape, sharding, plan.axes)]
+    return changes
+
+
+def _called(plan: DevicePlan, name: str) -> list[PlannedEquation]:
+    """Lists the equations of a primitive."""
+    return [e for e in plan.equations if e.flat.equation.primitive.name == name]
+
 
 ROUNDS = (PRICES, 200), (SPLIT_SUMS, 50)
 """The prices by which plans are made, and for how many equations an alternative is followed. Where rules do badly, a
@@ -62,20 +186,16 @@ def as_it_lies(sharding: Sharding) -> Sharding:
 
 
 def cheapest_plan(
-    axes: Axes,
-    handlers: Mapping[str, Handler],
-    flat: FlatJaxpr,
-    arguments: Sequence[Sharding],
-    wanted: Sequence[Wanted],
+    axes: Axes, handlers: Mapping[str, Handler], flat: FlatJaxpr, lie: Sequence[Sharding], wanted: Sequence[Wanted]
 ) -> DevicePlan:
     """Makes plans in all `ROUNDS`, along the axes and along axes `taken_apart`, and returns the cheapest.
 
-    Taken apart, 16 devices are seen as `[8, 2]`, which can split eight heads. Arguments are those of `Chooser` and
-    `Chooser.make_plan`. The plan speaks of its own axes.
+    Taken apart, 16 devices are seen as `[8, 2]`, which can split eight heads. For arguments see `Chooser` and
+    `Chooser.make_plan`; those of the jaxpr `lie` so. The plan speaks of its own axes.
     """
     plans: list[DevicePlan] = []
     for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
-        lying, wishes = [apart(s, axes, parts) for s in arguments], [_along_parts(w, axes, parts) for w in wanted]
+        lying, wishes = [apart(s, axes, parts) for s in lie], [_along_parts(w, axes, parts) for w in wanted]
         by_rule = cache(partial(way_by_rule, axes=parts))
         plans += [Chooser(parts, handlers, *choices, by_rule).make_plan(flat, lying, wishes) for choices in ROUNDS]
     if any(axis.ring for axis in axes):
@@ -177,7 +297,7 @@ class _Draft:
     def __init__(self, chooser: Chooser, flat: FlatJaxpr, arguments: Sequence[Sharding], early: Early):
         self.chooser, self.flat, self.axes, self.early = chooser, flat, chooser.axes, early
         self.arguments = tuple(arguments)
-        self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
+        self.forms: Forms = dict.fromkeys(flat.constants, ((REPLICATED,) * len(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
 
     def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:

@@ -30,13 +30,11 @@ from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
 from jpipe.jaxprs.tracing import interpret, on_this_host
-from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser
-from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.per_device import HANDLERS
+from jpipe.partitioner.handlers import CONTROL_FLOW, HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, is_possible, part_shape
-from jpipe.partitioner.way import Axes, Way
+from jpipe.partitioner.way import Axes, Way, way_by_rule
 from jpipe.seam.inside import at_line_of, carry_out, line_of, needed_part
 from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.types import Leaf

@@ -10,13 +10,11 @@ import numpy as np
 from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
-from jpipe.partitioner.by_rule import way_by_rule
-from jpipe.partitioner.conversions import collective_of, hops
-from jpipe.partitioner.prices import FLOPS, HIDDEN, NOTHING, SCATTERED, SENT, Cost, cost_of_conversion, itemsize
-from jpipe.partitioner.rings import Arrival, Departure, Form, PieceStep, Ring, Rings
+from jpipe.partitioner.conversions import FLOPS, NOTHING, SCATTERED, SENT, Cost, collective_of, cost_of_conversion, hops
+from jpipe.partitioner.rings import HIDDEN, Arrival, Departure, Form, PieceStep, Ring, Rings
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shape, Shard, Sharding, part_shape
-from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation
+from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation, way_by_rule
 from jpipe.seam.inside import carry_out, within
 
 LEAST_FLOPS, LEAST_IF_SHARED, LEAST_OF_SUMS, LEAST_OF_WEIGHTS = 4500.0, 9000.0, 1000.0, 2000.0
@@ -165,7 +163,7 @@ class _Finder:
 
     def _sent(self, conversion: Conversion) -> Cost:
         aval = self.plan.flat.avals[conversion.value]
-        return cost_of_conversion(self.plan.axes, aval.shape, itemsize(aval.dtype), conversion.now, conversion.wanted)
+        return cost_of_conversion(self.plan.axes, aval.shape, aval.dtype.itemsize, conversion.now, conversion.wanted)
 
     def _is_worth(self, conversion: Conversion, steps: Mapping[int, PieceStep], least: float) -> bool:
         """Whether so many operations a byte that is sent are done meanwhile."""

@@ -15,21 +15,18 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.tracing import replay
-from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan
-from jpipe.partitioner.control_flow import CONTROL_FLOW
+from jpipe.jaxprs.tracing import equations_in, replay
+from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan, together
+from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.shardings import Axis, Sharding, is_possible, named, of_spec, part_structs, to_spec, whole_shape
-from jpipe.partitioner.sub_axes import together
-from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.partitioner.way import Axes, Unsplit
 from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.primitives import ClosedJaxpr, shapes_of
+from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, shapes_of
 from jpipe.types import PyTree
 
-HANDLERS = CONTROL_FLOW | USER_SHARDINGS
 Specs = PyTree
 """PartitionSpecs, as `jax.shard_map` takes them: a pytree of them, or one for a whole subtree."""
 
@@ -161,3 +158,15 @@ def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Shardin
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:
     """Sets a mesh whose axes are all Manual, as in a program of one device, or all of another type."""
     return jax.sharding.use_abstract_mesh(with_axis_types(mesh, dict.fromkeys(mesh.axis_names, axis_type)))
+
+
+def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
+    """Collects the mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
+    names: set[str] = set()
+    for equation in equations_in(jaxpr.eqns):
+        params, name = equation.params, equation.primitive.name
+        specs = (*params["in_specs"], *params["out_specs"]) if name == "shard_map" else ()
+        if name == "sharding_constraint":
+            specs = (getattr(params["sharding"], "spec", None) or PartitionSpec(),)
+        names.update(named(specs))
+    return frozenset(names)

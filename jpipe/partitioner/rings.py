@@ -25,12 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.partitioner.prices import NOTHING, Cost
+from jpipe.partitioner.conversions import NOTHING, Cost
 from jpipe.partitioner.shardings import Axis, Sharding
 
 Form = tuple[int, Sharding]
 """A value as it lies on devices: its number in the `FlatJaxpr`, and a sharding."""
 LEFT, RIGHT = -1, 1
+HIDDEN = 0.75
+"""The part of what goes by rings beside products that nobody waits for, about as seen in programs for a v5p."""
 LEAST_ROWS = 512
 """The length of pieces from which each is multiplied alone. Shorter pieces that arrive together are joined: a product
 of r rows reads a weight in less time than it takes if r is above 330 (float32) or 170 (bfloat16) on a v5p."""

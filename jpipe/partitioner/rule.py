@@ -1,4 +1,4 @@
-"""The interface of a rule: what it is told of one operation along one mesh axis, and what it answers.
+"""The interface of a rule, what it is told of one operation along one mesh axis and what it answers; rules of look-ups.
 
 A rule is asked before anything is carried out, while a plan is made (`jpipe.partitioner.choice`): for each axis, and
 for each sharding of the operands that is tried. It answers how operands have to lie, and how results lie then. It moves
@@ -13,6 +13,11 @@ product "bd,df->bf" there are three ways to split it along an axis:
     f      replicated   Shard(1)        Shard(1)
 
 `by_labels` takes the first of these that keeps an operand as it lies.
+
+A look-up (`gather`) takes a slice of a *table* for each vector of indices `[*index dimensions, columns]`: column k says
+where the slice starts along the table's dimension `start_index_map[k]`. The result has the index dimensions, and among
+them, at `offset_dims`, those dimensions of the table that slices keep: its *window* dimensions. A write or an addition
+(`scatter`) is the reverse: for each vector of indices a window of the *updates* is written into the *target*.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
@@ -56,10 +63,7 @@ Labels = Sequence[Hashable]
 
 
 def by_labels(
-    operands: Sequence[Labels],
-    results: Sequence[Labels],
-    shardings: Sequence[AxisSharding],
-    order: Sequence[int] | None = None,
+    operands: Sequence[Labels], results: Sequence[Labels], lying: Sequence[AxisSharding], order: Sequence[int] = ()
 ) -> RuleResult | None:
     """Keeps an operand as it lies: the first that is a shard of a dimension with a label.
 
@@ -69,11 +73,11 @@ def by_labels(
     Args:
       operands: the labels of the first operands; those behind them have none.
       results: the labels of the results.
-      shardings: how each operand lies.
+      lying: how each operand lies.
       order: in which operands are looked at (default: from the first on).
     """
-    order = range(len(operands)) if order is None else order
-    shards = [(s, operands[i][s.dim]) for i in order if isinstance(s := shardings[i], Shard)]
+    order = order or range(len(operands))
+    shards = [(s, operands[i][s.dim]) for i in order if isinstance(s := lying[i], Shard)]
     chosen = next((pair for pair in shards if pair[1] is not None), None)
     if chosen is None:
         return None
@@ -83,7 +87,7 @@ def by_labels(
         return Shard(labels.index(label), shard.outer) if label in labels else otherwise
 
     labelled = [split_or(labels, REPLICATED) for labels in operands]
-    others = [REPLICATED] * (len(shardings) - len(operands))
+    others = [REPLICATED] * (len(lying) - len(operands))
     return RuleResult([*labelled, *others], [split_or(labels, PARTIAL) for labels in results])
 
 
@@ -106,3 +110,129 @@ def operand_shape(equation: JaxprEqn, operand: int = 0) -> Shape:
 def result_shape(equation: JaxprEqn) -> Shape:
     """Returns the whole shape of the first result."""
     return aval_of(equation.outvars[0]).shape
+
+
+def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """The rule of a look-up; operands: table, indices. Labels are the result's dimensions.
+
+    Split indices give split results. Where the split dimension of a table is the one that is looked up in, each device
+    looks up what it has, and zeros elsewhere: the result is partial.
+    """
+    params, (table, _) = equation.params, shardings
+    dims, shape = params["dimension_numbers"], operand_shape(equation)
+    index_dims: list[int | None] = [dim for dim in range(len(result_shape(equation))) if dim not in dims.offset_dims]
+    of_table: list[int | None] = [None] * len(shape)
+    for dim, k in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
+        of_table[dim] = index_dims[k]
+    windows = [dim for dim in range(len(shape)) if dim not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)]
+    for dim, kept in zip(windows, dims.offset_dims, strict=True):
+        if params["slice_sizes"][dim] == shape[dim] and dim not in dims.start_index_map:
+            of_table[dim] = kept
+    labels = [of_table, [*index_dims, None]]
+    split = by_labels(labels, [range(len(result_shape(equation)))], shardings, order=(1, 0))
+    if split is None and isinstance(table, Shard):
+        can_be_added = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.number)
+        by_index = table.dim in dims.collapsed_slice_dims and table.dim in dims.start_index_map
+        if by_index and table.outer == 1 and can_be_added:
+            wrap = lambda operation: _own_entries(equation, operation, axis, table.dim)
+            return RuleResult([table, REPLICATED], [PARTIAL], wrap)
+    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    return on_partial(shardings, 1, 1) if split is None and not fills else split
+
+
+def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
+    """Looks up in a device's own part of a table that is split along `dim`: zeros for the entries of others.
+
+    With a table of 8 entries on two devices, 4 each:
+
+        wanted             2    5    9 (outside of the table)
+        device 0 looks up  2    0*   4 (outside of its part)       * some entry of its own, which is not used
+        device 1 looks up  0*   1    0*
+        device 0 has       t[2] 0    what the mode gives outside
+        device 1 has       0    t[5] 0
+
+    Args:
+      equation: the look-up in the whole table.
+      operation: the look-up in a part of it.
+      axis: the axis that splits the table.
+      dim: the table's split dimension, which indices choose from.
+    """
+    dims, ndim = equation.params["dimension_numbers"], len(result_shape(equation))
+    column, size = dims.start_index_map.index(dim), operand_shape(equation)[dim]
+
+    def look_up_own(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        device, length = axis.index(), size // axis.size
+        # Narrow indices, such as bytes, might not hold the table's size.
+        indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
+        wanted = indices[..., column]
+        # What is outside of the whole table is looked up by the first device, outside of its part too.
+        outside = (wanted < 0) | (wanted >= size)
+        if equation.params["mode"] == lax.GatherScatterMode.CLIP:
+            wanted, outside = jnp.clip(wanted, 0, size - 1), jnp.zeros_like(outside)
+        place = wanted - (device * length).astype(wanted.dtype)  # in the device's part
+        valid = jnp.where(outside, device == 0, (place >= 0) & (place < length))
+        place = jnp.where(outside, jnp.full_like(place, length), jnp.clip(place, 0, length - 1))
+        in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+        (entries,) = operation(table, jnp.where(in_column, place[..., None], indices))
+        valid = lax.broadcast_in_dim(valid, entries.shape, [i for i in range(ndim) if i not in dims.offset_dims])
+        return [jnp.where(valid, entries, jnp.zeros_like(entries))]
+
+    return look_up_own
+
+
+def write_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis, adds: bool) -> RuleResult | None:
+    """The rule of writes at indices, or of additions; operands: target, indices, updates.
+
+    It goes by split updates if there are any, else by windows that are as large as the target. Where the split
+    dimension of a target is one that indices choose from, each device adds what belongs to its own part.
+
+    Labels are the target's dimensions. Those of unbatched indices are ~0, ~1, ...: split, they leave sums partial.
+    """
+    dims, (old, _, updates) = equation.params["dimension_numbers"], shardings
+    shape, update_shape = operand_shape(equation, 0), operand_shape(equation, 2)
+    index_dims = [dim for dim in range(len(update_shape)) if dim not in dims.update_window_dims]
+    of_indices: list[int | None] = [~k if adds else None for k in range(len(index_dims))]
+    target: list[int | None] = [None] * len(shape)
+    for dim, k in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
+        target[dim] = of_indices[k] = dim
+    of_updates = dict(zip(index_dims, of_indices, strict=True))
+    windows = [dim for dim in range(len(shape)) if dim not in (*dims.inserted_window_dims, *dims.operand_batching_dims)]
+    for dim, at in zip(windows, dims.update_window_dims, strict=True):
+        if update_shape[at] == shape[dim] and dim not in dims.scatter_dims_to_operand_dims:
+            target[dim] = of_updates[at] = dim
+    labels = [target, [*of_indices, None], [of_updates.get(dim) for dim in range(len(update_shape))]]
+    order = (2, 1, 0) if isinstance(updates, Shard) and updates.dim in index_dims else (1, 0, 2)
+    split = by_labels(labels, [range(len(shape))], shardings, order)
+    if split is None:
+        if adds and isinstance(old, Shard) and old.outer == 1 and old.dim in dims_of_entries(equation):
+            wrap = lambda operation: _to_own_entries(equation, operation, axis, old.dim)
+            return RuleResult([old, REPLICATED, REPLICATED], [old], wrap)
+        return RuleResult([PARTIAL, REPLICATED, PARTIAL], [PARTIAL]) if adds and PARTIAL in (old, updates) else None
+    # The target is added to once in all: it is one device's, and zeros on the others.
+    return RuleResult([PARTIAL, *split.operands[1:]], [PARTIAL]) if PARTIAL in split.results else split
+
+
+def dims_of_entries(equation: JaxprEqn) -> list[int]:
+    """Lists the dimensions of a target of additions along which each index chooses one entry, and may choose none."""
+    dims = equation.params["dimension_numbers"]
+    if equation.params["mode"] == lax.GatherScatterMode.CLIP:
+        return []
+    return [dim for dim in dims.scatter_dims_to_operand_dims if dim in dims.inserted_window_dims]
+
+
+def _to_own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
+    """Adds to a device's own part of a target that is split along `dim`, which indices choose from.
+
+    Seen from its part, the entries of others lie outside, before it or behind it, where nothing is added. The axis
+    splits the whole target into runs of one length.
+    """
+    column = equation.params["dimension_numbers"].scatter_dims_to_operand_dims.index(dim)
+    length = operand_shape(equation)[dim] // axis.size
+
+    def add_own(target: jax.Array, indices: jax.Array, updates: jax.Array) -> list[jax.Array]:
+        indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
+        in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+        start = (axis.index() * length).astype(indices.dtype)
+        return operation(target, jnp.where(in_column, indices - start, indices), updates)
+
+    return add_own

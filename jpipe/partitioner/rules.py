@@ -3,10 +3,10 @@
 A rule takes an equation of whole arrays, how each operand lies along one mesh axis (a `Shard`, REPLICATED or PARTIAL),
 and the axis. It returns a `RuleResult`: how the operands have to lie, how the results lie then, and perhaps what a
 device does instead of the plain operation (`wrap`). It returns None if the operation has to see whole arrays, which an
-operation without a rule always does. Rules are asked while a plan is made (`jpipe.partitioner.by_rule`), for one axis
+operation without a rule always does. Rules are asked while a plan is made (`way_by_rule`), for one axis
 after the other. `part_params` is asked later, when a device's operation is traced.
 
-Rules of look-ups have a file of their own (`jpipe.partitioner.lookups`). Of the others, elementwise operations keep
+Rules of look-ups have a file of their own (`jpipe.partitioner.rule`). Of the others, elementwise operations keep
 shards, and linear ones leave partial sums partial. Products keep shards, and a split sum gives partial sums. Most other
 operations leave some dimensions alone, and may be carried out on shards of these.
 """
@@ -23,16 +23,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
-from jpipe.partitioner.lookups import look_up_entries, write_entries
 from jpipe.partitioner.rule import (
     Labels,
     Operation,
     Rule,
     RuleResult,
     by_labels,
+    look_up_entries,
     on_partial,
     operand_shape,
     result_shape,
+    write_entries,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
 from jpipe.seam.primitives import ELEMENTWISE, JaxprEqn, Literal

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis that arrays are split over, or several jointly, or a part of one (`jpipe.partitioner.sub_axes`).
+    """A mesh axis that arrays are split over, or several jointly, or a part of one (`jpipe.partitioner.choice`).
 
     Attributes:
       names: the names of the mesh axes, the major first.
@@ -103,21 +104,30 @@ class Partial:
     """The whole array is the sum of what the devices along an axis have, each of the whole shape."""
 
 
-def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Lists the names of all mesh axes, each once."""
-    return tuple(dict.fromkeys(name for axis in axes for name in axis.names))
-
-
-def by_mesh_axis(axes: Sequence[Axis]) -> list[list[int]]:
-    """Groups the indices of axes that are parts of one mesh axis."""
-    return [[i for i, axis in enumerate(axes) if axis.names == names] for names in dict.fromkeys(a.names for a in axes)]
-
-
 REPLICATED, PARTIAL = Replicated(), Partial()
 AxisSharding = Shard | Replicated | Partial
 """How an array lies along one axis."""
 Sharding = tuple[AxisSharding, ...]
 """How an array lies on devices: one `AxisSharding` for each axis."""
+
+
+class Hop(NamedTuple):
+    """One step of a conversion: a sharding changes along one axis, or a sum is taken over several.
+
+    Attributes:
+      now: how the array lies before it.
+      over: the axes, along which it lies alike.
+      wanted: how it lies along these axes after it.
+    """
+
+    now: Sharding
+    over: tuple[int, ...]
+    wanted: AxisSharding
+
+    @property
+    def then(self) -> Sharding:
+        """The sharding after this step."""
+        return tuple(self.wanted if i in self.over else s for i, s in enumerate(self.now))
 
 
 def replicated(axes: Sequence[Axis]) -> Sharding:

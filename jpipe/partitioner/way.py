@@ -12,24 +12,30 @@ tanh(y) @ w, with y partial and w split by columns:
 
 A plan is made before anything is carried out (`jpipe.partitioner.choice`), and says all that devices send each other,
 except for what ways send by themselves (`Way.sends`). `DevicePlan.run` carries it out.
+
+A rule (`jpipe.partitioner.rules`) speaks of one axis. What rules say along all axes is joined by `way_by_rule` to one
+`Way`, in the order of the axes: an axis along which an operand can't be split besides the axes before it sees the
+operand whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
-from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
-from jpipe.partitioner.conversions import collective_of, convert, hops
-from jpipe.partitioner.prices import NOTHING, Cost
+from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of
+from jpipe.partitioner.conversions import NOTHING, Cost, by_mesh_axis, collective_of, convert, cost_of_work, hops
 from jpipe.partitioner.rings import AtHand, OneByOne, Ring, Rings, Send, all_of
-from jpipe.partitioner.rules import RULES
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
-from jpipe.seam.inside import at_line_of, scope_of
+from jpipe.partitioner.rule import Operation, RuleResult
+from jpipe.partitioner.rules import RULES, part_params
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, part_shape
+from jpipe.seam.inside import at_line_of, carry_out, scope_of
+from jpipe.seam.primitives import JaxprEqn
 
 Axes = tuple[Axis, ...]
 """The mesh axes that arrays are split over; a `Sharding` has an entry for each."""
@@ -43,7 +49,7 @@ class Way:
       operands: how each operand has to lie.
       results: how each result lies then.
       run: a device's parts of the operands -> its parts of the results.
-      cost: what a device computes and writes in it, and what `plans` cost (`jpipe.partitioner.prices`).
+      cost: what a device computes and writes in it, and what `plans` cost (`jpipe.partitioner.conversions`).
       plans: for a loop or a branch the plans of the jaxprs inside, each with how often it runs (a `while` loop's body
         once); empty for all others.
       sends: whether devices send each other something in it, besides what its plans say.
@@ -159,7 +165,7 @@ class DevicePlan:
 
         Of the first `late` results, which nothing waits for, what the others don't need leaves `OneByOne`.
         """
-        at_hand: AtHand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
+        at_hand: AtHand = {(i, (REPLICATED,) * len(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
         urgent, one_by_one = self._needed_for(self.flat.results[late:]), OneByOne()
 
@@ -205,3 +211,54 @@ class DevicePlan:
         flat, _, way = self.equations[at]
         operands = [all_of(at_hand[form]) for form in zip(flat.reads, way.operands, strict=True)]
         at_hand.update(zip(zip(flat.makes, way.results, strict=True), way.run(*operands), strict=True))
+
+
+def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is_last: bool = False) -> Way:
+    """Makes the way of an equation by its operation's rule.
+
+    Args:
+      equation: of whole arrays.
+      lying: how its operands lie; the way may want them otherwise.
+      axes: what arrays are split over.
+      is_last: whether no other equation reads what it makes: then `Axis.sums_late`, along all axes.
+    """
+    along_axes = _apply_rule(equation, lying, axes, is_last)
+    operands = tuple(tuple(along.operands[i] for along in along_axes) for i in range(len(lying)))
+    results = tuple(tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars)))
+    taken = [part_shape(aval_of(v).shape, s, axes) for v, s in zip(equation.invars, operands, strict=True)]
+    made = [part_shape(aval_of(v).shape, s, axes) for v, s in zip(equation.outvars, results, strict=True)]
+
+    def run_on_parts(*parts: jax.Array) -> list[jax.Array]:
+        return carry_out(equation, parts, part_params(equation, [np.shape(x) for x in parts], made))
+
+    def run(*parts: jax.Array) -> list[jax.Array]:
+        operation: Operation = run_on_parts
+        for along in along_axes:
+            operation = along.wrap(operation) if along.wrap else operation
+        arrays = operation(*parts)
+        assert [x.shape for x in arrays] == made, equation
+        return arrays
+
+    sends = any(along.wrap for along in along_axes)
+    return Way(operands, results, run, cost_of_work(equation, taken, made), sends=sends)
+
+
+def _apply_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, is_last: bool) -> list[RuleResult]:
+    """Asks the rule about each axis; along those where there is no way, operands are whole."""
+    rule = RULES.get(equation.primitive.name)
+    whole = RuleResult([REPLICATED] * len(lying), [REPLICATED] * len(equation.outvars))
+    along_axes: list[RuleResult] = []
+    for i, axis in enumerate(axes):
+        axis = replace(axis, sums_late=True) if is_last else axis
+        along = rule(equation, [sharding[i] for sharding in lying], axis) if rule else None
+        if along is None or not _is_possible(equation, [*along_axes, along], axes[: i + 1]):
+            along = whole
+        along_axes.append(along)
+    return along_axes
+
+
+def _is_possible(equation: JaxprEqn, along_axes: list[RuleResult], axes: Axes) -> bool:
+    """Whether operands and results can lie so along the first axes."""
+    shardings = zip(*[(*along.operands, *along.results) for along in along_axes], strict=True)
+    variables = (*equation.invars, *equation.outvars)
+    return all(is_possible(aval_of(v).shape, s, axes) for v, s in zip(variables, shardings, strict=True))

@@ -9,8 +9,7 @@ import numpy as np
 
 from jpipe.costs.memory_model import Holdings, holdings, predict_host_memory, predict_memory
 from jpipe.costs.step_cost import Parts
-from jpipe.planning.balance import measure_of
-from jpipe.planning.partition import Partition
+from jpipe.planning.partition import Partition, measure_of
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request

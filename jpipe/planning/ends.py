@@ -26,8 +26,7 @@ import jax
 import numpy as np
 
 from jpipe.memory.layout import Layout
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import on_all_stages
+from jpipe.mesh.axes import AXIS, on_all_stages
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
@@ -41,7 +40,7 @@ from jpipe.seam.primitives import shapes_of
 class Turns(NamedTuple):
     """The micro-batches whose ends all stages compute around one slot of each tick: int32 `[T]`, -1 for none.
 
-    `jpipe.execution.end_turns` takes them: enter before the slot; leave, then back, after it.
+    `jpipe.execution.beside_slots` takes them: enter before the slot; leave, then back, after it.
 
     Attributes:
       enter: whose first layer they compute before the slot.

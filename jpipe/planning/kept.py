@@ -7,8 +7,16 @@ which have rows of their own, and what the first part, I, stashes for it (`jpipe
     "kept"        F writes them, B or W reads them last       only where backwards are split
     "stash"       I writes it, W reads it                     only where backwards are split
 
-With `offload=` some residuals are in "residual_away" and "kept_away" instead: these rows go to the host while they wait
-(`jpipe.memory.away`), if that takes fewer rows on the device.
+With `offload=`, or a policy of `remat=` that offloads, some residuals are in "residual_away" and "kept_away" instead:
+these rows go to the host while they wait, and come back in time, if that takes fewer rows on the device.
+
+A device has the rows that were just written, and those that wait too briefly to leave; and one place for the row that
+has come back. The host has the rows that wait. `jpipe.schedules.waiting` says which row moves when:
+
+    buffer                    device, `here`          device, `back`       host
+    bfloat16_4x512x2048       [rows * n, 4, 512, 2048]  [n, 4, 512, 2048]    [host_rows, n, 4, 512, 2048]
+
+n leaves are a row: as many as the virtual stage with the most has, on all stages, so that a row is a slice of one size.
 """
 
 from __future__ import annotations
@@ -17,19 +25,153 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jpipe.arrays.in_place import Index, is_apart
-from jpipe.memory.away import AwayStorage, build_away_storage
-from jpipe.memory.memory_order import Order, result_orders
+from jpipe.arrays.in_place import Index, is_apart, put_row, take_row, take_slice, to_host
+from jpipe.arrays.trees import bytes_of
+from jpipe.jaxprs.tracing import equations_in
+from jpipe.memory.buffers import Buffer, Order, StackedBuffer, in_order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
-from jpipe.model.traced_layer import DeviceLayer
-from jpipe.planning.host_residuals import Going
+from jpipe.model.groups import Model
+from jpipe.model.remat import check_names
+from jpipe.model.traced_layer import DeviceLayer, TracedLayer
+from jpipe.planning.request import Request
 from jpipe.schedules.ticks import AWAY, ROWS, TickTable
 from jpipe.types import Leaf
+
+
+class AwayRow(NamedTuple):
+    """A row that goes to the host, in one slot: those of `Away` of `jpipe.schedules.waiting` for one stage and tick.
+
+    Attributes:
+      row: on the device; -1 for none.
+      stays: 1 if the action at hand finds it there, though others come back.
+      sent_to: the host's row into which it goes.
+      returns: the host's row that comes back.
+    """
+
+    row: Index
+    stays: Index
+    sent_to: Index
+    returns: Index
+
+
+@dataclass(frozen=True)
+class AwayStorage(Storage):
+    """The places in rows that go to the host.
+
+    All devices have equally large rows: for `Row.device` it has device 0 alone.
+
+    Attributes:
+      host_rows: the rows on the host.
+      moves: whether the devices have a memory besides their host's; else the host's rows lie with the others.
+    """
+
+    host_rows: int
+    moves: bool
+
+    def read_back(self, here: Buffers, back: Buffers, t: int, record: Index, at: Row) -> list[Leaf]:
+        """Reads the leaves of a record from the row that has come back; from its own, if `at.stays` is 1."""
+        came = self.read(back, t, record, Row(0, 0))
+        if at.stays is None:
+            return came
+        return [jnp.where(at.stays > 0, *pair) for pair in zip(self.read(here, t, record, at), came, strict=True)]
+
+    def empty_host(self) -> Buffers:
+        """The host's rows `[host_rows, n, ...]`, of any values: nothing is written to memory."""
+        shape = lambda buffer: (self.host_rows, buffer.strides[0], *buffer.shape[1:])
+        host = {name: jax.lax.empty(shape(buffer), buffer.dtype) for name, buffer in self.named_buffers}
+        return to_host(host) if self.moves else host
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row."""
+        return bytes_of(jax.eval_shape(self.empty_row))
+
+    def empty_row(self) -> Buffers:
+        """A row on the device, of any values."""
+        return {name: jax.lax.empty((b.strides[0], *b.shape[1:]), b.dtype) for name, b in self.named_buffers}
+
+    def fetched(self, host: Buffers, row: Index) -> Buffers:
+        """Copies a row of the host's to the device; for -1 row 0, which nobody reads."""
+        return self._in_order({name: take_row(array, jnp.maximum(row, 0)) for name, array in host.items()})
+
+    def leaving(self, here: Buffers, row: Index) -> Buffers:
+        """A row of the device's, to be sent; for -1 row 0, which nobody reads there."""
+
+        def of_buffer(array: jax.Array, buffer: Buffer) -> jax.Array:
+            size = buffer.strides[0]
+            whole = array.shape[0] == size
+            return array if whole else take_slice(array, (jnp.maximum(row, 0) * size,), (size, *array.shape[1:]))
+
+        return self._in_order({name: of_buffer(here[name], buffer) for name, buffer in self.named_buffers})
+
+    def sent(self, host: Buffers, leaving: Buffers, row: Index) -> Buffers:
+        """The host's rows with one replaced."""
+        return {name: put_row(array, leaving[name], row) for name, array in host.items()}
+
+    def _in_order(self, rows: Buffers) -> Buffers:
+        """Rows with the orders of dimensions that buffers have."""
+        order = lambda buffer: buffer.array_order if isinstance(buffer, StackedBuffer) else None
+        return {name: in_order(rows[name], order(buffer)) for name, buffer in self.named_buffers}
+
+
+def build_away_storage(
+    leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
+    owners: Sequence[Sequence[int]],
+    rows: tuple[int, int],
+    *,
+    orders: Sequence[Sequence[Order | None]],
+    tags: Sequence[Sequence[tuple[int, ...]]] | None = None,
+    moves: bool,
+) -> AwayStorage:
+    """Gives every record its place; `rows` on the device and on the host, the rest as of `build_storage`."""
+    count = 1 + max((owner for of_type in owners for owner in of_type), default=0)
+    storage = build_storage(leaves, owners, device_of=[0] * count, rows=rows[:1], orders=orders, tags=tags)
+    return AwayStorage(storage.record_types, storage.named_buffers, storage.num_devices, rows[1], moves)
+
+
+Going = list[tuple[bool, ...]]
+"""For each group as traced, whether each of its residuals goes."""
+
+
+def residuals_that_go(
+    request: Request, traced: Model, trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]
+) -> Going:
+    """Chooses residuals by share of bytes: the largest first, as long as they are no more than the share.
+
+    Those of the last layer stay. Its backward follows its forward at once, and all stages would have room for them.
+
+    Args:
+      request: with the shares of `offload=`, and a policy that may name others, which go too.
+      traced: the layers.
+      trained: its groups; empty if nothing is kept.
+      layers: the same, as one device runs them.
+
+    Raises:
+      ValueError: the policy offloads values by names that no layer has.
+    """
+    if trained:
+        equations = (equation for layer in trained for equation in equations_in(layer.forward.jaxpr.eqns))
+        check_names(request.remat.policy, {e.params["name"] for e in equations if e.primitive.name == "name"})
+    goes, offload = [list(layer.offloaded) for layer in trained], request.options.offload
+    for share, wanted in (
+        (offload.residuals, [[True] * len(layer.residuals) for layer in layers]),
+        (offload.boundaries, [layer.are_inputs for layer in trained]),
+    ):
+        places = [(g, i) for g, of_group in enumerate(wanted[:-1]) for i, wants in enumerate(of_group) if wants]
+        bytes_in = {(g, i): bytes_of(layers[g].residuals[i]) for g, i in places}
+        room = share * sum(len(traced.groups[g].indices) * size for (g, _), size in bytes_in.items())
+        for g, i in sorted(places, key=lambda place: -bytes_in[place]):
+            room_left = room - len(traced.groups[g].indices) * bytes_in[g, i]
+            if room_left >= 0:
+                goes[g][i], room = True, room_left
+    return list(map(tuple, goes))
+
 
 Kept: TypeAlias = dict[str, Buffers]
 """A device's buffers by the name of their rows."""
@@ -127,9 +269,8 @@ def make_kept_storage(
         orders = [[order for _, order in kept[g].get(name, ())] for g in groups]
         tags, own = each_apart(leaves) if apart else None, owners[: len(groups)]
         if name in table.away_rows:
-            rows = table.away_rows[name]
-            away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=is_apart(mesh))
-            storages[name] = away[name]
+            rows, moves = table.away_rows[name], is_apart(mesh)
+            storages[name] = away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=moves)
         else:
             storages[name] = build_storage(
                 leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, tags=tags

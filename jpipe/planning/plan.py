@@ -24,9 +24,8 @@ from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type, 
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
 from jpipe.model.traced_layer import TracedLayer
-from jpipe.planning.balance import MEASURES, cut_layers, measure_of, unmeasured_costs
 from jpipe.planning.costs import Cost, layer_costs
-from jpipe.planning.partition import Partition
+from jpipe.planning.partition import MEASURES, Partition, cut_layers, measure_of, unmeasured_costs
 from jpipe.planning.request import Request
 from jpipe.terminal.progress import warn_user
 from jpipe.types import Shapes
@@ -169,11 +168,7 @@ def early_partition(request: Request) -> Partition | None:
 
 
 def make_plan(
-    request: Request,
-    model: Model,
-    loss: TracedLoss | None,
-    layers: Sequence[TracedLayer],
-    cut: CutModel | None = None,
+    request: Request, model: Model, loss: TracedLoss | None, layers: Sequence[TracedLayer], cut: CutModel | None = None
 ) -> Plan:
     """Measures the layers and cuts the model; the layouts of its variables follow.
 

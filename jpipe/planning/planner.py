@@ -31,8 +31,7 @@ from jpipe.jaxprs.tracing import equations_in
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.on_stages import shapes_only
+from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context
 from jpipe.model.examples_in_layers import follow_examples
@@ -43,8 +42,7 @@ from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
 from jpipe.partitioner.shardings import AxisSharding
-from jpipe.planning.balance import as_balance, measure_of
-from jpipe.planning.partition import Partition
+from jpipe.planning.partition import Partition, as_balance, measure_of
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step

@@ -21,7 +21,7 @@ from jpipe.jaxprs.tracing import equations_in, no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths
-from jpipe.memory.layer_trees import LayerTrees, to_items
+from jpipe.memory.records import LayerTrees, to_items
 from jpipe.model.groups import Model
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import Key, as_key, key_shape, layer_key

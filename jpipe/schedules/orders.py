@@ -108,7 +108,8 @@ def overlapped(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> S
     """1F1B, or interleaved, with each backward a tick later, so that no stage's B needs the F of the same tick.
 
     The two may then run as one, each beside what the other's layers send (DualPipe, arXiv 2412.19437, section 3.2.1),
-    as they do on GPUs (`jpipe.planning.pairs`). It takes no more time, and a stage holds at most a micro-batch more.
+    as they do on GPUs (`jpipe.planning.layer_loops`). It takes no more time, and a stage holds a micro-batch more at
+    most.
 
     >>> print(overlapped(2, 4))
     overlapped: K=2 stages, M=4 micro-batches, V=1 chunks; slots of a tick: F, B

@@ -26,11 +26,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.arrays.in_place import Index, each, is_apart, put_slice, take_slice, to_host, when
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.memory.host_slices import Cuts
-from jpipe.memory.layout import Layout, StageTree
-from jpipe.memory.memory_order import in_order
-from jpipe.memory.offload import may_go
-from jpipe.mesh.on_stages import on_stages
+from jpipe.memory.buffers import in_order
+from jpipe.memory.layout import Cuts, Layout, StageTree, may_go
+from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.seam.inside import carry_out
 from jpipe.seam.primitives import ELEMENTWISE, ClosedJaxpr, JaxprEqn

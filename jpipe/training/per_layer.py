@@ -23,7 +23,7 @@ from jpipe.jaxprs.tracing import no_mesh, replay
 from jpipe.memory.layout import Layout, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
 from jpipe.memory.storage import Buffers, build_storage
-from jpipe.mesh.on_stages import on_stages
+from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated
 from jpipe.training.by_parameter import ByParameter, StateTree, model_shapes

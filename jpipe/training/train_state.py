@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.arrays.in_place import on_host
 from jpipe.layers.fingerprint import fingerprint
-from jpipe.memory.layout import StageTree, laid_out
-from jpipe.memory.offload import may_go
+from jpipe.memory.layout import StageTree, laid_out, may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.training.by_slices import initial, updated
 from jpipe.training.optimizers import checked_opt_state, global_norm, skips

@@ -22,8 +22,8 @@ from cases import assert_equal, cross_entropy, model, pipeline, tokens
 from jpipe.checkpoints import files
 from jpipe.checkpoints.checkpointer import Preemption
 from jpipe.checkpoints.contents import Contents
-from jpipe.memory.layer_trees import to_layers
 from jpipe.memory.layout import StageTree
+from jpipe.memory.records import to_layers
 
 
 @pytest.fixture

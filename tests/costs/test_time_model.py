@@ -16,8 +16,8 @@ from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP
 from jpipe.costs.memory_model import predict_host_memory
 from jpipe.costs.time_model import Network, bearable_share, layer_seconds, predict_time, rings_of
 from jpipe.mesh.users_mesh import make_mesh
-from jpipe.partitioner.prices import HIDDEN
-from jpipe.partitioner.traffic import Sent
+from jpipe.partitioner.conversions import Sent
+from jpipe.partitioner.rings import HIDDEN
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 LINKS, ADAPTER = CHIPS["h100"].link_bandwidth, CHIPS["h100"].network_bandwidth

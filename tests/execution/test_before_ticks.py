@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from jpipe.batches.rows import split_microbatches
 from jpipe.execution.before_ticks import joined, known_to_loss, taken_apart
-from jpipe.mesh.on_stages import on_stages
+from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.shardings import Shard
 
 BATCH = {"inputs": np.ones((8, 3), np.float32), "mask": np.float32([1, 1, 1, 0, 0, 1, 0, 0])}

@@ -21,7 +21,7 @@ from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting import search
 from jpipe.forecasting.choices import mesh_of_nowhere
 from jpipe.forecasting.search import measure_chip
-from jpipe.memory.offload import Offload
+from jpipe.planning.request import Offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")  # small models, badly balanced
 

@@ -1,7 +1,7 @@
 """Which program a case of a large table runs: that for CPUs, that for TPUs, or that for GPUs.
 
 On CPUs gradients of weights are computed otherwise (`jpipe.model.weight_products`), on GPUs idle stages compute along
-(`jpipe.planning.idle_work`), and a mesh of simulated devices would run the first alone. A third of all cases run each.
+(`jpipe.planning.layer_loops`), and a mesh of simulated devices would run the first alone. A third of cases run each.
 Which one follows from a case's words, so that a new case changes nothing for the others.
 """
 

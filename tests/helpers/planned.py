@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.partitioner.choice import cheapest_plan
-from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
+from jpipe.partitioner.handlers import CONTROL_FLOW
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard, summed
 
 P = 4

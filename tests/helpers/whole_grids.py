@@ -50,15 +50,15 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_rings.py::test_values_and_gradients": RINGS,
     "test_rings.py::test_weights_split_over_data_axes_arrive_beside_the_products_that_read_them": RINGS_OF_DATA,
     # Each remat and each place of ends stays: own-none, spread-layer, tied-full.
-    "test_narrow_weights.py::test_layers_compute_the_same_to_the_bit": (
+    "test_programs.py::test_layers_compute_the_same_to_the_bit": (
         *("own-layer", "own-full", "spread-none", "spread-full", "tied-none", "tied-layer"),
     ),
     # Each schedule stays, two with either ends: own-1f1b, own-v, shared-zero_bubble, shared-interleaved.
-    "test_idle_work.py::test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there": (
+    "test_layer_loops.py::test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there": (
         *("own-zero_bubble", "own-interleaved", "shared-1f1b", "shared-v"),
     ),
     # A program for TPUs and one for GPUs stay; on CPUs nothing is moved.
-    "test_host_moves.py::test_a_step_is_the_same_to_the_bit": (
+    "test_beside_slots.py::test_a_step_is_the_same_to_the_bit": (
         "linen-case3-none-offload3-gpu",
         "linen-case0-none-residuals-cpu",
     ),
@@ -141,7 +141,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     # The optimiser's arrays are read as the layers' are.
     "test_checkpointer.py::test_a_damaged_checkpoint_is_passed_over_and_set_aside": ("optimizer-truncate",),
     # Mixed layers and a chain of one kind stay.
-    "test_end_turns.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
+    "test_beside_slots.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
     "test_peers.py::test_pipelines_train_that_model": ("layer,unrolled,zero_bubble",),
     # Each kind of layer, the looped and the unrolled, split backwards and whole ones stay with another kind.
     "test_alike.py::test_a_step_and_evaluation_equal_the_sequential_model": ("linen-zero_bubble", "linen-1f1b"),
@@ -167,7 +167,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_metadata.py::test_leaves_of_one_shape_with_and_without_metadata": ("2-names1", "1-names0", "1-names2"),
     "test_frozen.py::test_running_averages_of_a_frozen_layer": ("kept",),
     "test_flops.py::test_layers_of_the_examples_take_what_the_compiler_counts": ("transformer_l-none",),
-    "test_layer_trees.py::test_there_and_back_also_to_other_numbers_of_stages": (
+    "test_records.py::test_there_and_back_also_to_other_numbers_of_stages": (
         *("mixed-True-all of some", "linen-False-a part of each leaf"),
     ),
     # These pictures have the same bars at half the width.

@@ -120,7 +120,7 @@ def test_values_of_which_a_process_has_a_part_go_where_whole_ones_go(monkeypatch
     pipe = pipeline(truth, "1f1b", 4, 2, balance="even", ends="spread")
     whole = pipe.from_layer_variables(truth.trees, truth.batch)
     trees = pipe.layer_variables(whole)
-    monkeypatch.setattr("jpipe.memory.layer_trees.is_whole", lambda _: False)
+    monkeypatch.setattr("jpipe.memory.records.is_whole", lambda _: False)
     assert_equal(pipe.from_layer_variables(trees), whole)
 
 

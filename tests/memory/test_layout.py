@@ -1,12 +1,76 @@
-"""The layout: each layer's arrays lie on its stage's device, and come back."""
+"""Where variables lie at rest, leaves shared out among all stages, and slices that go to the hosts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from cases import assert_equal, model, params_of, pipeline
-from jpipe.memory.layout import StageTree
+from jpipe.memory import layout
+from jpipe.memory.layout import Cuts, ScatteredLeaf, StageTree
+
+
+def leaf(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def test_along_which_dimension_a_leaf_is_scattered(make_mesh):
+    mesh = make_mesh((2, 2), ("stage", "model"))
+    dimension = lambda shape, *spec: ScatteredLeaf(leaf(*shape), PartitionSpec(*spec), mesh).dimension
+    assert dimension((3, 4)) == dimension((2, 4)) == 1, "the largest that K divides"
+    assert dimension((4, 4)) == 0
+    assert dimension((2, 4), "model") == 1, "after other axes split it"
+    assert dimension((3, 5)) is None
+    assert dimension(()) is None
+    assert ScatteredLeaf(leaf(4, 3), PartitionSpec("model"), mesh).sharding.spec == PartitionSpec(("model", "stage"))
+
+
+def test_leaves_of_other_devices(make_mesh):
+    known = ScatteredLeaf(leaf(4, 3), PartitionSpec(), make_mesh((4,), ("stage",)))
+    value = np.arange(12, dtype=np.float32).reshape(4, 3)
+    mine = make_mesh((4,), ("stage",))
+    for lies in (
+        value,
+        jax.device_put(value, jax.devices()[7]),
+        jax.device_put(value, NamedSharding(mine, PartitionSpec())),
+    ):
+        put = known.put(lies)
+        assert put.sharding == known.sharding
+        assert_equal(put, value)
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch):
+    monkeypatch.setattr(layout, "SLICE_BYTES", 600)
+
+
+def test_cuts():
+    cuts = Cuts.of((1, 4, 96, 50), 4)  # rows of 200 bytes, runs of whole tiles
+    assert (cuts.view, cuts.dim, cuts.run) == ((384, 50), 0, 32)
+    assert [(count, shape) for count, shape, _ in cuts.parts] == [(12, (32, 50))]
+    cuts = Cuts.of((1, 5000), 4)
+    assert [(count, shape, at(count - 1)) for count, shape, at in cuts.parts] == [
+        (4, (1, 1024), (0, 3072)),
+        (1, (1, 904), (0, 4096)),
+    ]
+    assert Cuts.of((1, 4, 31, 50), 4).run == 1  # rows that fill no tiles aren't merged: an entry at a time
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 96, 50), (1, 5000), (1, 4, 31, 50), (3, 40), (1, 1, 70, 9), (2, 3, 5, 33, 7)])
+def test_slices_are_the_array(shape):
+    cuts = Cuts.of(shape, 4)
+    array = np.arange(np.prod(shape)).reshape(cuts.view)
+    found = np.full_like(array, -1)
+    for count, part, at in cuts.parts:
+        for i in range(count):
+            begin = (*at(i), *(0 for _ in part[len(at(i)) :]))
+            where = tuple(slice(start, start + size) for start, size in zip(begin, part, strict=True))
+            assert found[where].shape == part
+            assert (found[where] == -1).all(), "two slices overlap"
+            found[where] = array[where]
+    np.testing.assert_array_equal(found, array)
 
 
 @pytest.fixture(scope="module")

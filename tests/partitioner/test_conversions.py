@@ -1,16 +1,34 @@
 """Conversions from every sharding to every other, against arrays that are cut in NumPy."""
 
 import itertools
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.partitioner.conversions import bytes_sent, convert, hops
+from jpipe.partitioner.conversions import (
+    FLOPS,
+    PRICES,
+    SCATTERED,
+    SENT,
+    SPLIT_SUMS,
+    WRITTEN,
+    bytes_sent,
+    convert,
+    cost_of_conversion,
+    cost_of_work,
+    hops,
+    price,
+    ring_bytes,
+    sent_in,
+)
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, is_possible, part_shape, replicated
-from jpipe.partitioner.traffic import sent_in
 from parts import AXES, DEVICES, X, cut
+from planned import COLUMNS, WHOLE, plan_of, sent
 
 
 def parts_of(x, sharding):
@@ -96,3 +114,85 @@ def test_chance_conversions_among_three(make_mesh, axes, shape):
         traced = jax.make_jaxpr(on_all(lambda x, a=a, b=b: convert(x, axes, a, b)))(part)
         counted = sum(bytes_sent(axes, x.shape, 4, hop) for hop in hops(axes, a, b))
         assert sum(sent.bytes for sent in sent_in(traced.jaxpr, dict(mesh.shape))) == counted, (a, b)
+
+
+def test_a_loop_costs_what_its_iterations_do():
+    def function(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=5)[0]
+
+    plan = plan_of(function, [WHOLE, COLUMNS], (64, 512), (512, 512))
+    (loop,) = [e.way for e in plan.equations if e.way.plans]
+    ((body, times),) = loop.plans
+    assert times == 5 and (loop.cost == 5 * body.cost).all() and body.cost.any()
+    assert [kind for kind, *_ in sent(body)] == ["all_gather"]
+
+
+def test_prices_weigh_the_quantities():
+    cost = 10 * SENT + 100 * SCATTERED + 5000 * FLOPS + 256 * WRITTEN
+    assert price(PRICES, cost) == pytest.approx(10 + 120 + 5 + 2)
+    assert price(SPLIT_SUMS, cost) == pytest.approx(10 + 100 + 5 + 32)
+
+
+def test_a_device_computes_and_writes_its_part():
+    """A product of `[8, 16]` and `[16, 4]`, split along the 16 over two devices, in bfloat16."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(8, 16), (16, 4)]]
+    (product,) = jax.make_jaxpr(jnp.dot)(*shapes).jaxpr.eqns
+    cost = cost_of_work(product, [(8, 8), (8, 4)], [(8, 4)])
+    np.testing.assert_array_equal(cost, 2 * 8 * 8 * 4 * FLOPS + 8 * 4 * 2 * WRITTEN)
+
+
+def test_a_sum_that_is_scattered_is_counted_apart():
+    axes, size = (Axis(("model",), (4,)),), 8 * 4 * 2
+    scattered = cost_of_conversion(axes, (8, 4), 2, (PARTIAL,), (Shard(0),))
+    whole = cost_of_conversion(axes, (8, 4), 2, (PARTIAL,), (REPLICATED,))
+    np.testing.assert_array_equal([scattered, whole], [3 / 4 * size * SCATTERED, 2 * 3 / 4 * size * SENT])
+    assert not cost_of_conversion(axes, (8, 4), 2, (REPLICATED,), (Shard(0),)).any(), "a device cuts what it has"
+
+
+SIZES = {"stage": 2, "model": 4, "data": 1}
+
+
+def traced(function, *arguments):
+    return jax.make_jaxpr(function, axis_env=list(SIZES.items()))(*arguments).jaxpr
+
+
+def test_each_with_its_axes_and_bytes():
+    def function(x):  # [4, 8] float32: 128 bytes
+        y = lax.psum(x, ("stage", "model")) + lax.psum(x, "data")  # of one device: nothing is sent
+        y = lax.all_gather(y, "model", axis=0, tiled=True)
+        y = lax.psum_scatter(y, "model", scatter_dimension=0, tiled=True)
+        y = lax.all_to_all(y, "model", 0, 1, tiled=True)
+        return lax.ppermute(lax.pmax(y.reshape(4, 8), "model"), "stage", [(0, 1)])
+
+    found = sent_in(traced(function, np.ones((4, 8), np.float32)), SIZES)
+    assert [(one.collective, one.axes, one.shape, one.bytes) for one in found] == [
+        ("all_reduce", ("stage", "model"), (4, 8), 2 * 7 / 8 * 128),
+        ("all_gather", ("model",), (4, 8), 3 * 128),
+        ("reduce_scatter", ("model",), (16, 8), 3 / 4 * 512),
+        ("all_to_all", ("model",), (4, 8), 3 / 4 * 128),
+        ("all_reduce", ("model",), (4, 8), 2 * 3 / 4 * 128),
+        ("permute", ("stage",), (4, 8), 128),
+    ]
+    assert {one.dtype for one in found} == {"float32"}
+
+
+def test_in_loops_and_scopes_with_the_line_that_made_it():
+    def body(x, _):
+        with jax.named_scope("inside"):
+            return jax.jit(lambda x: lax.psum(x, "model"))(x), None  # this line
+
+    def function(x):
+        with jax.named_scope("outside"):
+            return lax.scan(body, x, length=5)[0]
+
+    (one,) = sent_in(traced(function, jnp.ones(3)), SIZES)
+    assert one.loops == (5,)
+    assert [name for name in one.scope if name in ("inside", "outside")] == ["outside", "inside"]
+    file, line = one.line.split(":")
+    assert file == "test_conversions.py"
+    assert "# this line" in Path(__file__).read_text().splitlines()[int(line) - 1]
+
+
+def test_on_a_ring_of_one_nothing_is_sent():
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        assert ring_bytes(kind, 100.0, 1) == 0

@@ -1,12 +1,19 @@
-"""Rules that follow from labels, as those of an einsum."""
+"""Labels of dimensions, and look-ups and writes at indices, against the operations themselves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from jpipe.partitioner.rule import RuleResult, by_labels, on_partial
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Shard
+from jpipe.partitioner.rules import RULES
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard
+from partitioned import array, case, compare, integers
 
 
 def test_by_labels():
     """The table of `jpipe.partitioner.rule`: the product "bd,df->bf"."""
-    rule = lambda *shardings, order=None: by_labels(["bd", "df"], ["bf"], shardings, order)
+    rule = lambda *shardings, order=(): by_labels(["bd", "df"], ["bf"], shardings, order)
     assert rule(Shard(0), REPLICATED) == RuleResult([Shard(0), REPLICATED], [Shard(0)])
     assert rule(Shard(1, 2), REPLICATED) == RuleResult([Shard(1, 2), Shard(0, 2)], [PARTIAL])
     assert rule(REPLICATED, Shard(1)) == RuleResult([REPLICATED, Shard(1)], [Shard(1)])
@@ -25,3 +32,85 @@ def test_on_partial():
     assert on_partial([REPLICATED, PARTIAL, Shard(0)], 1) == RuleResult([PARTIAL] * 3, [PARTIAL])
     assert on_partial([PARTIAL, Shard(0)], 2, 1) == RuleResult([PARTIAL, REPLICATED], [PARTIAL, PARTIAL])
     assert on_partial([REPLICATED, PARTIAL], 1, 1) is None
+
+
+def look_up(table, ids):
+    return table[ids]
+
+
+def cross_entropy(logits, ids):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1).mean()
+
+
+def look_up_filled(table, ids):
+    return jnp.take(table, ids - 3, axis=0, mode="fill", fill_value=5.0)
+
+
+CASES = {
+    "look-up": case(look_up, array(12, 8), integers(12, 4, 6)),
+    "look-up outside": case(
+        lambda t, i: jnp.take(t, i - 3, axis=0, mode="fill", fill_value=5.0), array(12, 8), integers(20, 4, 6)
+    ),
+    "look-up clipped": case(lambda t, i: jnp.take(t, i - 3, axis=0, mode="clip"), array(12, 8), integers(20, 4, 6)),
+    "cross-entropy": case(cross_entropy, array(4, 6, 8), integers(8, 4, 6)),
+    "byte ids": case(lambda t, i: jnp.take(t, i.astype(jnp.uint8), axis=0), array(512, 4), integers(256, 4, 6)),
+    "additions": case(lambda x, i, y: x.at[i].add(y), array(12, 8), integers(12, 6), array(6, 8)),
+    "additions outside": case(lambda x, i, y: x.at[i - 20].add(y), array(12, 8), integers(40, 6), array(6, 8)),
+    "additions clipped": case(
+        lambda x, i, y: x.at[i - 3].add(y, mode="clip"), array(12, 8), integers(20, 6), array(6, 8)
+    ),
+    "promised additions": case(
+        lambda x, i, y: x.at[i].add(y, mode="promise_in_bounds"), array(12, 8), integers(12, 6), array(6, 8)
+    ),
+    "additions at pairs": case(
+        lambda x, i, j, y: x.at[i, :, j - 1].add(y), array(6, 3, 4), integers(6, 8), integers(5, 8), array(8, 3)
+    ),
+    "byte additions": case(
+        lambda x, i, y: x.at[i.astype(jnp.uint8)].add(y), array(512, 4), integers(256, 6), array(6, 4)
+    ),
+    "filled sum": case(lambda x, i: jnp.take(x.sum(0), i, mode="fill", fill_value=5.0), array(4, 6), integers(9, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(make_mesh, name):
+    compare(make_mesh, CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_however_arguments_lie(make_mesh, name):
+    compare(make_mesh, CASES[name], 40, 40)
+
+
+def test_updates_that_cannot_be_split_are_written_by_windows():
+    """What is written (not added) at split indices: each device writes all of it into its part of every window."""
+    write = lambda x, i, y: x.at[i].set(y)
+    jaxpr = jax.make_jaxpr(write)(np.zeros((8, 4)), np.zeros(2, np.int32), np.zeros((2, 4)))
+    equation = next(e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scatter")
+    axis = Axis(("model",), (2,))
+    found = RULES["scatter"](equation, [Shard(1), REPLICATED, Shard(0)], axis)
+    assert found == RuleResult([Shard(1), REPLICATED, Shard(1)], [Shard(1)])
+    assert RULES["scatter"](equation, [REPLICATED, REPLICATED, Shard(0)], axis) is None
+    added = RULES["scatter-add"](equation, [REPLICATED, REPLICATED, Shard(0)], axis)
+    assert added == RuleResult([PARTIAL, Shard(0), Shard(0)], [PARTIAL])
+
+
+def added(target, updates, **options):
+    """The rule's answer for additions of whole updates at indices to rows of a target that lies so."""
+    jaxpr = jax.make_jaxpr(lambda x, i, y: x.at[i].add(y, **options))(
+        np.zeros((8, 4)), np.zeros(2, np.int32), np.zeros((2, 4))
+    )
+    equation = next(e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scatter-add")
+    return RULES["scatter-add"](equation, [target, REPLICATED, updates], Axis(("model",), (2,)))
+
+
+@pytest.mark.parametrize("updates", [REPLICATED, PARTIAL])
+def test_whole_updates_are_added_by_the_device_that_has_the_rows(updates):
+    found = added(Shard(0), updates)
+    assert found.operands == [Shard(0), REPLICATED, REPLICATED] and found.results == [Shard(0)]
+    assert added(Shard(0, 2), REPLICATED) is None  # rows in several runs
+
+
+def test_clipped_additions_see_whole_targets():
+    assert added(Shard(0), REPLICATED, mode="clip") is None

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jpipe.planning.partition import Partition, partition, partition_from_counts
+from jpipe.planning.costs import Cost
+from jpipe.planning.partition import (
+    MEASURES,
+    Partition,
+    as_balance,
+    cut_layers,
+    measure_of,
+    partition,
+    partition_from_counts,
+    unmeasured_costs,
+)
 
 OBJECTIVES = ("max", "variance")
 
@@ -223,3 +233,41 @@ def test_bad_arguments(arguments, error, message):
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         partition([1] * 5, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("balance", "expected"),
+    [
+        ("even", "even"),
+        ("size", "size"),
+        ([1, 3], (1, 3)),
+        (np.asarray([1, 3]), (1, 3)),
+        ([1.0, 2, 3.0, 4.0], (1.0, 2.0, 3.0, 4.0)),
+        ((np.float32(1), 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)),
+    ],
+)
+def test_what_users_pass(balance, expected):
+    found = as_balance(balance, 4, 2)
+    assert found == expected and type(found) is type(expected)
+    assert [type(a) for a in found] == [type(a) for a in expected]
+
+
+@pytest.mark.parametrize(
+    ("balance", "measure", "counts"),
+    [
+        ("even", None, (3, 3)),
+        ("flops", MEASURES["flops"], (5, 1)),
+        ((1, 5), MEASURES["flops"], (1, 5)),
+        ((9.0, 1.0, 1.0, 1.0, 1.0, 5.0), None, (1, 5)),
+    ],
+)
+def test_what_is_measured_and_where_is_cut(balance, measure, counts):
+    assert measure_of(balance) == measure
+    costs = (1.0, 1.0, 1.0, 1.0, 1.0, 5.0) if balance == "flops" else unmeasured_costs(balance, 6)
+    assert cut_layers(balance, costs, 2, 1).counts == counts
+
+
+def test_what_a_measure_makes_equal():
+    cost = Cost(1.0, 5.0, parameter_bytes=10, state_bytes=5, residual_bytes=7)
+    found = {name: measure.of(cost) for name, measure in MEASURES.items()}
+    assert found == {"flops": 6.0, "time": 6.0, "size": 4 * 10 + 5 + 7}

@@ -19,7 +19,6 @@ from cases import assert_close, assert_equal
 from gpu_program import needs_gpu_compiler
 from jpipe.arrays.in_place import HOST
 from jpipe.costs.chips import ABSENT, parse_topology
-from jpipe.memory import host_slices
 from tpu_program import needs_tpu_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing")
@@ -32,7 +31,7 @@ BATCH = {
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """Buffers of several slices, and of one that is smaller than the others; optax itself mixes dtypes."""
-    monkeypatch.setattr(host_slices, "SLICE_BYTES", 600)
+    monkeypatch.setattr(layout, "SLICE_BYTES", 600)
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -236,7 +235,7 @@ def check_moves(text, beside, least):
     ],
 )
 def test_programs_move_slices_beside_work(topology, tx, by_layer, monkeypatch):
-    monkeypatch.setattr(host_slices, "SLICE_BYTES", 2**17)
+    monkeypatch.setattr(layout, "SLICE_BYTES", 2**17)
     devices = parse_topology(topology).devices()
     (plain, _), (step, state) = (compiled_step(devices, tx, on_hosts) for on_hosts in (False, True))
     before, after = plain.memory_analysis(), step.memory_analysis()

@@ -1,20 +1,114 @@
-"""What users say of devices themselves: sharding constraints, and `shard_map` within."""
+"""Loops, branches and calls on parts of arrays; sharding constraints, and `shard_map` within."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.partitioner import per_device
+from jpipe.partitioner import choice, per_device
 from jpipe.partitioner.choice import Chooser
-from jpipe.partitioner.control_flow import CONTROL_FLOW
+from jpipe.partitioner.conversions import sent_in
+from jpipe.partitioner.handlers import CONTROL_FLOW, HANDLERS, _is_manual
+from jpipe.partitioner.per_device import jaxpr_per_device, named_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
-from jpipe.partitioner.traffic import sent_in
-from jpipe.partitioner.user_shardings import USER_SHARDINGS, _is_manual, named_axes
-from partitioned import array
+from jpipe.partitioner.way import way_by_rule
+from partitioned import array, case, compare, integers
+
+
+def rnn(x, w):
+    advance = lambda h, a: ((h := jnp.tanh(h @ w + a)), h)
+    return lax.scan(advance, jnp.zeros((x.shape[0], w.shape[0])), x.swapaxes(0, 1))[1]
+
+
+def backwards_scan(x, w):
+    return lax.scan(lambda h, a: (h * w.sum() + a.mean(), a * 2), jnp.zeros(x.shape[1:]), x, reverse=True)
+
+
+def until(x, w):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))[1]
+
+
+def each_until(n, x):
+    return jax.vmap(lambda m, a: lax.while_loop(lambda s: s[0] < m, lambda s: (s[0] + 1, s[1] * 2 + 1), (0, a))[1])(
+        n, x
+    )
+
+
+def branches(x, w):
+    return lax.switch(jnp.asarray(1), [lambda x: x @ w, lambda x: jnp.sin(x) @ w, lambda x: x[..., :8] * 2 + w[0]], x)
+
+
+def checkpointed(x, w):
+    return jax.checkpoint(lambda x: jax.nn.gelu(jax.nn.silu(x @ w)), policy=jax.checkpoint_policies.dots_saveable)(x)
+
+
+CASES = {
+    "rnn": case(rnn, array(4, 6, 8), array(8, 8)),
+    "scan backwards": case(backwards_scan, array(4, 6, 8), array(2)),
+    "while": case(until, array(4, 8), array(8, 8), gradients=False),
+    "vmapped while": case(each_until, integers(5, 4), array(4, 6), gradients=False),
+    "cond": case(branches, array(4, 8), array(8, 8)),
+    "checkpoint": case(checkpointed, array(4, 6, 8), array(8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(make_mesh, name):
+    compare(make_mesh, CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_however_arguments_lie(make_mesh, name):
+    compare(make_mesh, CASES[name], 40, 40)
+
+
+def test_branches_by_platform(make_mesh):
+    """A regression: the branches of other platforms were lowered too."""
+    mesh = make_mesh((2,), ("model",))
+
+    def function(x):
+        return jax.lax.platform_dependent(x, tpu=lambda x: x * 0, cpu=jnp.sin, default=jnp.cos)
+
+    on_parts = per_device(function, mesh, PartitionSpec("model"), PartitionSpec("model"))
+    specs = {"in_specs": PartitionSpec("model"), "out_specs": PartitionSpec("model")}
+    x = np.arange(4, dtype=np.float32)
+    found = jax.jit(jax.shard_map(on_parts, mesh=mesh, check_vma=False, **specs))(x)
+    np.testing.assert_allclose(found, np.sin(x), rtol=1e-6)
+
+
+def test_nested_loops_are_planned_in_time(monkeypatch):
+    """A regression: each level asked three times for what is in it; six levels took a minute."""
+    function = jnp.tanh
+    for _ in range(6):
+        function = lambda x, inner=function: jax.lax.scan(lambda c, _: (inner(c), None), x, length=2)[0]
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: function(x).sum()))(np.ones((4, 4), np.float32))
+    asked = []
+
+    def counted(equation, *arguments, **options):
+        asked.append(equation)
+        return way_by_rule(equation, *arguments, **options)
+
+    monkeypatch.setattr(choice, "way_by_rule", counted)
+    Chooser((Axis(("model",), (2,)),), CONTROL_FLOW).make_plan(flatten(jaxpr), [(Shard(0),)], [lambda s: s])
+    assert 0 < len(asked) < 1000
+
+
+def test_devices_agree_where_branches_send():
+    """A regression: not where operands were replicated, though random bits are split over data axes."""
+
+    def function(x, key):
+        return jax.lax.cond(x.sum() > 0, lambda: jnp.sort(jax.random.normal(key, (8,))), lambda: jnp.zeros(8))
+
+    axes = (Axis(("data",), (2,), is_data=True),)
+    jaxpr = jax.make_jaxpr(function)(np.ones(4, np.float32), jax.random.key(0))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",), axis_types=(AxisType.Manual,))):
+        program = jaxpr_per_device(jaxpr, axes, [(REPLICATED,)] * 2, [lambda _: (REPLICATED,)])
+    assert "pmax" in str(program.jaxpr) and "all_gather" in str(program.jaxpr)
+
 
 P = PartitionSpec
 
@@ -96,9 +190,9 @@ def test_of_three_devices_a_permutation_is_one_gather(make_mesh):
 
 def test_a_part_of_joint_axes_is_refused():
     axis = Axis(("data", "fsdp"), (2, 2), is_data=True)
-    assert _is_manual(axis, {"data", "fsdp", "model"}) and not _is_manual(axis, {"model"})
+    assert _is_manual(axis.names, {"data", "fsdp", "model"}) and not _is_manual(axis.names, {"model"})
     with pytest.raises(ValueError, match=r"manual over \['data'\], a part of the mesh axes"):
-        _is_manual(axis, {"data"})
+        _is_manual(axis.names, {"data"})
 
 
 def test_axes_that_are_named(make_mesh):
@@ -120,7 +214,7 @@ def chosen(function, lying, *shapes, names=("expert", "model")):
     """The way of the only equation that a function has, besides how its results lie."""
     jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes])
     axes = tuple(Axis((name,), (2,)) for name in names)
-    return Chooser(axes, CONTROL_FLOW | USER_SHARDINGS).make_plan(flatten(jaxpr), lying, [lambda s: s])
+    return Chooser(axes, HANDLERS).make_plan(flatten(jaxpr), lying, [lambda s: s])
 
 
 def test_a_constraint_of_one_dimension_over_two_axes(make_mesh):

@@ -1,22 +1,36 @@
-"""Computes the first and the last layer on all stages together, between the slots of a tick (`ends="shared"`).
+"""Does what goes on beside the slots of a tick: shared ends (`ends="shared"`), rows that go to the host (`offload=`).
 
 The executor calls the functions of this file before, in and after the ticks:
 
-    before the ticks    empty, turns_of               what the carry and the scan need for shared ends
-    before a slot       before_slot                   enter: the first layer's forward
+    before the ticks    empty, turns_of               what the carry and the scan need
+    before a slot       start_rows, rows_at_hand      rows that come back
+                        before_slot                   enter: the first layer's forward
     in an action        first_input, last_cotangents  what the layers between take from the ends
     after a slot        after_slot                    leave: the last layer, the loss, their backward;
                                                       back: the first layer's backward
+                        send_rows                     the slot's own row leaves
 
-If each end runs on its own stage, `Step.ends` has no turns, and all of these change nothing.
+If each end runs on its own stage, `Step.ends` has no turns; if no residuals go to the host, `KeptStorage.away` is
+empty: then all of these change nothing.
 
-In a turn all stages work on the same micro-batch at the same time, so a turn may hold collectives along `stage`.
-`jpipe.planning.ends` says which micro-batch has its turn when.
+In a turn of the ends all stages compute the first or the last layer together, of the same micro-batch at the same time,
+so a turn may hold collectives along `stage`. `jpipe.planning.ends` says which micro-batch has its turn when.
+
+Of rows, here is a stage's part in two ticks of 1F1B; micro-batch 3 goes forward as 1 goes backward, then 4 and 2:
+
+    slot            F3              B1              F4              B2
+    comes back      1 -----------|                  2 -----------|
+    leaves                          3 -----------|                  4 -----------|
+
+A row starts to come back before a slot and has to be there after it, and so with one that leaves. A compiler may wait
+for it before the slot's work. So at the end of a slot all that moved beside it, activations and cotangents too, is tied
+to what the slot left: nothing can ask for it before. Only then the slot's own row is sent: else a GPU's compiler, which
+sees an array on the host read and written at once, copies it whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +43,28 @@ from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.planning.ends import Turns
+from jpipe.planning.kept import AwayRow
 from jpipe.planning.step import Step
-from jpipe.schedules.ticks import Run
-from jpipe.types import Leaf
+from jpipe.schedules.ticks import Run, SlotTable
+from jpipe.types import Leaf, PyTree
 
 MOST = {"enter": 0.5, "leave": 1.0, "back": 0.5}
 """If at least this share of a run's ticks has a turn, the others compute it too; the last layer takes longest."""
+Rows = dict[str, Buffers]
+"""Rows of residuals by name of `AWAY`: one that has come back, or all those on the host."""
 
 # --- before the ticks -------------------------------------------------------------------------------------------------
 
 
-def empty(step: Step) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Arrays of any values for `TickCarry.entered` and `TickCarry.left`; none if each end runs on its own stage."""
-    if not step.ends.shared:
-        return [], []
-    entered, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
-    made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
-    return made(entered), made(filter(is_float, taken)) if step.schedule.trains else []
+def empty(stage: Stage) -> tuple[list[jax.Array], list[jax.Array], Rows, Rows]:
+    """Arrays of any values for the last four of `TickCarry`: `entered`, `left`, `back` and `host`."""
+    step, away, entered, left = stage.step, stage.step.kept.away, [], []
+    if step.ends.shared:
+        given, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+        made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        entered, left = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
+    back = {name: away[name].empty_row() for name in _returning(away, step.table.slots[-1])}
+    return entered, left, back, {name: storage.empty_host() for name, storage in away.items()}
 
 
 def turns_of(step: Step, run: Run) -> list[Turns]:
@@ -171,3 +190,55 @@ def _with_leaves(
     old = boundaries.read(buffers, boundary, 0)
     chosen = [jnp.where(mine, new, a) for new, a in zip(leaves, old, strict=True)]
     return boundaries.write(buffers, boundary, 0, chosen)
+
+
+def rows_at_hand(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: TickCarry) -> TickCarry:
+    """The carry with the row of this slot's action in `back`, also if it has stayed: then it is copied.
+
+    Only stages that have it copy, by a loop of one trip. On GPUs such a loop would stop the host, and slices are copied
+    anyway: there layers choose between the two as they read (`AwayStorage.read_back`).
+    """
+    if stage.step.plan.request.splits.on_gpu:
+        return carry
+    back = dict(carry.back)
+    for name in back:
+        if slot.away[name].stays.any():
+            storage, at = stage.step.kept.away[name], (carry.forward.kept[name], now[name].row)
+            back[name] = when(now[name].stays > 0, at, lambda at, _, of=storage: of.leaving(*at), back[name])
+    return carry._replace(back=back)
+
+
+def start_rows(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: TickCarry) -> Rows:
+    """The rows that come back beside this slot, for the next one."""
+    away = stage.step.kept.away
+    return {name: away[name].fetched(carry.host[name], now[name].returns) for name in _returning(away, slot)}
+
+
+def send_rows(
+    stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], moved: tuple[Rows, PyTree], carry: TickCarry
+) -> tuple[PyTree, TickCarry]:
+    """Ends what moved beside a slot, and sends the slot's own row.
+
+    Args:
+      stage, slot, now: this device, the slot, and its rows now.
+      moved: the rows that come back, and what crosses between stages.
+      carry: as the slot left it.
+
+    Returns:
+      What crossed, and the carry with the row on its way to the host, and what came back at hand.
+    """
+    away = stage.step.kept.away
+    if not away:
+        return moved[1], carry
+    names = [name for name in away if (slot.away[name].sent_to >= 0).any()]
+    leaving = {name: away[name].leaving(carry.forward.kept[name], now[name].row) for name in names}
+    left = carry.forward.activation, carry.backward.cotangent
+    (back, crossed), host, leaving, left = jax.lax.optimization_barrier((moved, carry.host, leaving, left))
+    host |= {name: away[name].sent(host[name], leaving[name], now[name].sent_to) for name in names}
+    forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
+    return crossed, carry._replace(forward=forward, backward=backward, back=back, host=host)
+
+
+def _returning(names: Iterable[str], slot: SlotTable) -> list[str]:
+    """The names of the buffers from which a row comes back beside this slot."""
+    return [name for name in names if (slot.away[name].returns >= 0).any()]

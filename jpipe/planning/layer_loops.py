@@ -1,0 +1,195 @@
+"""Computes the loops over layers: which each virtual stage runs, which idle stages compute too, and which run in pairs.
+
+*Along.* Stages run in lockstep: one that idles in a slot waits for those that don't. It may as well compute the same
+layers of whatever values it has, and drop what they give: what it keeps goes into rows that nothing else is in
+(`lower`), and it adds nothing to sums. Then all loops turn equally often on all stages, and a compiler knows how often.
+A GPU's host stops before each trip of a loop whose number of trips follows from data, until all kernels are done; for a
+TPU it makes no difference, and there idle stages idle. Layers that all virtual stages have equally many of are computed
+along. So is the first or the last layer, which one of them has, if it takes next to no time.
+
+*In pairs.* Where layers send (a tensor axis, weights gathered at each use), a layer waits for what it sends: the next
+product needs it. A layer's backward of another micro-batch doesn't. If one body of a loop has both, a GPU's compiler
+has the products of one pass run beside the transfers of the other (DualPipe's idea, arXiv 2412.19437, section 3.2.1;
+here in one SPMD program). In return stages wait for what they send each other, since such a tick has no other slot
+beside which that could travel. So it pays only where layers send. A TPU's compiler leaves these transfers synchronous
+in such a body too, so that nothing runs beside them: there the passes run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from jpipe.arrays.trees import bytes_of, is_float
+from jpipe.jaxprs.flops import count_flops
+from jpipe.model.groups import LayerGroup, Model
+from jpipe.model.traced_layer import DeviceForward, DeviceLayer
+from jpipe.partitioner.conversions import sent_in
+from jpipe.schedules.ticks import TickTable
+from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRanges:
+    """The layers of S virtual stages, of G groups of equal layers (`Model.groups`).
+
+    A stage goes through the groups in order and runs a range of positions of each. Where a group comes back after
+    another (A, B, A, B), it goes through them in several passes.
+
+    Attributes:
+      start: int32 `[S, passes, G]`, the first position of a group that a virtual stage runs in a pass.
+      stop: int32 `[S, passes, G]`, one past the last.
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+
+    @property
+    def passes_of(self) -> np.ndarray:
+        """int32 `[S]`: the passes of each virtual stage."""
+        used = np.any(self.stop > self.start, axis=-1)
+        return used.shape[1] - np.argmax(used[:, ::-1], axis=1).astype(np.int32)
+
+    @property
+    def most(self) -> np.ndarray:
+        """int32 `[G]`: the most layers of a group that any virtual stage has."""
+        return (self.stop - self.start).sum(axis=1).max(axis=0)
+
+    @property
+    def always_one(self) -> np.ndarray:
+        """bool `[passes, G]`: whether every virtual stage has exactly one layer of a group in a pass."""
+        return ((self.stop - self.start) == 1).all(axis=0)
+
+
+def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
+    """The ranges of virtual stages; `bounds` has for each the first of its layers and one past the last."""
+    position = [model.groups[g].indices.index(i) for i, g in enumerate(model.group_of)]
+    by_stage: list[list[dict[int, tuple[int, int]]]] = []
+    for first, last in bounds:
+        passes: list[dict[int, tuple[int, int]]] = [{}]
+        for i in range(first, last):
+            g = model.group_of[i]
+            if g < max(passes[-1], default=g):
+                passes.append({})
+            begin, _ = passes[-1].get(g, (position[i], 0))
+            passes[-1][g] = (begin, position[i] + 1)
+        by_stage.append(passes)
+    shape = (len(bounds), max(map(len, by_stage)), len(model.groups))
+    start, stop = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for s, passes in enumerate(by_stage):
+        for p, ranges in enumerate(passes):
+            for g, (a, b) in ranges.items():
+                start[s, p, g], stop[s, p, g] = a, b
+    return LayerRanges(start, stop)
+
+
+FLOPS_A_BYTE = 300
+"""The FLOPs that a GPU does while it moves a byte: 989e12 / 3.35e12 on an H100, 312e12 / 2.04e12 on an A100."""
+KERNELS = ("ffi_call", "pallas_call")
+MORE = 1.05
+"""The first or the last layer is computed by all stages only if slots take at most so many times as long."""
+
+
+@dataclass(frozen=True)
+class IdleWork:
+    """The layers that idle stages compute along.
+
+    Attributes:
+      trips: by group, how many of its layers each virtual stage computes in each pass.
+      single: the groups among them with a layer on one virtual stage alone: others compute it, and drop its results.
+      safe: all groups that may be computed of any values.
+    """
+
+    trips: dict[int, int] = field(default_factory=dict)
+    single: frozenset[int] = frozenset()
+    safe: frozenset[int] = frozenset()
+
+
+def plan_idle_work(
+    model: Model, forwards: Sequence[DeviceForward], layers: Sequence[DeviceLayer], ranges: LayerRanges, num_chunks: int
+) -> IdleWork:
+    """Decides what idle stages compute along.
+
+    Args:
+      model, forwards, layers: of the step (`Step`).
+      ranges: the layers of each virtual stage.
+      num_chunks: the virtual stages of each stage.
+    """
+    programs = [{forward.jaxpr} for forward in forwards]  # a set: a forward that keeps residuals is that of its layer
+    for of_group, layer in zip(programs, layers, strict=False):
+        of_group |= {layer.forward.jaxpr, layer.backward_jaxpr}
+    by_pass = ranges.stop - ranges.start  # [S, passes, G]
+    safe = [g for g, group in enumerate(model.groups) if _is_safe(group, programs[g])]
+    trips = {g: int(by_pass[0, 0, g]) for g in safe if by_pass[0, 0, g] and len({*by_pass[..., g].flat}) == 1}
+    if not trips:
+        return IdleWork()
+    costs, number = np.array([sum(map(_cost, jaxprs)) for jaxprs in programs]), by_pass.sum(axis=1)
+    # Slots in which stages run a chunk last as long as the slowest of them.
+    lasting = lambda takes: takes.reshape(num_chunks, -1).max(axis=1).sum()
+    limit, takes, single = MORE * lasting(number @ costs), number @ costs, list[int]()
+    candidates = {0, model.last} & {*safe} - {*trips} if by_pass.shape[1] == 1 else set()  # else once in each pass
+    for g in sorted(candidates, key=lambda g: costs[g]):
+        by_all = takes + (1 - number[:, g]) * costs[g]
+        if number[:, g].sum() == 1 and lasting(by_all) <= limit:
+            takes = by_all
+            single.append(g)
+    return IdleWork(trips | dict.fromkeys(single, 1), frozenset(single), frozenset(safe))
+
+
+def _is_safe(group: LayerGroup, programs: Collection[ClosedJaxpr]) -> bool:
+    """Whether a layer may be computed of any values.
+
+    It may not if it calls back, or has a loop that ends on a condition, which with such values may never hold; nor if a
+    kernel may take integers of its activation for places.
+    """
+    names = {equation.primitive.name for one in programs for equation in _outside_of_kernels(one.jaxpr.eqns)}
+    takes_integers = not all(map(is_float, jax.tree.leaves(group.takes)))
+    return not any(
+        name in ("while", "debug_print") or name.endswith("callback") or (name in KERNELS and takes_integers)
+        for name in names
+    )
+
+
+def _outside_of_kernels(equations: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Yields equations, and those of the jaxprs that they hold, but for the programs of kernels."""
+    for equation in equations:
+        yield equation
+        for inner in jaxprs_in_params(equation.params) if equation.primitive.name != "pallas_call" else ():
+            yield from _outside_of_kernels(inner.eqns)
+
+
+def _cost(closed: ClosedJaxpr) -> float:
+    """A function's FLOPs, plus those that a device could do while it reads its arguments and writes its results."""
+    return count_flops(closed).flops + FLOPS_A_BYTE * bytes_of([*closed.in_avals, *closed.out_avals])
+
+
+LEAST = 0.25
+"""The least share of ticks with a pair for which a step has pairs: "gpipe" has one in a single tick."""
+
+
+def paired_group(
+    layers: Sequence[DeviceLayer], ranges: LayerRanges, idle_work: IdleWork, table: TickTable, sizes: Mapping[str, int]
+) -> int | None:
+    """The group whose layers both passes of a pair go through in one loop; None if there is none for which it pays.
+
+    All stages have to run the loop equally often, so the group is one of `idle_work`, which only steps for GPUs have.
+    The caller sees to it that nothing has to happen between the two passes: that a backward doesn't compute its forward
+    again, that residuals stay on the device, and that the ends aren't shared.
+
+    Args:
+      layers: for each group its forward and backward, as one device runs them.
+      ranges: the layers of each virtual stage.
+      idle_work: the layers that all stages compute, also where they idle.
+      table: when each action runs.
+      sizes: mesh axis -> how many devices it has.
+    """
+    paired = sum(run.stop - run.start for run in table.runs if run.pairs)
+    if ranges.start.shape[1] > 1 or paired < LEAST * table.num_ticks:
+        return None
+    sends = lambda g: any(sent_in(jaxpr.jaxpr, sizes) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr))
+    sending = [g for g, trips in idle_work.trips.items() if trips > 1 and sends(g)]
+    return max(sending, key=lambda g: idle_work.trips[g], default=None)

@@ -1,0 +1,261 @@
+"""Loops over layers: each virtual stage runs its own, idle stages run along and nothing counts, passes run in pairs."""
+
+import random
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+import sequential
+from cases import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    assert_close,
+    assert_step_equals,
+    make_model,
+    pipeline,
+    tokens,
+    weighted_cross_entropy,
+)
+from device_programs import anything, programs_for
+from jpipe.planning.layer_loops import IdleWork, make_ranges
+from split_model import SplitBlock
+
+
+def model_of(group_of):
+    groups = [
+        SimpleNamespace(indices=tuple(i for i, g in enumerate(group_of) if g == c)) for c in range(max(group_of) + 1)
+    ]
+    return SimpleNamespace(groups=groups, group_of=group_of)
+
+
+def walk(model, ranges, virtual_stage):
+    """The indices of the layers that a virtual stage runs."""
+    found = []
+    for p in range(ranges.passes_of[virtual_stage]):
+        for g, group in enumerate(model.groups):
+            found += group.indices[ranges.start[virtual_stage, p, g] : ranges.stop[virtual_stage, p, g]]
+    return found
+
+
+def test_a_run_of_equal_layers_is_one_range():
+    model = model_of([0, 1, 1, 1, 1, 2])
+    ranges = make_ranges(model, [(0, 3), (3, 6)])
+    assert ranges.start.tolist() == [[[0, 0, 0]], [[0, 2, 0]]]
+    assert ranges.stop.tolist() == [[[1, 2, 0]], [[0, 4, 1]]]
+    assert ranges.always_one.tolist() == [[False, False, False]]
+    assert (ranges.start.shape[0], ranges.passes_of.tolist(), ranges.most.tolist()) == (2, [1, 1], [1, 2, 1])
+
+
+def test_a_group_that_comes_back_takes_another_pass():
+    model = model_of([0, 1, 2, 1, 2, 1, 3])
+    ranges = make_ranges(model, [(0, 6), (6, 7)])
+    assert (ranges.passes_of.tolist(), ranges.most.tolist()) == ([3, 1], [1, 3, 2, 1])
+    assert walk(model, ranges, 0) == [0, 1, 2, 3, 4, 5]
+
+
+def test_one_of_each_on_all_virtual_stages():
+    assert make_ranges(model_of([0, 1, 0, 1]), [(0, 2), (2, 4)]).always_one.tolist() == [[True, True]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_model_and_cuts(seed):
+    draw = random.Random(seed)
+    count = draw.randint(1, 12)
+    group_of, most = [], -1
+    for _ in range(count):  # groups are numbered in the order of their first layers
+        group_of.append(draw.randint(0, most + 1))
+        most = max(most, group_of[-1])
+    cuts = sorted(draw.sample(range(1, count), min(draw.randint(0, 4), count - 1)))
+    bounds = list(zip([0, *cuts], [*cuts, count], strict=True))
+    model = model_of(group_of)
+    ranges = make_ranges(model, bounds)
+    assert ranges.start.dtype == ranges.stop.dtype == np.int32
+    for s, (first, last) in enumerate(bounds):
+        assert walk(model, ranges, s) == list(range(first, last))
+
+
+BATCH = {"x": np.arange(64.0, dtype=np.float32).reshape(8, 8) / 64}
+
+
+def product(width=8, *, apply=lambda w, x: jnp.tanh(x @ w), dtype="float32"):
+    return jpipe.Layer(lambda key, x: jax.random.normal(key, (x.shape[-1], width), dtype), apply)
+
+
+def products(layers, counts, **options):
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": counts, "inputs": lambda batch: batch["x"], **options}
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **options)
+
+
+def step_of_products(pipe):
+    return pipe.planner.training_step(pipe.planner.for_training(BATCH))
+
+
+def test_only_gpus_have_idle_work():
+    layers = [product()] * 4
+    for devices in ("cpu", "tpu", "gpu"):
+        with programs_for(devices):
+            step = step_of_products(products(layers, [2, 2]))
+        assert bool(step.idle_work.trips) == (devices == "gpu")
+        assert (len(step.table.runs) > 1) == (devices == "gpu")
+
+
+@pytest.mark.parametrize(
+    ("ends", "counts", "expected"),
+    [
+        ((1, 1), [3, 3], ({1: 2, 0: 1, 2: 1}, [0, 2])),
+        # The last stage takes longer with its end, and the first one waits for it: it may as well compute the same.
+        ((1, 256), [3, 3], ({1: 2, 0: 1, 2: 1}, [0, 2])),
+        ((256, 256), [3, 3], ({1: 2}, [])),
+        ((1, 1), [4, 2], ({}, [])),
+    ],
+)
+def test_layers_that_all_stages_have_equally_many_of_and_small_ends(ends, counts, expected):
+    first = jpipe.Layer(lambda key, x: jnp.ones((ends[0], 256)), lambda w, x: jnp.tile(x, 32)[:, : ends[0]] @ w)
+    last = jpipe.Layer(lambda key, x: jnp.ones((256, ends[1])), lambda w, x: x @ w)
+    with programs_for("gpu"):
+        found = step_of_products(products([first, *[product(256)] * 4, last], counts)).idle_work
+    assert (found.trips, sorted(found.single)) == expected
+
+
+def test_layers_that_alternate_have_no_ends_along():
+    """They would be computed in each pass."""
+    blocks = [product(), product(apply=lambda w, x: jnp.sin(x @ w))] * 4
+    with programs_for("gpu"):
+        found = step_of_products(products([lambda x: x, *blocks, lambda x: x], [5, 5])).idle_work
+    assert (found.trips, found.single) == ({1: 1, 2: 1}, frozenset())
+
+
+def until_small(w, x):
+    return jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.1, lambda x: x / 2, jax.lax.stop_gradient(x)) + x @ w
+
+
+def shown(w, x):
+    jax.debug.print("{}", x.sum())
+    return x @ w
+
+
+@pytest.mark.parametrize("apply", [until_small, shown])
+def test_what_may_never_end_or_calls_back_is_not_computed_of_anything(apply):
+    layers = [product(apply=apply), product(), product(apply=apply), product()]
+    with programs_for("gpu"):
+        assert step_of_products(products(layers, [2, 2])).idle_work == IdleWork()
+        layers = [lambda x: x, *[product(), product(apply=apply)] * 2, lambda x: x]
+        assert step_of_products(products(layers, [3, 3])).idle_work.trips == {1: 1}, "the others are"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved", "v"])
+@pytest.mark.parametrize("ends", ["own", "shared"])
+def test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there(schedule, ends, monkeypatch):
+    """In float64: such weights make rounding errors grow from layer to layer."""
+    chunks = 2 if schedule in ("interleaved", "v") else 1
+    layer = product(128, dtype="float64")
+    layers, batch = [layer, *[layer] * (4 * chunks), layer], {"x": BATCH["x"].astype(np.float64)}
+    counts = [3] + [2] * (2 * chunks - 2) + [3]
+    results = []
+    for devices in ("cpu", "gpu"):
+        with programs_for(devices), jax.enable_x64(True):
+            pipe = products(layers, counts, schedule=schedule, num_chunks=chunks, ends=ends, remat="none")
+            variables = pipe.init(jax.random.key(0), batch)
+            with monkeypatch.context() as patch:
+                patch.setattr(jax.lax, "empty", anything)
+                results.append((pipe.value_and_grad(variables, batch), pipe.apply(variables, batch)))
+            step = pipe.planner.training_step(pipe.planner.for_training(batch))
+            assert (len(step.table.runs) > 1) == (devices == "gpu")
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results[1]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), *results)
+
+
+wide = {"param_dtype": jnp.float64}
+
+
+def blocks_model(count):
+    """An embedding, blocks that are split over `model`, and a head."""
+    embed = nn.Embed(VOCABULARY, WIDTH, **wide, dtype=jnp.float64)
+    layers = [embed, *[SplitBlock(jnp.float64) for _ in range(count)], nn.Dense(VOCABULARY, **wide)]
+    return make_model(layers, weighted_cross_entropy, tokens())
+
+
+def step_of(pipe, batch):
+    return pipe.planner.training_step(pipe.planner.for_training(batch))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks", "remat"),
+    [
+        ("overlapped", 1, "layer"),
+        ("overlapped-v", 2, "none"),
+        pytest.param("overlapped", 2, "none", marks=pytest.mark.slow),
+        pytest.param("overlapped", 1, jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow),
+    ],
+)
+def test_equals_the_sequential_model(make_mesh, monkeypatch, schedule, num_chunks, remat):
+    """Also where an idle stage computes along, of whatever lies there."""
+    with jax.enable_x64(True), programs_for("gpu"):
+        truth, counts = blocks_model(4 * num_chunks), [3] + [2] * (2 * num_chunks - 2) + [3]
+        options = {"mesh": make_mesh((2, 2), ("stage", "model")), "balance": counts, "remat": remat}
+        pipe = pipeline(truth, schedule, 2, 6, num_chunks, **options)
+        variables = pipe.from_layer_variables(truth.trees, truth.batch)
+        assert step_of(pipe, truth.batch).paired_group == 1
+        monkeypatch.setattr(jax.lax, "empty", anything)
+        (loss, _), gradients = pipe.value_and_grad(variables, truth.batch)
+        assert_close(loss, truth.truth[0], "loss")
+        assert_close(pipe.layer_variables({"params": gradients}), truth.truth[2], "gradients")
+
+
+def test_state_and_random_numbers_are_the_sequential_models(make_mesh):
+    """BatchNorm's statistics are summed over the data axis."""
+    with jax.enable_x64(True), programs_for("gpu"):
+        layers, items, batch, expected = sequential.cells(6)
+        sizes = {"num_stages": 2, "num_microbatches": 6, "balance": [3, 3]}
+        mesh = make_mesh((2, 2), ("stage", "data"))
+        pipe = jpipe.Pipeline(layers, sequential.squares, **sizes, mesh=mesh, schedule="overlapped")
+        assert step_of(pipe, batch).paired_group == 1
+        assert_step_equals(pipe, items, batch, jax.random.key(sequential.CELLS_KEY), expected)
+
+
+@pytest.mark.parametrize(
+    ("why", "devices", "shape", "options", "expected"),
+    [
+        ("it is done", "gpu", (2, 2), {}, 1),
+        ("on one stage too", "gpu", (1, 2), {"num_stages": 1, "balance": [6]}, 1),
+        ("one tick of many has a pair", "gpu", (2, 2), {"schedule": "gpipe"}, None),
+        ("other devices have none", "tpu", (2, 2), {}, None),
+        ("layers send nothing", "gpu", (2, 1), {}, None),
+        ("B needs the F of its tick", "gpu", (2, 2), {"schedule": "1f1b"}, None),
+        ("a backward computes its forward anew", "gpu", (2, 2), {"remat": "stage"}, None),
+        ("rows come back from the host", "gpu", (2, 2), {"remat": "none", "offload": "residuals"}, None),
+        ("no loop", "gpu", (2, 2), {"unroll": True}, None),
+    ],
+)
+def test_it_is_done_where_it_pays(make_mesh, why, devices, shape, options, expected):
+    layers = [nn.Embed(VOCABULARY, WIDTH), *[SplitBlock() for _ in range(4)], nn.Dense(VOCABULARY)]
+    sizes = {"num_stages": 2, "num_microbatches": 6, "balance": [3, 3], "mesh": make_mesh(shape, ("stage", "model"))}
+    with programs_for(devices):
+        pipe = jpipe.Pipeline(layers, weighted_cross_entropy, **{"schedule": "overlapped", **sizes, **options})
+        assert step_of(pipe, tokens()).paired_group == expected, why
+
+
+def test_of_several_groups_one_that_sends_is_taken(make_mesh):
+    half = lambda: [SplitBlock(), SplitBlock(), *[Block() for _ in range(3)]]
+    layers = [nn.Embed(VOCABULARY, WIDTH), *half(), *half(), nn.Dense(VOCABULARY)]
+    sizes = {"num_stages": 2, "num_microbatches": 6, "balance": [6, 6], "mesh": make_mesh((2, 2), ("stage", "model"))}
+    with programs_for("gpu"):
+        step = step_of(jpipe.Pipeline(layers, weighted_cross_entropy, **sizes, schedule="overlapped"), tokens())
+    assert step.idle_work.trips == {1: 2, 2: 3} and step.paired_group == 1
+
+
+@pytest.mark.parametrize(("num_chunks", "instead"), [(1, "1f1b"), (2, "interleaved")])
+def test_shared_ends_need_the_backward_right_after_the_forward(num_chunks, instead):
+    sizes = {"num_stages": 2, "num_microbatches": 4, "num_chunks": num_chunks}
+    make = lambda schedule: jpipe.Pipeline(
+        [nn.Dense(4)] * 4, sequential.squares, **sizes, schedule=schedule, ends="shared"
+    )
+    with pytest.raises(ValueError, match=f"'overlapped' has .* before the backward of .*: use schedule='{instead}'"):
+        make("overlapped")
+    make(instead)
