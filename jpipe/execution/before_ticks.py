@@ -10,6 +10,7 @@ mini-batch, `[B, ...]`, it has M runs of rows: `Shard(0, outer=M)`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jpipe.types import Batch, Leaf
 
 
 def known_to_loss(step: Step, batch: Batch, key: Key | None) -> list[jax.Array]:
-    """What the loss of a step needs of the whole mini-batch.
+    """Computes what the loss of a step needs of the whole mini-batch.
 
     Args:
       step: the step.
@@ -47,11 +48,11 @@ def known_to_loss(step: Step, batch: Batch, key: Key | None) -> list[jax.Array]:
             local = jaxpr_per_device(closed, axes, [_in_runs(count, at, Shard(0)) for at in lying], whole)
         values = replay(local.jaxpr, [0] * len(whole))([joined(leaf, Shard(0)) for leaf in jax.tree.leaves(batch)])
     totals = _total_weights(step, batch, key, lying) if loss.total_weights is None else []
-    return in_order(loss, count, values, totals)
+    return listed(loss, count, values, totals)
 
 
-def in_order(loss: TracedLoss, count: int, values: Sequence[Leaf], totals: Sequence[Leaf]) -> list[jax.Array]:
-    """What the loss needs of the whole mini-batch, in the order of `TracedLoss.known`.
+def listed(loss: TracedLoss, count: int, values: Sequence[Leaf], totals: Sequence[Leaf]) -> list[jax.Array]:
+    """Lists what the loss needs of the whole mini-batch, in the order of `TracedLoss.known`.
 
     Args:
       loss, count: the loss; M.
@@ -63,7 +64,7 @@ def in_order(loss: TracedLoss, count: int, values: Sequence[Leaf], totals: Seque
     whole = [index if one == INDEX else next(rest) for one in of_numbers]
     pairs = zip(of_numbers, whole, strict=True)
     return [
-        *(x if one.shard is None or one == INDEX else taken_apart(x, one.shard, count) for one, x in pairs),
+        *(x if one.shard is None or one == INDEX else by_microbatch(x, one.shard, count) for one, x in pairs),
         *totals,
     ]
 
@@ -125,7 +126,7 @@ def loss_at_once(
     values = replay(local.jaxpr, [0] * len(local.jaxpr.out_avals))(leaves, examples, keys, ones)
     spread = lambda x: jnp.broadcast_to(x / count, (count, *x.shape))
     gradients = [
-        taken_apart(x, at, count) if isinstance(at := loss.lying[i], Shard) else spread(x)
+        by_microbatch(x, at, count) if isinstance(at := loss.lying[i], Shard) else spread(x)
         for i, x in zip(floats, values[num_sums:], strict=True)
     ]
     return values[:num_sums], gradients
@@ -138,8 +139,8 @@ def _examples_lie(step: Step) -> list[Sharding]:
 
 def _in_runs(count: int, part: Sharding, along: AxisSharding) -> Sharding:
     """How an array lies on devices in which `count` micro-batches lie `along`, if each one's lies as `part` says."""
-    grows = [isinstance(along, Shard) and isinstance(at, Shard) and at.dim == along.dim for at in part]
-    return tuple(Shard(at.dim, at.outer * count) if grow else at for at, grow in zip(part, grows, strict=True))
+    dim = along.dim if isinstance(along, Shard) else None
+    return tuple(replace(at, outer=at.outer * count) if isinstance(at, Shard) and at.dim == dim else at for at in part)
 
 
 def joined_outputs(outputs: Sequence[jax.Array], lying: Sequence[AxisSharding]) -> list[jax.Array]:
@@ -156,7 +157,7 @@ def joined(parts: jax.Array, at: Shard) -> jax.Array:
     return jnp.moveaxis(split, 0, at.dim + 1).reshape(shape)
 
 
-def taken_apart(whole: jax.Array, at: Shard, count: int) -> jax.Array:
+def by_microbatch(whole: jax.Array, at: Shard, count: int) -> jax.Array:
     """The reverse of `joined`."""
     shape = list(whole.shape)
     split = whole.reshape(*shape[: at.dim], at.outer, count, -1, *shape[at.dim + 1 :])

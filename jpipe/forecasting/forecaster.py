@@ -30,7 +30,7 @@ from jpipe.planning.costs import layer_costs
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Timeline
-from jpipe.seam.runtime import found_no_room
+from jpipe.seam.runtime import found_no_room, found_no_tiles
 from jpipe.terminal.progress import task
 from jpipe.terminal.tables import Table, Tabular, bytes_in_words
 from jpipe.types import Batch, Device
@@ -237,8 +237,8 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
     options = ABSENT if device.platform == "gpu" and _is_absent(device) else {}
     try:
         return lowered.compile(options), ""
-    except jax.errors.JaxRuntimeError as error:  # a GPU that is there would try other kernels by timing them
-        if "output tile sizes" not in str(error):
+    except jax.errors.JaxRuntimeError as error:
+        if not found_no_tiles(error):
             raise
         return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 

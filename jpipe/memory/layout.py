@@ -313,6 +313,10 @@ TELLS_APART = (
 )
 
 
+class TellsApartError(ValueError):
+    """An optimiser tells the parameters of a pipeline apart."""
+
+
 class _Choice(tuple[str, ...]):
     """The names of buffers for each of which a tree has a bool or a word: a mask, or labels.
 
@@ -323,7 +327,7 @@ class _Choice(tuple[str, ...]):
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Choice):
-            raise ValueError(TELLS_APART.format("by a mask, or labels"))
+            raise TellsApartError(TELLS_APART.format("by a mask, or labels"))
         return super().__eq__(other)
 
 

@@ -127,7 +127,7 @@ class TracedLoss:
         if self.at_once is not None:
             floats = filter(is_float, jax.tree.leaves(outputs))
             products = [jnp.sum(gradient * leaf) for gradient, leaf in zip(known, floats, strict=True)]
-            return [sum(product.astype(self.of_batch.dtype) for product in products)]
+            return [jnp.sum(jnp.stack([product.astype(self.of_batch.dtype) for product in products]))]
         if self.whole == self.terms and not self.metrics:
             parts, metrics = {}, {}
         else:

@@ -113,8 +113,8 @@ class PartsOfLoss:
         others = [*filter(lambda leaf: not is_float(leaf), leaves), *jax.tree.leaves((batch, key))]
 
         def given(floats: list[Leaf], others: list[Leaf]) -> list[Leaf]:
-            floats, rest = iter(floats), iter(others)
-            return [*(next(floats if is_float(leaf) else rest) for leaf in leaves), *rest]
+            chosen, rest = iter(floats), iter(others)
+            return [*(next(chosen if is_float(leaf) else rest) for leaf in leaves), *rest]
 
         # All that the backward reads is handed to it: it is traced apart.
         @jax.custom_vjp

@@ -18,7 +18,6 @@ Nothing is converted here but what is the same for all micro-batches: it is cut,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,11 +30,11 @@ from jax import lax
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
 from jpipe.jaxprs.tracing import interpret, on_this_host
 from jpipe.partitioner.choice import Chooser
-from jpipe.partitioner.handlers import CONTROL_FLOW, HANDLERS
+from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, is_possible, part_shape
 from jpipe.partitioner.way import Axes, Way, way_by_rule
-from jpipe.seam.inside import at_line_of, carry_out, line_of, needed_part
+from jpipe.seam.inside import carry_out, line_of, needed_part, standing_alone
 from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.types import Leaf
 
@@ -59,10 +58,10 @@ class Coupling(NamedTuple):
     @property
     def is_known(self) -> bool:
         """Whether there is a rule for its operation. Else it may well treat examples by themselves."""
-        return self.flat.equation.primitive.name in RULES.keys() | CONTROL_FLOW.keys() | BATCHED
+        return self.flat.equation.primitive.name in KNOWN
 
     def __str__(self) -> str:
-        line = line_of(self.flat.equation, self.flat.callers) or "an unknown line"
+        line = line_of(self.flat.equation) or "an unknown line"
         return f"{self.flat.equation.primitive.name} at {line} {self.why}"
 
 
@@ -146,7 +145,9 @@ class Examples:
         statistics: Sequence[int] = (),
     ):
         used = needed_part(closed, [True] * len(closed.out_avals), keep=True)[0]  # and what has effects, as prints
-        self.flat, self.axis, self._strict = flatten(used), _Microbatches(("microbatches",), (count,), True), strict
+        flat, self.axis, self._strict = flatten(used), _Microbatches(("microbatches",), (count,), True), strict
+        alone = [one._replace(equation=standing_alone(one.equation, one.callers)) for one in flat.equations]
+        self.flat = replace(flat, equations=alone)
         handlers = {
             name: handler for name, handler in HANDLERS.items() if name != "shard_map"
         }  # it has devices of its own
@@ -269,10 +270,7 @@ class Examples:
             self.axis.here[:] = [given.get(INDEX, 0)]
             values = dict[Form, Leaf]()
             for form in order:
-                made = self.flat.made_by.get(form[0])
-                flat = None if made is None else self.flat.equations[made]
-                with at_line_of(flat.equation, flat.callers) if flat else nullcontext():
-                    values[form] = recipes[form].run(given, *(values[read] for read in recipes[form].reads))
+                values[form] = recipes[form].run(given, *(values[read] for read in recipes[form].reads))
             for flat in prints:
                 carry_out(flat.equation, [values[n, self.at[n]] for n in flat.reads])
             return [jnp.asarray(values[form]) for form in wanted]
@@ -341,6 +339,8 @@ class Examples:
 
 BATCHED = frozenset({"cholesky", "eigh", "fft", "householder_product", "lu", "qr", "svd", "triangular_solve"})
 """Operations on the last dimensions of arrays, each matrix by itself, which the partitioner has no rules for."""
+KNOWN = RULES.keys() | {"scan", "cond"} | BATCHED
+"""Operations of which it is known how they treat examples. A `while` may go on for each by itself (`jax.vmap`)."""
 
 
 def _sends(way: Way) -> bool:
@@ -386,7 +386,7 @@ def _at_own_places(
 def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> str:
     """What an equation does to examples, in words."""
     name, shards = equation.primitive.name, [at for at in now if isinstance(at, Shard)]
-    if name not in RULES.keys() | CONTROL_FLOW.keys() | BATCHED:
+    if name not in KNOWN:
         return "isn't known to treat examples by themselves"
     if PARTIAL in now:
         return "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.batches.rows import MicroBatch, split_microbatches
-from jpipe.execution.before_ticks import in_order, joined_outputs
+from jpipe.execution.before_ticks import joined_outputs, listed
 from jpipe.jaxprs.tracing import equations_in, no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths
 from jpipe.memory.records import LayerTrees, to_items
 from jpipe.model.groups import Model
-from jpipe.model.loss import trace_loss
+from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, as_key, key_shape, layer_key
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import summed
@@ -183,7 +183,7 @@ def check_gradients(
 
 
 def _couples(planner: Planner, micro: MicroBatch) -> tuple[str, ...]:
-    """What couples the examples of a mini-batch, in words."""
+    """Says what couples the examples of a mini-batch."""
     model, loss = planner.model(micro), planner.loss(micro)
     lines = planner.examples(micro).in_words(model)
     assert loss is not None
@@ -253,6 +253,7 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
     assert loss is not None, "without one there are no gradients"
     draws = loss.needs_key or any(group.needs_key for group in model.groups)
     key_of = lambda key, i, m: layer_key(key, i, m, of_model=layers[i].has_model_key)
+    total = lambda terms: jnp.sum(jnp.stack(terms))
 
     def outputs(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: Key) -> PyTree:
         x, variables = (), _whole(model, params, trees)
@@ -262,39 +263,54 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
         return x if cut is None else cut.wanted(x)
 
     def of_loss(outputs: PyTree, batch: Batch, key: Key) -> jax.Array:
-        return sum(loss.sums_at_once(outputs, batch, key_of(key, len(layers) - 1, 0))[: len(loss.terms)])
+        return total(loss.sums_at_once(outputs, batch, key_of(key, len(layers) - 1, 0))[: len(loss.terms)])
 
-    def of_parts(outputs: PyTree, parts: Batch, batch: Batch, key: Key) -> jax.Array:
-        """The loss if it draws random numbers: each micro-batch draws its own."""
-        keys, leaves = [key_of(key, len(layers) - 1, m) for m in range(count)], jax.tree.leaves(batch)
-        of_each = [jax.tree.map(lambda a, m=m: a[m], (outputs, parts)) for m in range(count)]
-        ahead = loss.numbers.ahead if loss.numbers else None
-        values = replay(ahead, [0] * len(ahead.out_avals))(leaves) if ahead else []
-        weights = [replay(loss.weights, [*loss.terms])(of_each[m][1], keys[m]) for m in range(count)]
-        known = in_order(loss, count, values, [] if loss.total_weights else list(map(sum, zip(*weights, strict=True))))
-        of_part = lambda m: [a[m] if each else a for a, each in zip(known, loss.stacked, strict=True)]
-        sums = [loss.parts(*of_each[m], of_part(m), keys[m])[: loss.num_differentiated] for m in range(count)]
-        return sum(map(sum, sums))
-
-    shapes = micro.shapes if draws else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
-    arguments = _made_params(model, trees), trees, shapes, jax.ShapeDtypeStruct((), np.int32), key_shape(key)
+    whole = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    params, number = _made_params(model, trees), jax.ShapeDtypeStruct((), np.int32)
     with planner.tracing():
-        jaxpr, given = trace(outputs, *arguments)
+        traced = lambda shapes: trace(outputs, params, trees, shapes, number, key_shape(key))
+        try:
+            jaxpr, given = traced(micro.shapes if draws else whole)
+        except Exception:  # a model of one batch size, or an error that comes again
+            jaxpr, given, draws = *traced(micro.shapes), True
         run = replay(_on_one_device(jaxpr), given)
 
     def value(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> jax.Array:
-        if not draws:
+        if not draws or count == 1:
             return of_loss(run(params, trees, batch, 0, key), batch, key)
         parts, indices = split_microbatches(batch, count), jnp.arange(count, dtype=jnp.int32)
         one = jax.checkpoint(lambda at: run(params, trees, at[1], at[0], key))
         all_outputs = jax.lax.map(one, (indices, parts))
         if loss.needs_key and loss.at_once is None:
-            return of_parts(all_outputs, parts, batch, key)
+            keys = [key_of(key, len(layers) - 1, m) for m in range(count)]
+            return total(_parts(loss, all_outputs, parts, jax.tree.leaves(batch), keys))
         leaves, structure = jax.tree.flatten(all_outputs)
         whole = joined_outputs(leaves, planner.outputs_lie(micro))
         return of_loss(jax.tree.unflatten(structure, whole), batch, key)
 
     return jax.value_and_grad(value)
+
+
+def _parts(
+    loss: TracedLoss, outputs: PyTree, parts: Batch, leaves: list[jax.Array], keys: list[Key]
+) -> list[jax.Array]:
+    """Computes the parts of a loss that draws random numbers: each micro-batch draws its own.
+
+    Args:
+      loss: the loss.
+      outputs, parts: of all micro-batches, `[M, b, ...]`.
+      leaves: those of the mini-batch, `[B, ...]`.
+      keys: the last layer's for each micro-batch.
+    """
+    of_each = [jax.tree.map(lambda a, m=m: a[m], (outputs, parts)) for m in range(len(keys))]
+    ahead = loss.numbers.ahead if loss.numbers else None
+    values = replay(ahead, [0] * len(ahead.out_avals))(leaves) if ahead else []
+    weights = [replay(loss.weights, [*loss.terms])(part, key) for (_, part), key in zip(of_each, keys, strict=True)]
+    totals = [] if loss.total_weights else list(map(sum, zip(*weights, strict=True)))
+    known = listed(loss, len(keys), values, totals)
+    of_part = lambda m: [a[m] if each else a for a, each in zip(known, loss.stacked, strict=True)]
+    made = [loss.parts(*of_each[m], of_part(m), key)[: loss.num_differentiated] for m, key in enumerate(keys)]
+    return [part for own in made for part in own]
 
 
 def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:

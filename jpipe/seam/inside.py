@@ -135,6 +135,13 @@ def within(equation: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
     return replaced(equation, source_info=equation.source_info.replace(name_stack=stack))
 
 
+def standing_alone(equation: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
+    """An equation with the names of its callers' scopes, and with the line of one if it has none; as `scope_of`."""
+    with_line = next((e for e in (equation, *reversed(callers)) if line_of(e)), equation)
+    alone = within(equation, callers)
+    return replaced(alone, source_info=alone.source_info.replace(traceback=with_line.source_info.traceback))
+
+
 def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> AbstractContextManager[object]:
     """A context in which traced operations are attributed to the user's line of an equation, or else of its caller.
 

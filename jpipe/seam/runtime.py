@@ -157,6 +157,14 @@ def _says(error: Exception, words: Mapping[type[Exception], str]) -> bool:
     return any(isinstance(error, kind) and word in str(error) for kind, word in words.items())
 
 
+def found_no_tiles(error: Exception) -> bool:
+    """Whether XLA raised this because Triton, which multiplies matrices for a GPU, found no sizes of tiles.
+
+    Reads its message; a GPU that is there would try other kernels by timing them. Without it such a step has no forecast.
+    """
+    return _says(error, {jax.errors.JaxRuntimeError: "output tile sizes"})
+
+
 def is_of_a_constraint(error: Exception) -> bool:
     """Whether JAX raised this because an array can't be split as a sharding constraint says.
 

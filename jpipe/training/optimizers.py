@@ -20,7 +20,7 @@ import optax
 from jpipe.arrays.trees import accumulator_dtype
 from jpipe.jaxprs.tracing import equations_in, interpret, on_this_host, trace
 from jpipe.layers.functions import signature_of
-from jpipe.memory.layout import TELLS_APART
+from jpipe.memory.layout import TELLS_APART, TellsApartError
 from jpipe.seam.primitives import ClosedJaxpr, draws
 from jpipe.types import Leaf, PyTree, Shapes
 
@@ -87,9 +87,9 @@ def checked_opt_state(tx: optax.GradientTransformation, params: Shapes, loss: ja
     check_is_optimizer(tx)
     try:
         opt_state = jax.eval_shape(tx.init, params)
+    except TellsApartError:
+        raise
     except Exception as error:
-        if "jpipe.per_layer" in str(error):
-            raise
         raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error
     check_optimizer(opt_state)
     check_update(tx, params, opt_state, loss)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from jpipe.batches.rows import split_microbatches
-from jpipe.execution.before_ticks import joined, known_to_loss, taken_apart
+from jpipe.execution.before_ticks import by_microbatch, joined, known_to_loss
 from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.shardings import Shard
 
@@ -54,4 +54,4 @@ def test_arrays_are_joined_as_they_lie(at):
     blocks = [np.split(part, at.outer, at.dim) for part in parts]
     wanted = np.concatenate([blocks[m][i] for i in range(at.outer) for m in range(2)], at.dim)
     np.testing.assert_array_equal(whole, wanted)
-    np.testing.assert_array_equal(taken_apart(jnp.asarray(whole), at, 2), parts)
+    np.testing.assert_array_equal(by_microbatch(jnp.asarray(whole), at, 2), parts)

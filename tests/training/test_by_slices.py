@@ -19,6 +19,7 @@ from cases import assert_close, assert_equal
 from gpu_program import needs_gpu_compiler
 from jpipe.arrays.in_place import HOST
 from jpipe.costs.chips import ABSENT, parse_topology
+from jpipe.memory import layout
 from tpu_program import needs_tpu_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing")
