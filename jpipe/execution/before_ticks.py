@@ -48,10 +48,10 @@ def known_to_loss(step: Step, batch: Batch, key: Key | None) -> list[jax.Array]:
             local = jaxpr_per_device(closed, axes, [_in_runs(count, at, Shard(0)) for at in lying], whole)
         values = replay(local.jaxpr, [0] * len(whole))([joined(leaf, Shard(0)) for leaf in jax.tree.leaves(batch)])
     totals = _total_weights(step, batch, key, lying) if loss.total_weights is None else []
-    return listed(loss, count, values, totals)
+    return listed_known(loss, count, values, totals)
 
 
-def listed(loss: TracedLoss, count: int, values: Sequence[Leaf], totals: Sequence[Leaf]) -> list[jax.Array]:
+def listed_known(loss: TracedLoss, count: int, values: Sequence[Leaf], totals: Sequence[Leaf]) -> list[jax.Array]:
     """Lists what the loss needs of the whole mini-batch, in the order of `TracedLoss.known`.
 
     Args:

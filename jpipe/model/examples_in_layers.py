@@ -14,7 +14,7 @@ from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
 
 @dataclass(frozen=True, eq=False)
 class ExamplesInLayers:
-    """What layers do to the examples of a micro-batch, in training.
+    """Says what layers do to the examples of a micro-batch, in training.
 
     Attributes:
       outputs: how each example lies in each leaf of the model's outputs; replicated or partial where it doesn't.

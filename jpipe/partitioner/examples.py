@@ -115,7 +115,7 @@ the dimensions of entries that come from the table."""
 
 
 class Examples:
-    """How a function treats the examples of a mini-batch.
+    """Says how a function treats the examples of a mini-batch.
 
     Args:
       closed: the function, of whole arrays of all micro-batches together.

@@ -69,7 +69,7 @@ class Plan:
 
     @cached_property
     def examples(self) -> ExamplesInLayers:
-        """What the layers do to the examples of a micro-batch."""
+        """Where examples lie in the outputs, and which layers couple them."""
         return follow_examples(self.traced)
 
     @property

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.batches.rows import MicroBatch, split_microbatches
-from jpipe.execution.before_ticks import joined_outputs, listed
+from jpipe.execution.before_ticks import joined_outputs, listed_known
 from jpipe.jaxprs.tracing import equations_in, no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
@@ -307,7 +307,7 @@ def _parts(
     values = replay(ahead, [0] * len(ahead.out_avals))(leaves) if ahead else []
     weights = [replay(loss.weights, [*loss.terms])(part, key) for (_, part), key in zip(of_each, keys, strict=True)]
     totals = [] if loss.total_weights else list(map(sum, zip(*weights, strict=True)))
-    known = listed(loss, len(keys), values, totals)
+    known = listed_known(loss, len(keys), values, totals)
     of_part = lambda m: [a[m] if each else a for a, each in zip(known, loss.stacked, strict=True)]
     made = [loss.parts(*of_each[m], of_part(m), key)[: loss.num_differentiated] for m, key in enumerate(keys)]
     return [part for own in made for part in own]

@@ -160,7 +160,8 @@ def _says(error: Exception, words: Mapping[type[Exception], str]) -> bool:
 def found_no_tiles(error: Exception) -> bool:
     """Whether XLA raised this because Triton, which multiplies matrices for a GPU, found no sizes of tiles.
 
-    Reads its message; a GPU that is there would try other kernels by timing them. Without it such a step has no forecast.
+    Reads its message; a GPU that is there would try other kernels, by timing them. Without it some steps have no
+    forecast.
     """
     return _says(error, {jax.errors.JaxRuntimeError: "output tile sizes"})
 
