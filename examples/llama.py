@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from cluster import WHOLE, simulate_devices
@@ -45,9 +46,10 @@ def inputs_of(batch: Batch) -> tuple[Any, ...]:
     return batch["input_tokens"], batch["positions"], None, batch["attention_mask"]
 
 
-def loss_fn(outputs: Any, batch: Batch) -> Any:
-    """Tunix's loss, a mean over the tokens that count, as it is written."""
-    return tunix_loss(lambda *_: outputs, **batch)
+def loss_fn(outputs: Any, batch: Batch) -> tuple[Any, Any]:
+    """Tunix's loss of a micro-batch, which is a mean over its tokens, as their sum and their number."""
+    tokens = jnp.sum(batch["input_mask"][:, 1:])
+    return tunix_loss(lambda *_: outputs, **batch) * (tokens + 1e-8), tokens  # as tunix divides
 
 
 def make_pipeline(config: llama.ModelConfig, **chosen: Any) -> jpipe.Pipeline:

@@ -24,7 +24,7 @@ from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.examples import INDEX
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import AxisSharding, Shard, Sharding, replicated
+from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard, Sharding, replicated
 from jpipe.planning.step import Step
 from jpipe.types import Batch, Leaf
 
@@ -124,9 +124,9 @@ def loss_at_once(
         )
     ones = [jnp.ones((), aval.dtype) for aval in loss.at_once.in_avals[-num_sums:]]
     values = replay(local.jaxpr, [0] * len(local.jaxpr.out_avals))(leaves, examples, keys, ones)
-    spread = lambda x: jnp.broadcast_to(x / count, (count, *x.shape))
+    spread = lambda x, at: jnp.broadcast_to(x if at == PARTIAL else x / count, (count, *x.shape))
     gradients = [
-        by_microbatch(x, at, count) if isinstance(at := loss.lying[i], Shard) else spread(x)
+        by_microbatch(x, at, count) if isinstance(at := loss.lying[i], Shard) else spread(x, at)
         for i, x in zip(floats, values[num_sums:], strict=True)
     ]
     return values[:num_sums], gradients
@@ -144,9 +144,14 @@ def _in_runs(count: int, part: Sharding, along: AxisSharding) -> Sharding:
 
 
 def joined_outputs(outputs: Sequence[jax.Array], lying: Sequence[AxisSharding]) -> list[jax.Array]:
-    """The leaves of the outputs of all micro-batches, `[M, ...]`, as one; the mean of those without examples."""
-    alone = lambda x: jnp.mean(x, 0) if is_float(x) else x[0]
-    return [joined(x, at) if isinstance(at, Shard) else alone(x) for x, at in zip(outputs, lying, strict=True)]
+    """The leaves of the outputs of all micro-batches, `[M, ...]`, as one; of those without examples the sum or mean."""
+
+    def whole(x: jax.Array, at: AxisSharding) -> jax.Array:
+        if isinstance(at, Shard):
+            return joined(x, at)
+        return jnp.sum(x, 0) if at == PARTIAL else jnp.mean(x, 0) if is_float(x) else x[0]
+
+    return list(map(whole, outputs, lying))
 
 
 def joined(parts: jax.Array, at: Shard) -> jax.Array:

@@ -317,6 +317,10 @@ class TellsApartError(ValueError):
     """An optimiser tells the parameters of a pipeline apart."""
 
 
+class PerLayerError(TypeError):
+    """`jpipe.per_layer` can't work on what it is given."""
+
+
 class _Choice(tuple[str, ...]):
     """The names of buffers for each of which a tree has a bool or a word: a mask, or labels.
 

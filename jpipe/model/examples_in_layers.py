@@ -18,12 +18,16 @@ class ExamplesInLayers:
 
     Attributes:
       outputs: how each example lies in each leaf of the model's outputs; replicated or partial where it doesn't.
-      couplings: by index of a group of layers, what looks at several examples in it, but for unknown operations.
+      follows: for each leaf, whether it follows from examples.
+      layers: what is known of each layer, in order.
+      couplings: by index of a group of layers, what surely looks at several examples in it.
       is_certain: whether examples were followed through operations that are all known, and that couple none of them
         but by BatchNorm's statistics. Else an output may have examples elsewhere too.
     """
 
     outputs: list[AxisSharding]
+    follows: list[bool]
+    layers: list[Examples]
     couplings: dict[int, Coupling]
     is_certain: bool
 
@@ -39,25 +43,45 @@ class ExamplesInLayers:
                 lines.append(f"{which} at several examples of a micro-batch: {what}")
         return lines
 
+    def is_sum(self, twice: ExamplesInLayers, leaf: int) -> bool | None:
+        """Whether a leaf of the outputs is a sum over examples (True) or their mean (False); None if it is neither.
+
+        It isn't split. Of twice as many examples, `twice`, a sum's parts are multiplied by the same numbers, a mean's
+        by half of them; what examples are multiplied by themselves is the same.
+        """
+        if any(a.numbers != b.numbers for a, b in zip(self.layers, twice.layers, strict=True)):
+            return None
+        once, doubled = self._scales()[leaf], twice._scales()[leaf]
+        return {once: True, frozenset(x / 2 for x in once): False}.get(doubled)
+
+    def _scales(self) -> list[frozenset[float]]:
+        scales = list[frozenset[float]]()
+        for layer in self.layers:
+            scales = layer.scales(scales)
+        return scales
+
 
 def follow_examples(model: Model) -> ExamplesInLayers:
     """Follows examples through all layers of a model."""
-    size, at, certain = jax.tree.leaves(model.batch)[0].shape[0], list[AxisSharding](), True
+    size, certain = jax.tree.leaves(model.batch)[0].shape[0], True
+    at, follows, layers = list[AxisSharding](), list[bool](), list[Examples]()
     seen: dict[tuple[object, ...], Examples] = {}
     couplings: dict[int, Coupling] = {}
     for g in model.group_of:
-        group, place = model.groups[g], (g, *at)
+        group, place = model.groups[g], (g, *at, *follows)
         if place not in seen:
-            seen[place] = _follow(group, at, size)
-        found, at = seen[place].couplings, seen[place].results[: len(jax.tree.leaves(group.gives))]
-        certain &= all(one.is_statistic for one in found)
-        if known := sorted((one for one in found if one.is_known), key=lambda one: one.is_statistic):
-            couplings.setdefault(g, known[0])
-    return ExamplesInLayers(at, couplings, certain)
+            seen[place] = _follow(group, at, follows, size)
+        found, count = seen[place], len(jax.tree.leaves(group.gives))
+        at, follows = found.results[:count], found.late[:count]
+        layers.append(found)
+        certain &= all(one.is_statistic for one in found.couplings)
+        if sure := sorted((one for one in found.couplings if one.is_sure), key=lambda one: one.is_statistic):
+            couplings.setdefault(g, sure[0])
+    return ExamplesInLayers(at, follows, layers, couplings, certain)
 
 
-def _follow(group: LayerGroup, takes: Sequence[AxisSharding], size: int) -> Examples:
-    """Follows `size` examples through one layer, which has them in its inputs as `takes` says."""
+def _follow(group: LayerGroup, takes: Sequence[AxisSharding], follows: Sequence[bool], size: int) -> Examples:
+    """Follows `size` examples through one layer, which has them in its inputs as `takes` and `follows` say."""
     assert group.trace is not None
     closed, updated = group.trace.jaxpr, group.trace.updated
     num_variables = len(group.leaves(list(group.variables)))
@@ -65,4 +89,5 @@ def _follow(group: LayerGroup, takes: Sequence[AxisSharding], size: int) -> Exam
     lying = [*[REPLICATED] * num_variables, *takes, *[Shard(0)] * (rest - 1), REPLICATED]
     # A running average's new value is made of the statistic that examples are normalised by.
     state = range(len(closed.out_avals) - len(updated), len(closed.out_avals))
-    return Examples(closed, size, lying, [True] * len(lying), strict=False, statistics=state)
+    late = [*[False] * num_variables, *follows, *[True] * (rest - 1), False]
+    return Examples(closed, size, lying, late, strict=False, statistics=state)

@@ -12,6 +12,7 @@ gradients of the loss (GradCache, Gao et al., arXiv 2101.06983).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jpipe.arrays.trees import is_float
 from jpipe.jaxprs.tracing import trace
 from jpipe.partitioner.examples import Examples, Known
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, part_structs
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Partial, Shard, part_structs
 from jpipe.seam.primitives import ClosedJaxpr, shapes_of
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
@@ -27,6 +28,14 @@ Terms = Callable[[PyTree, Batch, Leaf | None], list[jax.Array]]
 """(outputs, batch, random key) -> the terms of a loss, scalars."""
 Arguments = tuple[Shapes, Shapes, Shapes | None]
 """The shapes of its arguments; no key in evaluation."""
+
+
+@dataclass(frozen=True)
+class Averaged(Partial):
+    """An array of the mini-batch is the mean of what micro-batches have."""
+
+
+AVERAGED = Averaged()
 
 
 def whole_structs(tree: Shapes, lying: Sequence[AxisSharding], count: int) -> Shapes:
@@ -81,7 +90,7 @@ class PartsOfLoss:
     def __init__(self, terms: Terms, of_part: Arguments, whole: Arguments, lying: Sequence[AxisSharding]):
         leaves, (outputs, batch, key) = jax.tree.leaves(of_part[1]), whole
         count, late = jax.tree.leaves(batch)[0].shape[0] // leaves[0].shape[0], [True] * len(lying)
-        at = [*(at if isinstance(at, Shard) else REPLICATED for at in lying), *[Shard(0)] * len(leaves)]
+        at = [*(PARTIAL if at == AVERAGED else at for at in lying), *[Shard(0)] * len(leaves)]
         keys = [REPLICATED] * (key is not None)
         late += [False] * len(leaves) + [True] * len(keys)
         # First the terms alone, so that what couples is named by a line of the loss, and not of its gradient.
@@ -92,10 +101,10 @@ class PartsOfLoss:
         examples = Examples(closed, count, at + keys + others[0], late + others[1], strict=True)
         of_terms, of_outputs = examples.flat.results[: len(values)], examples.flat.results[len(values) :]
         floats = [s for s, leaf in zip(at, jax.tree.leaves(outputs), strict=False) if is_float(leaf)]
-        forms = [s if isinstance(s, Shard) else PARTIAL for s in floats]  # of what isn't split, a part of the gradient
+        forms = [{REPLICATED: PARTIAL, PARTIAL: REPLICATED}.get(s, s) for s in floats]
         self._value = examples.function([(n, PARTIAL) for n in of_terms], shows=True)
         self._gradient = examples.function(list(zip(of_outputs, forms, strict=True)))
-        self._zeros = [0.0] * len(values)
+        self._zeros, self._count, self._lying = [0.0] * len(values), count, lying
         self.known, self.ahead = tuple(examples.known), examples.ahead()
         types = iter(shapes_of(self.ahead.jaxpr.outvars))
         self.shapes = [self._shape(one, types, examples.axis) for one in self.known]
@@ -109,7 +118,8 @@ class PartsOfLoss:
 
     def __call__(self, outputs: PyTree, batch: Batch, key: Leaf | None, known: Sequence[Leaf]) -> list[jax.Array]:
         """Computes a micro-batch's parts of the terms."""
-        leaves = jax.tree.leaves(outputs)
+        share = lambda leaf, at: leaf / self._count if at == AVERAGED and is_float(leaf) else leaf
+        leaves = list(map(share, jax.tree.leaves(outputs), self._lying))
         others = [*filter(lambda leaf: not is_float(leaf), leaves), *jax.tree.leaves((batch, key))]
 
         def given(floats: list[Leaf], others: list[Leaf]) -> list[Leaf]:

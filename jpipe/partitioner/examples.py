@@ -17,9 +17,11 @@ Nothing is converted here but what is the same for all micro-batches: it is cut,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -56,9 +58,10 @@ class Coupling(NamedTuple):
     is_statistic: bool = False
 
     @property
-    def is_known(self) -> bool:
-        """Whether there is a rule for its operation. Else it may well treat examples by themselves."""
-        return self.flat.equation.primitive.name in KNOWN
+    def is_sure(self) -> bool:
+        """Whether it sums, orders or pairs examples. Others, as a loop, may well treat examples by themselves."""
+        name = self.flat.equation.primitive.name
+        return self.why == _OF_SUM or name.startswith(("arg", "cum", "dot_general", "reduce_", "sort", "top_k"))
 
     def __str__(self) -> str:
         line = line_of(self.flat.equation) or "an unknown line"
@@ -170,6 +173,42 @@ class Examples:
         """How a micro-batch has each result."""
         return [self.at[number] for number in self.flat.results]
 
+    @property
+    def late(self) -> list[bool]:
+        """For each result, whether it follows from late arguments."""
+        return [number in self._late for number in self.flat.results]
+
+    @property
+    def numbers(self) -> list[float]:
+        """The constants that equations read, but for those that make parts of sums."""
+        reads = [flat.reads for flat in self.flat.equations if PARTIAL not in [self.at[n] for n in flat.makes]]
+        constants = [x for n in chain(*reads) if (x := self.flat.constants.get(n)) is not None and np.ndim(x) == 0]
+        return [float(x) for x in constants if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+    def scales(self, given: Sequence[frozenset[float]]) -> list[frozenset[float]]:
+        """For each result, the numbers that parts of sums are multiplied by on the ways to it; none if it isn't one.
+
+        Args:
+          given: the same for the values before, of which those that are parts of sums are the arguments, in order.
+        """
+        at = dict(zip((n for n in self.flat.arguments if self.at[n] == PARTIAL), filter(None, given), strict=False))
+        for flat in self.flat.equations:
+            name, parts = flat.equation.primitive.name, frozenset[float]().union(*(at.get(n, ()) for n in flat.reads))
+            numbers = [float(x) for n in flat.reads if (x := self._constant(n)) is not None and np.ndim(x) == 0]
+            factor = math.prod(numbers if name == "mul" else [1 / x for x in numbers if x] if name == "div" else [])
+            at |= {n: frozenset(x * factor for x in parts or {1.0}) for n in flat.makes if self.at[n] == PARTIAL}
+        return [at.get(number, frozenset()) for number in self.flat.results]
+
+    def _constant(self, number: int) -> Leaf | None:
+        """A value that no argument has to do with; None if one has."""
+        if number in self.flat.constants or number in self._late | self._early:
+            return self.flat.constants.get(number)
+        with on_this_host():
+            (found,) = interpret(
+                jaxpr_of(self.flat, [self.flat.equations[i] for i in self.flat.needed_for([number])], (), (number,))
+            )
+        return found
+
     # --- from the first equation to the last: how a micro-batch has each value ---
 
     def _follow(self, i: int, flat: FlatEquation) -> Way:
@@ -186,7 +225,7 @@ class Examples:
             coupling = Coupling(flat, _why(flat.equation, now), is_statistic)
             if self._strict and i in self._needed:
                 raise CouplesError(coupling)
-            self.couplings.append(coupling)
+            self.couplings += [coupling] * (self._strict or i in self._needed)
         if not is_late and (sends or moved or not all(isinstance(at, Shard) for (at,) in way.results)):
             way = self._way(i, [REPLICATED] * len(now))  # of the whole mini-batch
         if is_late:
@@ -230,11 +269,8 @@ class Examples:
             ends = np.cumsum([flat.avals[n].shape[-1] for n in made.reads])
             part = int(np.searchsorted(ends, column, side="right"))
             number, column = made.reads[part], column - int(ends[part])
-        if number in self._late | self._early:
+        if (found := self._constant(number)) is None:
             return False
-        needed = [flat.equations[j] for j in flat.needed_for([number])]
-        with on_this_host():
-            (found,) = interpret(jaxpr_of(flat, needed, (), (number,)))
         rows = np.moveaxis(found[..., column], along, -1)
         size = flat.avals[table].shape[dim]
         return rows.shape[-1] == size and bool(np.all(rows == np.arange(size)))
@@ -262,6 +298,11 @@ class Examples:
             if (form := todo.pop()) not in recipes:
                 recipes[form] = self._recipe(*form)
                 todo += recipes[form].reads
+        for number, form in recipes:
+            made = self.flat.made_by.get(number)
+            split = (number, REPLICATED) in recipes and isinstance(form, Shard) and number in self._late
+            if split and made is not None and self.flat.equations[made].equation.primitive.name == "random_bits":
+                raise CouplesError(Coupling(self.flat.equations[made], "draws for all examples together"))
         # A value follows the equation that makes it; an M-th part follows the whole.
         order = sorted(recipes, key=lambda form: (self.flat.made_by.get(form[0], -1), form[1] == PARTIAL))
 
@@ -323,7 +364,8 @@ class Examples:
         name, params, part = equation.primitive.name, equation.params, part_shape(shape, (form,), (self.axis,))
         kept = zip(params.get("broadcast_dimensions", ()), sizes[0] if sizes else (), strict=False)
         spread = name == "broadcast_in_dim" and not any(d == form.dim and n > 1 for d, n in kept)
-        if spread or (name == "random_bits" and params["shape"] == shape):
+        # By a key of the micro-batch's own it draws its own bits; by any other its part of those of all.
+        if spread or (name == "random_bits" and number in self._late and params["shape"] == shape):
             params = {**part_params(equation, sizes, [part]), "shape": part}
             return _Recipe([(n, REPLICATED) for n in flat.reads], lambda _, *x: carry_out(equation, x, params)[0])
         now = [self.at[n] for n in flat.reads]
@@ -383,13 +425,16 @@ def _at_own_places(
     return carry_out(equation, (table, indices, *updates), part_params(equation, [table.shape], [shape]))
 
 
+_OF_SUM = "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"
+
+
 def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> str:
-    """What an equation does to examples, in words."""
+    """Says what an equation does to examples."""
     name, shards = equation.primitive.name, [at for at in now if isinstance(at, Shard)]
     if name not in KNOWN:
         return "isn't known to treat examples by themselves"
     if PARTIAL in now:
-        return "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"
+        return _OF_SUM
     if len(shards) > 1 and name not in ("concatenate", "sort"):
         return "makes pairs of examples"
     if name in ("sort", "top_k") or name.startswith("cum"):

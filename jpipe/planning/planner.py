@@ -34,14 +34,15 @@ from jpipe.layers.frozen import FROZEN
 from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context
-from jpipe.model.examples_in_layers import follow_examples
-from jpipe.model.groups import LayerGroup, LayerTrace, Model
+from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
+from jpipe.model.groups import LayerTrace, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
-from jpipe.partitioner.shardings import AxisSharding
+from jpipe.model.whole_loss import AVERAGED
+from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard
 from jpipe.planning.partition import Partition, as_balance, measure_of
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
@@ -219,25 +220,46 @@ class Planner:
     def _outputs_lie(self, micro: MicroBatch) -> list[AxisSharding]:
         """How a micro-batch lies in each leaf of the outputs of all of them, replicated where examples have no axis."""
         found, outputs = self.examples(micro), self.model(micro).groups[-1].gives
-        if found.is_certain:
+        if found.is_certain and not any(map(_is_number, found.outputs, found.follows)):
             return found.outputs
-        return lying_by_shapes(outputs, self._doubled(micro), found.outputs, micro.size)
+        doubled = self._doubled(micro)
+        lying = found.outputs
+        if not found.is_certain:
+            lying = lying_by_shapes(outputs, doubled and doubled.groups[-1], lying, micro.size)
+        twice = None if doubled is None else follow_examples(doubled)
+        return [
+            self._of_number(found, twice, i) if _is_number(at, follows) else at
+            for i, (at, follows) in enumerate(zip(lying, found.follows, strict=True))
+        ]
+
+    def _of_number(self, found: ExamplesInLayers, twice: ExamplesInLayers | None, leaf: int) -> AxisSharding:
+        """How micro-batches have a number of the model's own: parts of a sum, or else of a mean."""
+        is_sum = found.outputs[leaf] == PARTIAL and twice is not None and found.is_sum(twice, leaf)
+        if is_sum is None:
+            raise ValueError(
+                f"leaf {leaf} of the model's outputs has no axis of examples, and is neither their sum nor their mean, "
+                "so that those of micro-batches don't tell that of the mini-batch; return it for each example, and let "
+                "the loss sum it up"
+            )
+        return PARTIAL if is_sum else AVERAGED
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
-        found, outputs = self.examples(micro), self.model(micro).groups[-1].gives
-        return output_axes(outputs, self._doubled(micro), micro.size, found.outputs if found.is_certain else None)
+        found, outputs, doubled = self.examples(micro), self.model(micro).groups[-1].gives, self._doubled(micro)
+        lying = found.outputs if found.is_certain else None
+        return output_axes(outputs, doubled and doubled.groups[-1], micro.size, lying)
 
-    def _doubled(self, micro: MicroBatch) -> LayerGroup | None:
-        """The last layer for twice as many examples, `in_halves` if that can be; None if the model can't take them."""
+    def _doubled(self, micro: MicroBatch) -> Model | None:
+        """The model for twice as many examples, `in_halves` if that can be; None if it can't take them."""
         halves = in_halves(self.request.mesh)
         # Layers that need this mesh (`shard_map`) are traced over it, and then where halves lie isn't known. A model
         # that takes micro-batches of one size alone can't be traced at all.
         for splits in (halves, self.request.splits):
             with suppress(Exception):
-                last = self._traced(micro.doubled, splits).groups[-1]
+                model = self._traced(micro.doubled, splits)
+                last = model.groups[-1]
                 same = jax.tree.structure(last.gives) == jax.tree.structure(self.model(micro).groups[-1].gives)
                 lies = last.gives_at if splits is halves else [()] * len(last.gives_at)
-                return replace(last, gives_at=lies) if same else None
+                return replace(model, groups=(*model.groups[:-1], replace(last, gives_at=lies))) if same else None
         return None
 
     def _loss(self, micro: MicroBatch, *, train: bool = True) -> TracedLoss | None:
@@ -447,6 +469,11 @@ class Planner:
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:
     """Whether jaxprs on whole arrays hold others on one device's parts, whose shapes follow from the mesh."""
     return any(one.primitive.name == "shard_map" for closed in jaxprs for one in equations_in(closed.jaxpr.eqns))
+
+
+def _is_number(at: AxisSharding, follows: bool) -> bool:
+    """Whether an output follows from examples, and isn't split over them."""
+    return follows and not isinstance(at, Shard)
 
 
 def _no_change(inputs: Batch) -> Batch:

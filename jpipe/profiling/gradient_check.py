@@ -309,8 +309,8 @@ def _parts(
     totals = [] if loss.total_weights else list(map(sum, zip(*weights, strict=True)))
     known = listed_known(loss, len(keys), values, totals)
     of_part = lambda m: [a[m] if each else a for a, each in zip(known, loss.stacked, strict=True)]
-    made = [loss.parts(*of_each[m], of_part(m), key)[: loss.num_differentiated] for m, key in enumerate(keys)]
-    return [part for own in made for part in own]
+    made = lambda m: loss.parts(of_each[m][0], of_each[m][1], of_part(m), keys[m])[: loss.num_differentiated]
+    return [part for m in range(len(keys)) for part in made(m)]
 
 
 def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:

@@ -20,7 +20,7 @@ import optax
 from jpipe.arrays.trees import accumulator_dtype
 from jpipe.jaxprs.tracing import equations_in, interpret, on_this_host, trace
 from jpipe.layers.functions import signature_of
-from jpipe.memory.layout import TELLS_APART, TellsApartError
+from jpipe.memory.layout import TELLS_APART, PerLayerError, TellsApartError
 from jpipe.seam.primitives import ClosedJaxpr, draws
 from jpipe.types import Leaf, PyTree, Shapes
 
@@ -87,7 +87,7 @@ def checked_opt_state(tx: optax.GradientTransformation, params: Shapes, loss: ja
     check_is_optimizer(tx)
     try:
         opt_state = jax.eval_shape(tx.init, params)
-    except TellsApartError:
+    except (PerLayerError, TellsApartError):
         raise
     except Exception as error:
         raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.arrays.in_place import Index
 from jpipe.jaxprs.tracing import no_mesh, replay
-from jpipe.memory.layout import Layout, StageTree, add_stage_axis, drop_stage_axis
+from jpipe.memory.layout import Layout, PerLayerError, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
 from jpipe.memory.storage import Buffers, build_storage
 from jpipe.mesh.axes import on_stages
@@ -213,7 +213,7 @@ def _on_trees(function: OnTrees, v: int, layer: Index, leaves: Leaves, records: 
 def _layout_of(tree: PyTree) -> Layout:
     """The layout of a pipeline's parameters, or of an optimiser's state for them."""
     if not isinstance(tree, StageTree):
-        raise TypeError(
+        raise PerLayerError(
             f"jpipe.per_layer works on the parameters of a jpipe.Pipeline, not on a {type(tree).__name__}; "
             "inside optax.masked and the like, put per_layer outermost"
         )
@@ -263,7 +263,7 @@ def _check_numbers(state: Shapes) -> None:
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise TypeError(
+            raise PerLayerError(
                 f"jpipe.per_layer: the transformation keeps a random key ({leaf.dtype}) in its state at "
                 f"{jax.tree_util.keystr(path)}, and every layer would draw the same numbers; leave that part (noise) "
                 "outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"

@@ -220,6 +220,7 @@ def test_the_room_of_a_device_is_named_where_it_is_known(monkeypatch, stats, roo
     other = SimpleNamespace(device_kind="TPU v5 lite")  # another process's: it tells nothing
     assert out_of_memory._room(SimpleNamespace(devices=np.array([other, device]))) == room
     assert out_of_memory._room(SimpleNamespace(devices=np.array([other]))) == 16 * 2**30
+    monkeypatch.undo()
     pipe = make()
     pipe.init(jax.random.key(0), BATCH)
     monkeypatch.setattr(out_of_memory, "_room", lambda mesh: room)

@@ -5,6 +5,7 @@ taken, and averaged. The truth is plain JAX, on the whole batch, in float64.
 """
 
 import functools
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -295,19 +296,64 @@ def test_a_list_of_layers_and_evaluation_of_any_batch_size():
         np.testing.assert_allclose(pipe.evaluate(variables, data(size)), plain(trees, data(size)), rtol=1e-12)
 
 
-def test_what_a_model_gives_without_examples_is_averaged():
-    """A model's own number for a micro-batch, such as a load: the mean of all, also in a loss of the whole batch."""
+class WithNumber(nn.Module):
+    """Gives a number of its own besides."""
 
-    class WithLoad(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            y = Model()(x)
-            return y, jnp.mean(y**2)
+    number: Callable
 
-    model, batch = WithLoad(), data()
-    loss = lambda o, b: EXACT["masked mean"](o[0], b) + 0.1 * o[1]
-    for over in (None, "batch"):
-        compare(loss, {"num_microbatches": 4, "loss_over": over}, batch=batch, model=model)
+    @nn.compact
+    def __call__(self, x):
+        y = Model()(x)
+        return y, self.number(y)
+
+
+NUMBERS = {
+    "mean": lambda y: jnp.mean(y**2),
+    "sum": lambda y: jnp.sum(y**2),
+    "half of a mean": lambda y: 0.5 * jnp.mean(y**2) + 0.1 * jnp.mean(y),
+    "means of classes": lambda y: jnp.mean(y, (0, 1)),
+    "a tenth of a sum": lambda y: jnp.sum(y) / 10,
+}
+
+
+@pytest.mark.parametrize("over", [None, "batch"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_model_gives_itself(name, over):
+    """A sum over its examples came out as the mean over micro-batches."""
+    loss = lambda o, b: EXACT["masked mean"](o[0], b) + 0.1 * jnp.sum(o[1])
+    compare(loss, {"num_microbatches": 4, "loss_over": over}, model=WithNumber(NUMBERS[name]))
+
+
+def test_a_number_of_the_model_is_not_of_the_mini_batch_unless_it_is_linear():
+    loss = lambda o, b: EXACT["mean"](o[0], b) + jnp.sqrt(o[1])
+    with pytest.raises(ValueError, match="no linear function"):
+        pipeline(loss, model=WithNumber(NUMBERS["mean"]), num_microbatches=4).init(jax.random.key(0), data())
+    compare(loss, {"num_microbatches": 4, "loss_over": "batch"}, model=WithNumber(NUMBERS["mean"]))
+    for number in (lambda y: jnp.mean(y) + jnp.sum(y), lambda y: jnp.sum(y / len(y))):
+        pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1], model=WithNumber(number), num_microbatches=4)
+        with pytest.raises(ValueError, match=r"leaf 1 .* is neither their sum nor their mean"):
+            pipe.init(jax.random.key(0), data())
+
+
+def fixed(shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float64)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, b: cross_entropy(o + fixed(o.shape), b["labels"]).mean(),
+        lambda o, b: (o[:, 0, 0] * fixed((len(o),))).mean() / fixed((len(o),)).sum(),
+        lambda o, b: ((o - fixed((T, len(o), 1)).swapaxes(0, 1)) ** 2).mean(),
+        lambda o, b: jnp.mean(
+            o * jax.random.bernoulli(jax.random.fold_in(jax.random.key(1), b["class"][0]), 0.5, o.shape)
+        ),
+    ],
+)
+@pytest.mark.parametrize("options", SETTINGS[1:3], ids=str)
+def test_draws_by_another_key_are_those_of_the_mini_batch(loss, options):
+    """Each micro-batch drew bits of its own by a key that was a constant, or made of the batch."""
+    compare(loss, options)
 
 
 def test_draws_of_the_loss_are_those_of_each_micro_batch():

@@ -355,7 +355,8 @@ def make_pipe(case: Case, mesh: Mesh) -> jpipe.Pipeline:
         options["schedule"] = one_slot(options["num_stages"], options["num_microbatches"])
     if options["remat"] == "policy":
         options["remat"] = jax.checkpoint_policies.dots_saveable
-    return jpipe.Pipeline(case.layers, case.loss_fn, mesh=mesh, **options)
+    # as the sequential model here: some losses and outputs of layers are of all examples together
+    return jpipe.Pipeline(case.layers, case.loss_fn, mesh=mesh, loss_over="microbatch", **options)
 
 
 class Comparison:

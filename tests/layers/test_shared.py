@@ -401,7 +401,8 @@ class LoopedNorms(nn.Module):
 def test_state_that_stays_on_one_stage():
     """The error blamed parameters ("together with other parameters"), and sent to a list that is refused too."""
     batch = np.random.default_rng(2).normal(size=(8, 6)).astype(np.float32)
-    make = lambda model: jpipe.Pipeline(model, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+    options = {"num_stages": 2, "num_microbatches": 2, "merge": {"batch_stats": "mean"}}  # norms used several times
+    make = lambda model: jpipe.Pipeline(model, lambda y, _: jnp.mean(y**2), **options)
     text = (
         r"changes the state .*BatchNorm_0/mean, .*/var in between, .*mark .* jpipe\.cut.* or give each place a module"
     )

@@ -49,9 +49,9 @@ def test_shapes_of_all_micro_batches():
 
 def test_terms_with_their_gradient():
     """One cotangent for each term; outputs that are no numbers have no gradients."""
-    outputs = (np.float32([1, 2]), np.int32([3, 4]))
-    closed = with_gradient(lambda o, b, _: [(o[0] * o[1]).sum(), o[0].sum()], shapes(*outputs), *shapes(MASK), None)
-    one, other, gradient = jax.core.eval_jaxpr(
-        closed.jaxpr, closed.consts, *outputs, MASK, np.float32(1), np.float32(10)
-    )
+    outputs, cotangents = (np.float32([1, 2]), np.int32([3, 4])), np.float32([1, 10])
+    terms = lambda o, b, _: [(o[0] * o[1].astype(np.float32)).sum(), o[0].sum()]
+    mask = np.float32(MASK)
+    closed = with_gradient(terms, tuple(shapes(*outputs)), *shapes(mask), None)
+    one, other, gradient = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *outputs, mask, *cotangents)
     assert (one, other, gradient.tolist()) == (11, 3, [13, 14])

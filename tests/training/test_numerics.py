@@ -118,6 +118,7 @@ def test_a_skipped_step_leaves_all_as_it_was(make_mesh, name, k, m, mesh, explic
             num_microbatches=m,
             balance="even",
             merge={"batch_stats": "mean"},
+            loss_over="microbatch",  # a norm is of all examples together
             mesh=make_mesh(mesh, ("stage", "data")[: len(mesh)], explicit=explicit),
         )
         state = pipe.create_state(jax.random.key(0), batch_of("none", 0), OPTIMIZERS[name](jpipe.per_layer))
