@@ -51,10 +51,11 @@ class ExamplesInLayers:
         """
         if any(a.numbers != b.numbers for a, b in zip(self.layers, twice.layers, strict=True)):
             return None
-        once, doubled = self._scales()[leaf], twice._scales()[leaf]
+        once, doubled = self.scales()[leaf], twice.scales()[leaf]
         return {once: True, frozenset(x / 2 for x in once): False}.get(doubled)
 
-    def _scales(self) -> list[frozenset[float]]:
+    def scales(self) -> list[frozenset[float]]:
+        """For each leaf of the outputs, what parts of sums are multiplied by on the ways to it, through all layers."""
         scales = list[frozenset[float]]()
         for layer in self.layers:
             scales = layer.scales(scales)

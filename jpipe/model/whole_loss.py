@@ -4,7 +4,7 @@
 loss and its gradient are traced for the whole mini-batch, with its numbers, such as the divisor of a mean, and carried
 out on a micro-batch. So a derivative that the user gave to a function (`jax.custom_vjp`) stays as it is.
 
-Any other loss is computed at once, of the outputs of all micro-batches, with its gradient at them (`with_gradient`,
+Every other loss is computed at once, of the outputs of all micro-batches, with its gradient at them (`with_gradient`,
 for `loss_over="batch"`). Each micro-batch's part is then the product of its outputs with that gradient, which has the
 gradients of the loss (GradCache, Gao et al., arXiv 2101.06983).
 """

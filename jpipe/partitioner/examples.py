@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding,
 from jpipe.partitioner.way import Axes, Way, way_by_rule
 from jpipe.seam.inside import carry_out, line_of, needed_part, standing_alone
 from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
-from jpipe.types import Leaf
+from jpipe.types import Leaf, PyTree
 
 Form = tuple[int, AxisSharding]
 """A value by its number, and how a micro-batch has it: a shard of it, the whole, or a part of a sum."""
@@ -98,7 +98,7 @@ class _Microbatches(Axis):
         return jnp.asarray(self.here[0], jnp.int32)
 
 
-_Given = dict[object, Any]
+_Given = dict[object, PyTree]
 """What a micro-batch is given: its arguments by number, `Known` values, and the results of equations so far."""
 
 

@@ -511,6 +511,7 @@ def over_all_axes(mesh, inside):
     return Layer()
 
 
+@pytest.mark.filterwarnings("ignore:.*look.* at several examples")
 @pytest.mark.parametrize("sums", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_program_of_single_devices_that_is_manual_over_stages_too(make_mesh, sums):
     """A regression: the transpose summed over `stage`, and the first step waited for other stages for ever."""

@@ -185,6 +185,7 @@ def compare(model, options):
 EVERY = (("dense", 1), ("keep", 0), ("block", 1), ("scan", 1), ("tied", 1), ("norm", 0), ("branches", 2), ("mask", 0))
 
 
+@pytest.mark.filterwarnings("ignore:.*look.* at several examples")
 def test_a_model_of_everything():
     compare(
         Random((*EVERY, ("dropout", 0), ("join", 1), ("tied", 1), ("remat", 2), ("cast", 0), ("add", 0))),

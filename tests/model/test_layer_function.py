@@ -218,6 +218,7 @@ class ByShapes(nn.Module):
         return nn.SpectralNorm(nn.Dense(4))(x, update_stats=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*look.* at several examples")
 @pytest.mark.parametrize("is_list", [False, True])
 def test_initial_values_that_follow_from_shapes(is_list):
     """They are those of `module.init`, whatever its forward computes besides; of a list under each layer's key."""

@@ -90,7 +90,7 @@ BATCH = np.ones((8, 4), np.float32)
 
 def planned(**options):
     layers = [jnp.tanh, jnp.sin, jnp.cos, lambda x: x.reshape(2, -1, 4).mean(0)]
-    options = {"num_stages": 2, "num_microbatches": 2, "balance": [1, 3]} | options
+    options = {"num_stages": 2, "num_microbatches": 2, "balance": [1, 3], "loss_over": "microbatch"} | options
     pipe = jpipe.Pipeline(layers, lambda y, _: y.mean(), **options)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     return pipe

@@ -196,6 +196,7 @@ def test_it_is_traced_and_replayed():
     assert_equal(replay(closed, shapes)(X), unheard_of.bind(X))
 
 
+@pytest.mark.filterwarnings("ignore:.*look.* at several examples")
 @pytest.mark.filterwarnings("ignore:nothing is split over the mesh axis 'model'")
 @pytest.mark.parametrize(("remat", "axes"), [("none", {"data": 2}), ("layer", {}), ("full", {"model": 2})], ids=str)
 def test_a_layer_of_it(remat, axes):
