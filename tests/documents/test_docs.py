@@ -107,6 +107,7 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.filterwarnings("ignore:.*look.* at several examples")
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in RUNNING], ids=name
 )
