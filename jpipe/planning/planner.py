@@ -233,8 +233,14 @@ class Planner:
         ]
 
     def _of_number(self, found: ExamplesInLayers, twice: ExamplesInLayers | None, leaf: int) -> AxisSharding:
-        """How micro-batches have a number of the model's own: parts of a sum, or else of a mean."""
-        is_sum = found.outputs[leaf] == PARTIAL and twice is not None and found.is_sum(twice, leaf)
+        """How micro-batches have a number of the model's own: parts of a sum or of a mean.
+
+        Raises:
+          ValueError: it is neither, or the model can't be traced for twice as many examples, which would tell.
+        """
+        if found.outputs[leaf] != PARTIAL:  # it couples examples, as its layer is marked to
+            return AVERAGED
+        is_sum = twice and found.is_sum(twice, leaf)
         if is_sum is None:
             raise ValueError(
                 f"leaf {leaf} of the model's outputs has no axis of examples, and is neither their sum nor their mean, "

@@ -492,3 +492,19 @@ def test_ends_that_are_shared(make_mesh):
     contrastive = lambda o, b: jnp.sqrt(jnp.mean(o**2)) + EXACT["masked mean"](o, b)
     for loss, over in ((EXACT["masked mean"], None), (contrastive, "batch")):
         compare(loss, {"num_microbatches": 4, "ends": "shared", "loss_over": over}, batch=batch, model=Words())
+
+
+class OfOneSize(nn.Module):
+    """Takes micro-batches of two examples alone, and gives their sum besides."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = Model()(x.reshape(2, *x.shape[1:]))
+        return y, jnp.sum(y**2)
+
+
+def test_a_number_that_nothing_tells_to_be_a_sum_is_refused():
+    """It was taken for a mean."""
+    pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1], model=OfOneSize(), num_microbatches=4)
+    with pytest.raises(ValueError, match=r"leaf 1 .* is neither their sum nor their mean"):
+        pipe.init(jax.random.key(0), data())
