@@ -432,23 +432,15 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The activation of a virtual stage's first layer, in boundary buffers."""
-    buffers, waiting, numbers = (
-        carry.forward.activation,
-        carry.waiting_activations,
-        stage.step.table.waiting["activation"],
-    )
-    activation = _read_row(stage.step.activations, buffers, waiting, numbers, now.activation)
+    buffers, numbers = carry.forward.activation, stage.step.table.waiting["activation"]
+    activation = _read_row(stage.step.activations, buffers, carry.waiting_activations, numbers, now.activation)
     return beside_slots.first_input(stage, job, activation, carry)
 
 
 def _cotangent(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The cotangent of a virtual stage's last layer, in boundary buffers."""
-    buffers, waiting, numbers = (
-        carry.backward.cotangent,
-        carry.waiting_cotangents,
-        stage.step.table.waiting["cotangent"],
-    )
-    cotangent = _read_row(stage.step.cotangents, buffers, waiting, numbers, now.cotangent)
+    buffers, numbers = carry.backward.cotangent, stage.step.table.waiting["cotangent"]
+    cotangent = _read_row(stage.step.cotangents, buffers, carry.waiting_cotangents, numbers, now.cotangent)
     return beside_slots.last_cotangents(stage, job, cotangent, carry)
 
 

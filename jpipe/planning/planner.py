@@ -222,8 +222,7 @@ class Planner:
         found, outputs = self.examples(micro), self.model(micro).groups[-1].gives
         if found.is_certain and not any(map(_is_number, found.outputs, found.follows)):
             return found.outputs
-        doubled = self._doubled(micro)
-        lying = found.outputs
+        doubled, lying = self._doubled(micro), found.outputs
         if not found.is_certain:
             lying = lying_by_shapes(outputs, doubled and doubled.groups[-1], lying, micro.size)
         twice = None if doubled is None else follow_examples(doubled)
@@ -271,11 +270,8 @@ class Planner:
     def _loss(self, micro: MicroBatch, *, train: bool = True) -> TracedLoss | None:
         if self.request.loss_fn is None:
             return None
-        loss_fn, outputs, over = (
-            self.request.loss_fn,
-            self.model(micro).groups[-1].gives,
-            self.request.options.loss_over,
-        )
+        loss_fn, over = self.request.loss_fn, self.request.options.loss_over
+        outputs = self.model(micro).groups[-1].gives
         lying = [] if micro.count == 1 or over == "microbatch" else self.outputs_lie(micro)
         with self.tracing():
             if self.cut is not None:

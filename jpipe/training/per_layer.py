@@ -247,9 +247,8 @@ def _state_specs(tx: optax.GradientTransformation, state: Shapes, params: Shapes
     try:
         specs_of = optax.tree_utils.tree_map_params
         return jax.tree.leaves(specs_of(tx, of_param, state, params, specs, transform_non_params=of_other))
-    except (
-        Exception
-    ):  # optax can't take this state apart: shapes decide, where all parameters of a shape are split alike
+    except Exception:  # optax can't take this state apart
+        # Shapes decide, where all parameters of a shape are split alike.
         pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True))
         choices = [{spec for param, spec in pairs if param.shape == leaf.shape} for leaf in jax.tree.leaves(state)]
         return [specs.pop() if len(specs) == 1 else PartitionSpec() for specs in choices]
