@@ -26,6 +26,7 @@ from jpipe.partitioner.examples import INDEX
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard, Sharding, replicated
 from jpipe.planning.step import Step
+from jpipe.seam.primitives import shapes_of
 from jpipe.types import Batch, Leaf
 
 
@@ -112,18 +113,17 @@ def loss_at_once(
     lying = [_in_runs(count, at, along) for at, along in zip(outputs_at, loss.lying, strict=True)]
     examples = [joined(leaf, Shard(0)) for leaf in jax.tree.leaves(batch)]
     takes_key = len(loss.at_once.in_avals) > len(leaves) + len(examples) + num_sums
-    last_key = lambda key: layer_key(key, last.indices[0], 0, of_model=last.layer.has_model_key)
-    keys = [last_key(key)] if takes_key and key is not None else []
+    keys = [layer_key(key, last.indices[0], 0, of_model=last.layer.has_model_key)] if key is not None else []
     floats = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
     with shapes_only(step.plan.request.mesh):
         local = jaxpr_per_device(
             loss.at_once,
             axes,
-            [*lying, *(_in_runs(count, at, Shard(0)) for at in _examples_lie(step)), *[whole] * (len(keys) + num_sums)],
+            [*lying, *(_in_runs(count, at, Shard(0)) for at in _examples_lie(step)), *[whole] * (takes_key + num_sums)],
             [always(whole)] * num_sums + [always(lying[i]) for i in floats],
         )
-    ones = [jnp.ones((), aval.dtype) for aval in loss.at_once.in_avals[-num_sums:]]
-    values = replay(local.jaxpr, [0] * len(local.jaxpr.out_avals))(leaves, examples, keys, ones)
+    ones = [jnp.ones((), term.dtype) for term in shapes_of(loss.at_once.jaxpr.invars[-num_sums:])]
+    values = replay(local.jaxpr, [0] * len(local.jaxpr.out_avals))(leaves, examples, keys[:takes_key], ones)
     spread = lambda x, at: jnp.broadcast_to(x if at == PARTIAL else x / count, (count, *x.shape))
     gradients = [
         by_microbatch(x, at, count) if isinstance(at := loss.lying[i], Shard) else spread(x, at)
