@@ -14,10 +14,10 @@ from axes_traffic import Program
 from common import on_cpu
 from matplotlib.axes import Axes
 
-from jpipe.costs.chips import chip_of
-from jpipe.costs.time_model import Network
-from jpipe.forecasting.compiled_program import is_product
-from jpipe.forecasting.step_cycles import turn_in_time
+from jpipe.tools.chips import chip_of
+from jpipe.tools.compiled_program import is_product
+from jpipe.tools.step_cycles import turn_in_time
+from jpipe.tools.time_model import Network
 from tpu_program import compile_with_text, read
 
 COLOURS = {"product": "#3b6fb6", "other": "#b9c9de", "way": "#e0a030", "wait": "#c0392b"}

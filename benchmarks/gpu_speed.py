@@ -1,7 +1,7 @@
 """What a training step asks of GPUs that aren't there, as their compiler wrote it down, beside plain JAX.
 
 The compiler for GPUs estimates no cycles. What can be read instead is how often the runtime stops the host
-(`jpipe.forecasting.compiled_program.host_stops`), how many kernels a layer has and which bytes they read and write,
+(`jpipe.tools.compiled_program.host_stops`), how many kernels a layer has and which bytes they read and write,
 which transfers have products beside them, and the memory. Plain JAX is that of `tpu_speed.py`: a scan over
 micro-batches of a scan over as many equal blocks as a stage has, its gradients added up, under the same remat, on one
 device with the examples that a device of the pipeline has. Kernels and bytes of a layer are those of all that is done
@@ -40,11 +40,11 @@ from tpu_speed import lower_plain
 
 import jpipe
 from gpu_program import Kernels, compile_with_text, kernels, largest_copy
-from jpipe.costs.chips import parse_topology
-from jpipe.forecasting.compiled_program import COLLECTIVES, PERMUTE, Loop, host_stops, read, transfers
+from jpipe.jax.inside import absent_cudnn
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run, SlotTable
-from jpipe.seam.inside import absent_cudnn
+from jpipe.tools.chips import parse_topology
+from jpipe.tools.compiled_program import COLLECTIVES, PERMUTE, Loop, host_stops, read, transfers
 
 BLOCK = "Block.1"
 COLUMNS = (
@@ -70,7 +70,7 @@ class Setting:
     """One row of the table.
 
     Attributes:
-      chip: of `jpipe.costs.chips.CHIPS`, eight on one host.
+      chip: of `jpipe.tools.chips.CHIPS`, eight on one host.
       blocks: of a stage.
       attention: "plain", or the `implementation` of `jax.nn.dot_product_attention`.
       data: devices along a data axis; `fsdp` says where parameters that are split over it are gathered, if they are.

@@ -29,11 +29,11 @@ from jax.sharding import PartitionSpec as P
 
 import gpu_program
 import tpu_program
-from jpipe.arrays.in_place import take_row
-from jpipe.costs.chips import parse_topology
-from jpipe.costs.time_model import Network
-from jpipe.forecasting.compiled_program import COLLECTIVES, Loop, read, transfers
-from jpipe.forecasting.step_cycles import turn_in_time
+from jpipe.jax.in_place import take_row
+from jpipe.tools.chips import parse_topology
+from jpipe.tools.compiled_program import COLLECTIVES, Loop, read, transfers
+from jpipe.tools.step_cycles import turn_in_time
+from jpipe.tools.time_model import Network
 
 LAYERS = 4
 CHIPS = {"h100": "h100:8", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}

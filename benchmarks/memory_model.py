@@ -20,8 +20,8 @@ from common import Size, batch_shapes, lowered_step, make_layers, mib, on_cpu, s
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe.costs.chips import ABSENT, parse_topology
-from jpipe.costs.memory_model import predict_host_memory, predict_memory
+from jpipe.tools.chips import ABSENT, parse_topology
+from jpipe.tools.memory_model import predict_host_memory, predict_memory
 
 COMPILED = ("arguments", "temporaries", "host_arguments", "host_temporaries")
 PARTS = ("parameters", "optimizer", "gradients", "other_variables", "batch", "boundaries", "residuals", "work", "casts")

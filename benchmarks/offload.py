@@ -3,7 +3,7 @@
 A decoder of equal blocks with the attention kernel of its chip (Pallas' flash attention, cuDNN's), one row with all
 residuals on the device and one for each choice of `offload=`. Of a steady tick: cycles by the TPU's compiler, and the
 moves of rows to the host and back that have products beside them. The seconds of a move are its bytes over the link to
-the host (`jpipe.costs.chips`), which the compiler's cycles leave out. Needs `pip install 'jpipe[gpu-compiler]' libtpu`,
+the host (`jpipe.tools.chips`), which the compiler's cycles leave out. Needs `pip install 'jpipe[gpu-compiler]' libtpu`,
 no TPU and no GPU.
 """
 
@@ -19,12 +19,12 @@ import optax
 from common import Size, batch_shapes, loss_fn, make_layers, mib, on_cpu, settings, show, stage_mesh
 
 import jpipe
-from jpipe.arrays.trees import bytes_of
-from jpipe.costs.chips import ABSENT, parse_topology
-from jpipe.forecasting.compiled_program import HOST_MOVES, Loop, compile_with_text, read, transfers
-from jpipe.forecasting.step_cycles import count_cycles
+from jpipe.jax.inside import absent_cudnn
+from jpipe.jax.trees import bytes_of
 from jpipe.planning.step import Step
-from jpipe.seam.inside import absent_cudnn
+from jpipe.tools.chips import ABSENT, parse_topology
+from jpipe.tools.compiled_program import HOST_MOVES, Loop, compile_with_text, read, transfers
+from jpipe.tools.step_cycles import count_cycles
 
 FLAGS = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 """Of XLA for GPUs, which else has two moves under way at a time, and waits for the others."""

@@ -21,7 +21,7 @@ from common import on_cpu, show
 
 import jpipe
 from jpipe.planning.costs import Cost
-from jpipe.profiling.measure import StageTimes, StepModel
+from jpipe.tools.measure import StageTimes, StepModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, transformer_l

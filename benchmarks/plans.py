@@ -36,11 +36,11 @@ from common import (
 )
 
 import jpipe
-from jpipe.costs.chips import parse_topology
-from jpipe.costs.memory_model import predict_memory
-from jpipe.costs.time_model import predict_time
-from jpipe.forecasting.choices import mesh_of_nowhere
-from jpipe.forecasting.forecaster import Forecast
+from jpipe.tools.chips import parse_topology
+from jpipe.tools.choices import mesh_of_nowhere
+from jpipe.tools.forecaster import Forecast
+from jpipe.tools.memory_model import predict_memory
+from jpipe.tools.time_model import predict_time
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet

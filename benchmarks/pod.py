@@ -25,7 +25,7 @@ from axes_programs import loss_fn
 from common import console, lowered_step, on_cpu, settings, show, tpu_devices
 
 import jpipe
-from jpipe.costs.memory_model import holdings
+from jpipe.tools.memory_model import holdings
 from tpu_program import compile_with_text
 
 SEQUENCES = 8

@@ -44,11 +44,11 @@ from tpu_speed import Setting, make_pipeline
 import jpipe
 from gpu_program import compile_with_text as compile_for_gpu
 from gpu_program import kernels
-from jpipe.costs.chips import CHIPS, EXAMPLES, Chip, parse_topology
-from jpipe.costs.time_model import predict_time
-from jpipe.forecasting.compiled_program import Loop, Operation, compile_with_text, read
-from jpipe.forecasting.search import measure_chip
-from jpipe.forecasting.step_cycles import count_cycles
+from jpipe.tools.chips import CHIPS, EXAMPLES, Chip, parse_topology
+from jpipe.tools.compiled_program import Loop, Operation, compile_with_text, read
+from jpipe.tools.search import measure_chip
+from jpipe.tools.step_cycles import count_cycles
+from jpipe.tools.time_model import predict_time
 from tpu_program import ARRAY
 
 DATA = Path(__file__).parent / "data"

@@ -23,7 +23,7 @@ nb_merge_streams = True
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["jpipe.css"]
-html_extra_path = ["../jpipe/view/page.html"]  # what `jpipe view` opens; the first page shows it in a frame
+html_extra_path = ["../jpipe/tools/page.html"]  # what `jpipe view` opens; the first page shows it in a frame
 html_show_copyright = False
 
 myst_enable_extensions = ["colon_fence"]

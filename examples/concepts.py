@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jpipe
-from jpipe.pictures.gantt import write_beside
+from jpipe.tools.gantt import write_beside
 
 WIDTH = 6  # inches: legible on a telephone
 

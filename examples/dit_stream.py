@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jpipe
-from jpipe.pictures import palette
+from jpipe.tools import palette
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 0.1}
 console = Console(width=None if os.environ.get("COLUMNS") else 120)

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jpipe
-from jpipe.pictures import palette
-from jpipe.pictures.gantt import label_stages
+from jpipe.tools import palette
+from jpipe.tools.gantt import label_stages
 
 TIMES = {"F": 1.0, "B": 2.0}
 PICTURE = Path(__file__).parents[1] / "docs" / "asynchronous.png"

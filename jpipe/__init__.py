@@ -4,26 +4,26 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jpipe.cutting.found_layers import layers_of
 from jpipe.cutting.marks import cut
-from jpipe.forecasting.forecaster import Forecast, forecast
-from jpipe.forecasting.search import plan
 from jpipe.layers.arguments import Arguments
 from jpipe.layers.connections import pop, reads, stash
 from jpipe.layers.frozen import freeze
 from jpipe.layers.plain import Layer
 from jpipe.layers.shared import Shared
 from jpipe.mesh.users_mesh import make_mesh
-from jpipe.pictures.figures import compare
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition, partition
 from jpipe.processes.joining import initialize
+from jpipe.processes.progress import show_progress
 from jpipe.processes.watching import watch
-from jpipe.profiling.profile import Profile, profile
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.published import zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
-from jpipe.terminal.progress import show_progress
+from jpipe.tools.figures import compare
+from jpipe.tools.forecaster import Forecast, forecast
+from jpipe.tools.profile import Profile, profile
+from jpipe.tools.search import plan
 from jpipe.training.per_layer import per_layer
 from jpipe.training.train_state import TrainState
 

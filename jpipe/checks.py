@@ -12,15 +12,15 @@ import numpy as np
 from flax import serialization
 from jax.core import Tracer
 
-from jpipe.arrays.in_place import is_apart
-from jpipe.arrays.trees import check_same_shapes, check_same_structure
+from jpipe.jax.in_place import is_apart
+from jpipe.jax.trees import check_same_shapes, check_same_structure
 from jpipe.memory.layout import NOT_SAVED, StageTree, laid_out
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, loss_name
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
+from jpipe.processes.progress import warn_once
 from jpipe.schedules.schedule import Schedule
-from jpipe.terminal.progress import warn_once
 from jpipe.training.train_state import TrainState
 from jpipe.types import PyTree
 from jpipe.users_numbers import integer_or_none

@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 
 from jpipe import __version__
-from jpipe.costs.chips import GIB
-from jpipe.forecasting.search import plan
-from jpipe.view.page import PAGE, Page, checked, open_page
+from jpipe.tools.chips import GIB
+from jpipe.tools.page import PAGE, Page, checked, open_page
+from jpipe.tools.search import plan
 
 RETURNS = "layers, loss_fn, batch, tx[, options of jpipe.Pipeline as a dict]"
 

@@ -23,8 +23,8 @@ from jpipe.layers.base import describe
 from jpipe.model.remat import MODES, Remat
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
-from jpipe.seam.runtime import shared_store, wait_for
-from jpipe.terminal.progress import followed, task
+from jpipe.processes.progress import followed, task
+from jpipe.processes.runtime import shared_store, wait_for
 from jpipe.types import Batch, Leaf
 
 

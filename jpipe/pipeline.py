@@ -14,16 +14,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jpipe import checks
-from jpipe.batches import rows
 from jpipe.configuration import Agreement
-from jpipe.costs.communication import Communication, communication
-from jpipe.costs.out_of_memory import notes_on_room
-from jpipe.costs.time_model import rings_of
 from jpipe.execution import programs
-from jpipe.generation.decoding import PickLogits
-from jpipe.generation.generator import Generator
+from jpipe.execution.decoding import PickLogits
+from jpipe.execution.generator import Generator
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
+from jpipe.memory import rows
 from jpipe.memory.layout import StageTree, variables_to_place
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.mesh.axes import BATCH_AXES
@@ -33,22 +30,25 @@ from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
 from jpipe.model.random_keys import as_key, key_shape
 from jpipe.model.remat import Policy, as_remat
-from jpipe.pictures.summary import summarize
 from jpipe.planning.partition import Partition, as_balance
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Options, Request, as_offload
 from jpipe.planning.step import Step
+from jpipe.processes.progress import first_call, task
+from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.terminal.progress import first_call, task
-from jpipe.terminal.tables import Table, Tabular
+from jpipe.tools.communication import Communication, communication
+from jpipe.tools.out_of_memory import notes_on_room
+from jpipe.tools.page import Page, facts_of, show
+from jpipe.tools.summary import summarize
+from jpipe.tools.time_model import rings_of
 from jpipe.training.train_state import TrainState, TrainSteps, Variables, abstract_state, make_opt_state, state_to_place
 from jpipe.types import Batch, Leaf, PyTree
-from jpipe.view.page import Page, facts_of, show
 
 if TYPE_CHECKING:
-    from jpipe.profiling.gradient_check import GradientCheck
+    from jpipe.tools.gradient_check import GradientCheck
 
 checks.refuse_serialization()
 
@@ -369,7 +369,7 @@ class Pipeline(Tabular):
           reference: `(trees, batch) -> loss` of the whole batch, from trees as of `layer_variables`, for one module as
             of `model_variables`: a model of your own, differentiated by JAX. Default: the layers or the module.
         """
-        from jpipe.profiling.gradient_check import check_gradients
+        from jpipe.tools.gradient_check import check_gradients
 
         if reference is not None:
             checks.check_callable(reference=reference)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jpipe import command
-from jpipe.view.page import PAGE
+from jpipe.tools.page import PAGE
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,15 +19,15 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 from jpipe import __version__
-from jpipe.batches.rows import on_all
 from jpipe.checkpoints import files
 from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
 from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, PathLeaf, first_difference, own_trees
 from jpipe.checkpoints.files import origin_of, read_all, take_all
 from jpipe.checks import check_state, check_variables
+from jpipe.memory.rows import on_all
 from jpipe.pipeline import Pipeline
-from jpipe.seam.runtime import before_threads_end
-from jpipe.terminal.progress import in_units, task, warn_user
+from jpipe.processes.progress import in_units, task, warn_user
+from jpipe.processes.runtime import before_threads_end
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
 from jpipe.users_numbers import as_integer

@@ -32,14 +32,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jpipe.arrays.in_place import HOST
 from jpipe.checkpoints.containers import Json, name_of
 from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Contents, Named, NamedRecord, Path, of_item, own_trees
+from jpipe.jax.in_place import HOST
 from jpipe.memory.layout import StageTree, zeros_like
 from jpipe.memory.records import Arrays
 from jpipe.memory.storage import Buffers
-from jpipe.seam.runtime import may_pass
-from jpipe.terminal.progress import task
+from jpipe.processes.progress import task
+from jpipe.processes.runtime import may_pass
 from jpipe.training.train_state import make_opt_state
 
 FORMATS = {"layers": 1, "model": 2}

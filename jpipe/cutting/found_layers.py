@@ -8,18 +8,18 @@ from typing import overload
 
 import jax
 
-from jpipe.batches.rows import default_inputs
 from jpipe.cutting.module import make_whole
 from jpipe.cutting.whole import cut_model
-from jpipe.jaxprs.flops import count_flops
+from jpipe.jax.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe
+from jpipe.memory.rows import default_inputs
 from jpipe.model.examples_in_layers import follow_examples
 from jpipe.model.layer_function import trace_call
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import trace_model
-from jpipe.terminal.tables import Table, Tabular
+from jpipe.processes.tables import Table, Tabular
 from jpipe.types import Batch, PyTree, Shapes
 from jpipe.users_numbers import as_integer
 

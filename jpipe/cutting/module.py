@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jpipe.cutting.pieces import Traced
 from jpipe.cutting.straight import Straight, straighten
 from jpipe.cutting.unread import outputs_read
-from jpipe.jaxprs.tracing import trace, uses
+from jpipe.jax.tracing import trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerVariables, describe, positional
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import TracedInit, trace_init

@@ -19,8 +19,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from jpipe.cutting.places import Places, find_places
 from jpipe.cutting.straight import Part, Straight
+from jpipe.jax.primitives import shapes_of
 from jpipe.model.kinds import Kinds, PartJaxpr
-from jpipe.seam.primitives import shapes_of
 from jpipe.types import Leaf
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jpipe.cutting.marks import CUT
 from jpipe.cutting.straight import Follows, Straight, does_work
-from jpipe.jaxprs.flops import flops_of
+from jpipe.jax.flops import flops_of
 
 LARGEST = 1 / 8
 """A piece with more than this part of the model's FLOPs is cut again, if a good place is inside."""

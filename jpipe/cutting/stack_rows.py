@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, jaxpr_of
-from jpipe.seam.primitives import ELEMENTWISE
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, jaxpr_of
+from jpipe.jax.primitives import ELEMENTWISE
 from jpipe.types import Leaf
 
 ROWWISE = ELEMENTWISE | {"bitcast_convert_type"}

@@ -18,10 +18,10 @@ from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
-from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.jaxprs.tracing import equations_in
-from jpipe.seam.inside import scan_counts
-from jpipe.seam.primitives import PLAIN_CALLS, ClosedJaxpr, JaxprEqn
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.jax.inside import scan_counts
+from jpipe.jax.primitives import PLAIN_CALLS, ClosedJaxpr, JaxprEqn
+from jpipe.jax.tracing import equations_in
 
 MOST_TRIPS = 1024
 """A scan of more trips is one over time or over an image's rows, not over blocks."""

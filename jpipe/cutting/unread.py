@@ -13,7 +13,7 @@ from contextlib import suppress
 import jax
 import jax.numpy as jnp
 
-from jpipe.jaxprs.tracing import trace, uses
+from jpipe.jax.tracing import trace, uses
 from jpipe.layers.functions import signature_of
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.trees import check_same_shapes, check_same_structure, named_leaves
 from jpipe.cutting.module import Modes, WholeModel
 from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
 from jpipe.cutting.pieces import (
@@ -33,9 +32,12 @@ from jpipe.cutting.pieces import (
 from jpipe.cutting.stack_rows import rows_of
 from jpipe.cutting.straight import INLINED, Part
 from jpipe.cutting.unread import with_zeros, without_unread
-from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.flops import flops_of
-from jpipe.jaxprs.tracing import replay, trace
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.flops import flops_of
+from jpipe.jax.inside import line_of
+from jpipe.jax.primitives import LOOPS_AND_BRANCHES
+from jpipe.jax.tracing import replay, trace
+from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import ShownByTraces
@@ -45,8 +47,6 @@ from jpipe.model.groups import EVALUATION, INIT, TRAIN
 from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
-from jpipe.seam.inside import line_of
-from jpipe.seam.primitives import LOOPS_AND_BRANCHES
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 

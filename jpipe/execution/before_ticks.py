@@ -15,8 +15,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.trees import is_float
-from jpipe.jaxprs.tracing import replay
+from jpipe.jax.primitives import shapes_of
+from jpipe.jax.tracing import replay
+from jpipe.jax.trees import is_float
 from jpipe.mesh.axes import shapes_only
 from jpipe.model.loss import TracedLoss
 from jpipe.model.random_keys import Key, layer_key
@@ -26,7 +27,6 @@ from jpipe.partitioner.examples import INDEX
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard, Sharding, replicated
 from jpipe.planning.step import Step
-from jpipe.seam.primitives import shapes_of
 from jpipe.types import Batch, Leaf
 
 

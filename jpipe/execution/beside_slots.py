@@ -35,10 +35,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.in_place import Carry, Index, when
-from jpipe.arrays.trees import is_float
 from jpipe.execution.stage import BackwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job, Turn
+from jpipe.jax.in_place import Carry, Index, when
+from jpipe.jax.trees import is_float
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS

@@ -46,11 +46,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.in_place import Index, put_row, take_row, when
-from jpipe.arrays.trees import accumulator_dtype
 from jpipe.execution import beside_slots
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry, sum_shared_gradients
 from jpipe.execution.sweep import Counts, Job
+from jpipe.jax.in_place import Index, put_row, take_row, when
+from jpipe.jax.trees import accumulator_dtype
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS

@@ -15,17 +15,18 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.in_place import Index
-from jpipe.arrays.trees import accumulator_dtype
-from jpipe.batches.outputs import join_microbatches
-from jpipe.batches.rows import split_microbatches
 from jpipe.execution.before_ticks import known_to_loss, loss_at_once
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.stage import Stage, send_shared
-from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.jaxprs.tracing import replay
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.in_place import Index
+from jpipe.jax.primitives import ClosedJaxpr, Var, shapes_of
+from jpipe.jax.tracing import replay
+from jpipe.jax.trees import accumulator_dtype
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
+from jpipe.memory.outputs import join_microbatches
 from jpipe.memory.records import Leaves, Records
+from jpipe.memory.rows import split_microbatches
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import on_stages, shapes_only
 from jpipe.model.constants import Constants
@@ -36,8 +37,7 @@ from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
-from jpipe.seam.primitives import ClosedJaxpr, Var, shapes_of
-from jpipe.terminal.progress import compiles
+from jpipe.processes.progress import compiles
 from jpipe.types import Batch, PyTree
 
 

@@ -3,7 +3,7 @@
 All stages run this same code, since one program is compiled for all devices. Which layers a stage has is a matter of
 loop bounds (`LayerRanges`), which are read from a table by the index of the virtual stage. So the layers of one group
 are compiled once, wherever they lie, and a layer that a stage doesn't have is a loop of no trips. A `lax.cond` would do
-as well, but it copies the buffers that it hands through; a loop updates them in place (`jpipe.arrays.in_place`).
+as well, but it copies the buffers that it hands through; a loop updates them in place (`jpipe.jax.in_place`).
 
 The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I), `Stage.weight_gradients` (W) and
 `Stage.run_pair` (an F and a B at once).
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.in_place import Index, look_up, of_trip, put_row, take_row, when
 from jpipe.execution.sweep import Job, Sweep, Turn
+from jpipe.jax.in_place import Index, look_up, of_trip, put_row, take_row, when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import compact_order, in_order
 from jpipe.memory.storage import Buffers

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.in_place import Carry, Index, each, look_up, take_slice
+from jpipe.jax.in_place import Carry, Index, each, look_up, take_slice
 from jpipe.memory.storage import Row
 from jpipe.planning.step import Step
 

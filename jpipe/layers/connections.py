@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jpipe.jax.inside import raised
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import decoding
-from jpipe.seam.inside import raised
 from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]

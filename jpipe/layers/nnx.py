@@ -20,8 +20,9 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.tracing import no_mesh, uses
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.inside import collection_of, raised, shortened, unsharded_creation
+from jpipe.jax.tracing import no_mesh, uses
 from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE, token_by_token
@@ -29,7 +30,6 @@ from jpipe.layers.fingerprint import ShownByTraces, values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
 from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Method
-from jpipe.seam.inside import collection_of, raised, shortened, unsharded_creation
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")

@@ -1,1 +1,1 @@
-"""Lays out arrays on stages: a stage's buffers, values that cross a boundary, each layer's own variables and back."""
+"""Lays out arrays on stages: variables, a stage's buffers, values that cross a boundary, the rows of batches."""

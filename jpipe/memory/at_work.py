@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.trees import accumulator_dtype
+from jpipe.jax.trees import accumulator_dtype
 from jpipe.memory.layout import Layout, ScatteredLeaf, device_index, part_zeros
 from jpipe.memory.storage import Buffers, Storage, build_storage
 from jpipe.mesh.axes import gather_axes, on_all_stages, scatter_axes, split_by, within_stage

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.arrays.in_place import put_slice
+from jpipe.jax.in_place import put_slice
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.memory.storage import Buffers, Storage, build_storage
 

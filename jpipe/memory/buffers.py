@@ -28,13 +28,13 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.in_place import Index, put_slice, take_slice
-from jpipe.jaxprs.tracing import no_mesh
+from jpipe.jax.in_place import Index, put_slice, take_slice
+from jpipe.jax.inside import held_to, orders_chosen
+from jpipe.jax.primitives import ClosedJaxpr, shapes_of
+from jpipe.jax.tracing import no_mesh
 from jpipe.mesh.axes import spec_of
 from jpipe.partitioner.shardings import names_in
-from jpipe.seam.inside import held_to, orders_chosen
-from jpipe.seam.primitives import ClosedJaxpr, shapes_of
-from jpipe.terminal.progress import task
+from jpipe.processes.progress import task
 
 Order = tuple[int, ...]
 """The dimensions of an array, the outermost first."""

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
-from jpipe.arrays.trees import is_float
+from jpipe.jax.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
+from jpipe.jax.trees import is_float
 from jpipe.memory.buffers import Order
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS, on_all_stages, on_stages, spec_of

@@ -21,8 +21,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.in_place import HOST, Index, is_on_host, is_whole, look_up, on_host, take_row
-from jpipe.arrays.trees import check_same_shapes, check_same_structure, named_leaves
+from jpipe.jax.in_place import HOST, Index, is_on_host, is_whole, look_up, on_host, take_row
+from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves
 from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.layers.frozen import thawed
 from jpipe.memory.layout import Layout, ScatteredLeaf, StageTree, add_stage_axis, device_index, drop_stage_axis

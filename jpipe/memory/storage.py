@@ -47,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.in_place import Carry, Index, each, look_up, look_up_once, take_slice
+from jpipe.jax.in_place import Carry, Index, each, look_up, look_up_once, take_slice
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, Order, StackedBuffer, largest_first
 from jpipe.mesh.axes import on_all_stages
 from jpipe.types import Leaf
@@ -199,7 +199,7 @@ class Storage:
         It is called in a program on the stages. `record` is traced, `read` may return any pytree. The body runs for
         records that this device has, and for no others: device k takes the first `count[k]` entries of line k of a
         table `[K, longest]`. For record type 0 of the picture above the table is [[0, 1, 2], [3, 4, 0]], and the counts
-        are (3, 2). What `read` gives is tied to the trip before the body gets it (`jpipe.arrays.in_place`). Else a
+        are (3, 2). What `read` gives is tied to the trip before the body gets it (`jpipe.jax.in_place`). Else a
         compiler may compute the body ahead of the loop, also on devices that have no such record.
 
         A record with leaves on all stages is visited on its `RecordType.devices` alone; name its type in `without` if

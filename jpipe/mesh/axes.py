@@ -18,8 +18,8 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from jpipe.jax.inside import with_axis_types
 from jpipe.partitioner.shardings import Axis, names_in
-from jpipe.seam.inside import with_axis_types
 from jpipe.types import PyTree
 
 AXIS = "stage"

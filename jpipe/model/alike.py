@@ -16,8 +16,9 @@ from functools import partial
 import jax
 import numpy as np
 
-from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.tracing import depends_on, equations_in
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr
+from jpipe.jax.tracing import depends_on, equations_in
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.layers.fingerprint import same_value
@@ -27,7 +28,6 @@ from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
-from jpipe.seam.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr
 from jpipe.types import Shapes
 
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.in_place import Index, take_row
-from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.seam.primitives import PLAIN_CALLS, ClosedJaxpr
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.in_place import Index, take_row
+from jpipe.jax.primitives import PLAIN_CALLS, ClosedJaxpr
 from jpipe.types import Leaf
 
 

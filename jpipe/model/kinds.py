@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.arrays.trees import is_float
-from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, jaxpr_of
-from jpipe.jaxprs.tracing import equations_in, trace
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, jaxpr_of
+from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.jax.tracing import equations_in, trace
+from jpipe.jax.trees import is_float
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.alike import whole
 from jpipe.model.constants import bits, scalar_places
-from jpipe.seam.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jpipe.types import Leaf
 
 

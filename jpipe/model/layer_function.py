@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.trees import is_float, named_leaves
-from jpipe.jaxprs.tracing import no_mesh, origins, replay, trace, uses
+from jpipe.jax.primitives import ClosedJaxpr
+from jpipe.jax.tracing import no_mesh, origins, replay, trace, uses
+from jpipe.jax.trees import is_float, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS
@@ -31,7 +32,6 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.remat import Remat
 from jpipe.partitioner.choice import Wanted, always, as_it_lies
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, replicated
-from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 

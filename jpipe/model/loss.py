@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.trees import accumulator_dtype, is_float
-from jpipe.jaxprs.tracing import interpret, on_this_host, trace, uses, without_prints
+from jpipe.jax.inside import needed_part
+from jpipe.jax.primitives import ClosedJaxpr
+from jpipe.jax.tracing import interpret, on_this_host, trace, uses, without_prints
+from jpipe.jax.trees import accumulator_dtype, is_float
 from jpipe.layers.base import describe
 from jpipe.layers.functions import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
@@ -19,8 +21,6 @@ from jpipe.model.whole_loss import PartsOfLoss, whole_structs, with_gradient
 from jpipe.partitioner.examples import CouplesError
 from jpipe.partitioner.per_device import named_axes
 from jpipe.partitioner.shardings import AxisSharding, Shard
-from jpipe.seam.inside import needed_part
-from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 LossFn = Callable[..., PyTree]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.trees import is_float
+from jpipe.jax.trees import is_float
 from jpipe.layers.base import describe
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import DEFAULT_RULES, GRADIENT, KEEP, LayerGroup

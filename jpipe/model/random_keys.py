@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.in_place import Index
+from jpipe.jax.in_place import Index
 from jpipe.types import Leaf
 
 Key = jax.Array

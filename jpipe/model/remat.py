@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Primitive
 
-from jpipe.arrays.in_place import DEVICE, HOST
-from jpipe.jaxprs.flat_jaxpr import aval_of
-from jpipe.seam.inside import offloaded_names
-from jpipe.seam.primitives import CHEAP, JaxprEqn
+from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.in_place import DEVICE, HOST
+from jpipe.jax.inside import offloaded_names
+from jpipe.jax.primitives import CHEAP, JaxprEqn
 
 Policy = Callable[..., bool]
 """As `jax.checkpoint` takes it: `(primitive, *operands' types, **parameters) -> whether to save what it gives`."""

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode, broadcasted_iota
 
-from jpipe.jaxprs.tracing import inside_of_calls
-from jpipe.seam.inside import in_place_of, replaced
-from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.jax.inside import in_place_of, replaced
+from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.jax.tracing import inside_of_calls
 
 
 def row_additions_by_comparison(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.arrays.trees import is_float
-from jpipe.jaxprs.tracing import interpret, on_this_host, origins, trace, without_stops
+from jpipe.jax.inside import needed_part
+from jpipe.jax.tracing import interpret, on_this_host, origins, trace, without_stops
+from jpipe.jax.trees import is_float
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
-from jpipe.seam.inside import needed_part
 from jpipe.types import Leaf
 
 PathsAndLeaves = Sequence[tuple[tuple[Hashable, ...], Leaf]]

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.seam.inside import needed_part, replaced, traced_apart
-from jpipe.seam.primitives import CHEAP, FREE, ClosedJaxpr, JaxprEqn, Literal, Var, is_by_element, shapes_of
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.inside import needed_part, replaced, traced_apart
+from jpipe.jax.primitives import CHEAP, FREE, ClosedJaxpr, JaxprEqn, Literal, Var, is_by_element, shapes_of
 
 SLACK = 1.25
 """A value is made again, not stashed, if its residuals have at most so many times its own bytes."""

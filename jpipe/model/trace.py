@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from jpipe.arrays.trees import lists_in
-from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.tracing import trace, uses
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.inside import raised, shortened
+from jpipe.jax.primitives import ClosedJaxpr
+from jpipe.jax.tracing import trace, uses
+from jpipe.jax.trees import lists_in
 from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
@@ -45,10 +47,8 @@ from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.per_device import named_axes, results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, replicated, summed
-from jpipe.seam.inside import raised, shortened
-from jpipe.seam.primitives import ClosedJaxpr
-from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
-from jpipe.terminal.progress import warn_once
+from jpipe.processes.progress import warn_once
+from jpipe.processes.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
 from jpipe.types import Batch, PyTree, Shapes
 
 

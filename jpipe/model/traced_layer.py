@@ -26,8 +26,10 @@ from typing import NamedTuple, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.trees import is_float
-from jpipe.jaxprs.tracing import depends_on, equations_in, replay, trace, unrounded, uses, without, without_prints
+from jpipe.jax.inside import needed_part
+from jpipe.jax.primitives import ClosedJaxpr, Literal, Var, shapes_of
+from jpipe.jax.tracing import depends_on, equations_in, replay, trace, unrounded, uses, without, without_prints
+from jpipe.jax.trees import is_float
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.remat import is_mark
@@ -38,8 +40,6 @@ from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, summed
 from jpipe.partitioner.way import Unsplit
-from jpipe.seam.inside import needed_part
-from jpipe.seam.primitives import ClosedJaxpr, Literal, Var, shapes_of
 from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")

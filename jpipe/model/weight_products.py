@@ -13,9 +13,9 @@ from collections import Counter
 
 import jax
 
-from jpipe.jaxprs.tracing import inside_of_calls
-from jpipe.seam.inside import in_place_of, replaced
-from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.jax.inside import in_place_of, replaced
+from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.jax.tracing import inside_of_calls
 
 
 def weight_products_as_they_lie(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.trees import is_float
-from jpipe.jaxprs.tracing import trace
+from jpipe.jax.primitives import ClosedJaxpr, shapes_of
+from jpipe.jax.tracing import trace
+from jpipe.jax.trees import is_float
 from jpipe.partitioner.examples import Examples, Known
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Partial, Shard, part_structs
-from jpipe.seam.primitives import ClosedJaxpr, shapes_of
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Terms = Callable[[PyTree, Batch, Leaf | None], list[jax.Array]]

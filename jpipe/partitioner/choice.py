@@ -42,14 +42,14 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
 
-from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.jaxprs.tracing import equations_in
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.jax.primitives import JaxprEqn
+from jpipe.jax.tracing import equations_in
 from jpipe.partitioner.conversions import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
 from jpipe.partitioner.find_rings import find_rings
 from jpipe.partitioner.rule import dims_of_entries, operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding, is_possible
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
-from jpipe.seam.primitives import JaxprEqn
 
 
 def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:

@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.jaxprs.flat_jaxpr import aval_of
+from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.inside import axes_of, line_of, scopes_of
+from jpipe.jax.primitives import COLLECTIVES, Jaxpr, JaxprEqn, shapes_of
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Hop, Shard, Sharding, blocks_of, part_shape
-from jpipe.seam.inside import axes_of, line_of, scopes_of
-from jpipe.seam.primitives import COLLECTIVES, Jaxpr, JaxprEqn, shapes_of
 
 
 def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:

@@ -29,15 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.jaxprs.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
-from jpipe.jaxprs.tracing import interpret, on_this_host
+from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
+from jpipe.jax.inside import carry_out, line_of, needed_part, standing_alone
+from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
+from jpipe.jax.tracing import interpret, on_this_host
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, is_possible, part_shape
 from jpipe.partitioner.way import Axes, Way, way_by_rule
-from jpipe.seam.inside import carry_out, line_of, needed_part, standing_alone
-from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.types import Leaf, PyTree
 
 Form = tuple[int, AxisSharding]

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from jpipe.jaxprs.flat_jaxpr import aval_of
+from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.inside import carry_out, within
 from jpipe.partitioner.conversions import FLOPS, NOTHING, SCATTERED, SENT, Cost, collective_of, cost_of_conversion, hops
 from jpipe.partitioner.rings import HIDDEN, Arrival, Departure, Form, PieceStep, Ring, Rings
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shape, Shard, Sharding, part_shape
 from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation, way_by_rule
-from jpipe.seam.inside import carry_out, within
 
 LEAST_FLOPS, LEAST_IF_SHARED, LEAST_OF_SUMS, LEAST_OF_WEIGHTS = 4500.0, 9000.0, 1000.0, 2000.0
 """The operations of products for each byte that a ring gathers, of one that others read whole, too, of a sum's, and of

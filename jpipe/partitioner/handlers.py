@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.jaxprs.flat_jaxpr import FlatJaxpr, aval_of, flatten
-from jpipe.jaxprs.tracing import uses
+from jpipe.jax.flat_jaxpr import FlatJaxpr, aval_of, flatten
+from jpipe.jax.inside import axes_of, called_by, scan_counts
+from jpipe.jax.primitives import OVER_DEVICES, JaxprEqn
+from jpipe.jax.tracing import uses
 from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.conversions import names_of, price
 from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_in, of_spec, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Way, way_by_rule
-from jpipe.seam.inside import axes_of, called_by, scan_counts
-from jpipe.seam.primitives import OVER_DEVICES, JaxprEqn
 
 Lying = Sequence[Sharding]
 """How several arrays lie."""

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.tracing import equations_in, replay
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.inside import with_axis_types, with_named_axes
+from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, shapes_of
+from jpipe.jax.tracing import equations_in, replay
 from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan, together
 from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.shardings import Axis, Sharding, is_possible, named, of_spec, part_structs, to_spec, whole_shape
 from jpipe.partitioner.way import Axes, Unsplit
-from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.primitives import ClosedJaxpr, Jaxpr, shapes_of
 from jpipe.types import PyTree
 
 Specs = PyTree

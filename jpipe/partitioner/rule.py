@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.jaxprs.flat_jaxpr import aval_of
+from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.primitives import JaxprEqn
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
-from jpipe.seam.primitives import JaxprEqn
 
 Operation = Callable[..., list[jax.Array]]
 """A device's parts of an equation's operands -> its parts of the results."""

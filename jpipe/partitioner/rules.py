@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.jaxprs.flat_jaxpr import aval_of
+from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.primitives import ELEMENTWISE, JaxprEqn, Literal
 from jpipe.partitioner.rule import (
     Labels,
     Operation,
@@ -36,7 +37,6 @@ from jpipe.partitioner.rule import (
     write_entries,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
-from jpipe.seam.primitives import ELEMENTWISE, JaxprEqn, Literal
 
 
 def _where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:

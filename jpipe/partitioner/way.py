@@ -28,14 +28,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of
+from jpipe.jax.inside import at_line_of, carry_out, scope_of
+from jpipe.jax.primitives import JaxprEqn
 from jpipe.partitioner.conversions import NOTHING, Cost, by_mesh_axis, collective_of, convert, cost_of_work, hops
 from jpipe.partitioner.rings import AtHand, OneByOne, Ring, Rings, Send, all_of
 from jpipe.partitioner.rule import Operation, RuleResult
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, part_shape
-from jpipe.seam.inside import at_line_of, carry_out, scope_of
-from jpipe.seam.primitives import JaxprEqn
 
 Axes = tuple[Axis, ...]
 """The mesh axes that arrays are split over; a `Sharding` has an entry for each."""

@@ -19,16 +19,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jpipe.arrays.trees import bytes_of
-from jpipe.jaxprs.flops import count_flops, flops_of
-from jpipe.jaxprs.tracing import compiled, no_mesh
+from jpipe.jax.flops import count_flops, flops_of
+from jpipe.jax.inside import line_of, needed_part
+from jpipe.jax.tracing import compiled, no_mesh
+from jpipe.jax.trees import bytes_of
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
 from jpipe.model.groups import Model
 from jpipe.model.random_keys import example_key
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer, partition_layer
-from jpipe.seam.inside import line_of, needed_part
-from jpipe.terminal.progress import task, warn_once
+from jpipe.processes.progress import task, warn_once
 from jpipe.types import Device, PyTree
 
 PARAMETER_COPIES = 4
@@ -72,7 +72,7 @@ def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Me
     Args:
       model: the traced layers.
       layers: those of each group in training; the last one's loss is included.
-      unit: "flops" (floating-point operations, counted on jaxprs by `jpipe.jaxprs.flops`: the same
+      unit: "flops" (floating-point operations, counted on jaxprs by `jpipe.jax.flops`: the same
         number whatever the devices) or "time" (seconds on a device at hand, the median of several runs).
       mesh: the devices; times are taken on one of them, or on another of the same kind.
 

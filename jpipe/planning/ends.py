@@ -25,6 +25,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jpipe.jax.inside import line_of
+from jpipe.jax.primitives import shapes_of
 from jpipe.memory.layout import Layout
 from jpipe.mesh.axes import AXIS, on_all_stages
 from jpipe.mesh.splits import SMALLEST
@@ -33,8 +35,6 @@ from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
-from jpipe.seam.inside import line_of
-from jpipe.seam.primitives import shapes_of
 
 
 class Turns(NamedTuple):

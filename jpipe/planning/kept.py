@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jpipe.arrays.in_place import Index, is_apart, put_row, take_row, take_slice, to_host
-from jpipe.arrays.trees import bytes_of
-from jpipe.jaxprs.tracing import equations_in
+from jpipe.jax.in_place import Index, is_apart, put_row, take_row, take_slice, to_host
+from jpipe.jax.tracing import equations_in
+from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Buffer, Order, StackedBuffer, in_order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.groups import Model

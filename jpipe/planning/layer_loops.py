@@ -24,13 +24,13 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.arrays.trees import bytes_of, is_float
-from jpipe.jaxprs.flops import count_flops
+from jpipe.jax.flops import count_flops
+from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
+from jpipe.jax.trees import bytes_of, is_float
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.partitioner.conversions import sent_in
 from jpipe.schedules.ticks import TickTable
-from jpipe.seam.primitives import ClosedJaxpr, JaxprEqn
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from typing import NamedTuple, SupportsFloat
 import numpy as np
 
 from jpipe.planning.costs import Cost
-from jpipe.terminal.tables import Table
+from jpipe.processes.tables import Table
 from jpipe.users_numbers import as_integer, as_number, integer_or_none
 
 OBJECTIVES = ("max", "variance")

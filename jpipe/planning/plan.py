@@ -27,7 +27,7 @@ from jpipe.model.traced_layer import TracedLayer
 from jpipe.planning.costs import Cost, layer_costs
 from jpipe.planning.partition import MEASURES, Partition, cut_layers, measure_of, unmeasured_costs
 from jpipe.planning.request import Request
-from jpipe.terminal.progress import warn_user
+from jpipe.processes.progress import warn_user
 from jpipe.types import Shapes
 
 TOLERATED_SHARE = 1.1

@@ -22,15 +22,16 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jpipe.arrays.trees import named_leaves
-from jpipe.batches.outputs import in_halves, lying_by_shapes, output_axes
-from jpipe.batches.rows import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
 from jpipe.cutting.module import Modes, WholeModel, make_whole
 from jpipe.cutting.whole import CutModel, cut_model
-from jpipe.jaxprs.tracing import equations_in
+from jpipe.jax.primitives import ClosedJaxpr
+from jpipe.jax.tracing import equations_in
+from jpipe.jax.trees import named_leaves
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
+from jpipe.memory.outputs import in_halves, lying_by_shapes, output_axes
+from jpipe.memory.rows import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
 from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context
@@ -47,9 +48,8 @@ from jpipe.planning.partition import Partition, as_balance, measure_of
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
+from jpipe.processes.progress import task, warn_once
 from jpipe.schedules.orders import forward_only
-from jpipe.seam.primitives import ClosedJaxpr
-from jpipe.terminal.progress import task, warn_once
 from jpipe.types import Batch
 
 

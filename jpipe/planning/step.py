@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jpipe.arrays.trees import is_float
+from jpipe.jax.trees import is_float
 from jpipe.memory.boundaries import Boundaries, make_boundaries
 from jpipe.memory.storage import Storage
 from jpipe.model.groups import Model, role_of
@@ -30,9 +30,9 @@ from jpipe.planning.kept import Going, KeptStorage, make_kept_storage, residuals
 from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, paired_group, plan_idle_work
 from jpipe.planning.plan import Plan
 from jpipe.planning.request import Offload
+from jpipe.processes.progress import warn_once
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
-from jpipe.terminal.progress import warn_once
 from jpipe.types import Leaf
 
 

@@ -1,1 +1,1 @@
-"""Makes several processes one program: they meet, compare their settings, and end together."""
+"""Makes several processes one program, and speaks to the person at the terminal: progress, warnings, tables."""

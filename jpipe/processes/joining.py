@@ -27,7 +27,7 @@ from types import TracebackType
 
 import jax
 
-from jpipe.seam.runtime import finds_no_cluster
+from jpipe.processes.runtime import finds_no_cluster
 from jpipe.users_numbers import as_integer, as_number
 
 SECONDS = "give seconds, such as 60"

@@ -31,8 +31,8 @@ from typing import TypeVar
 
 import jax
 
-from jpipe.seam.runtime import is_computed, shared_store
-from jpipe.terminal.progress import Call, followed, followers
+from jpipe.processes.progress import Call, followed, followers
+from jpipe.processes.runtime import is_computed, shared_store
 from jpipe.types import PyTree
 from jpipe.users_numbers import as_number
 

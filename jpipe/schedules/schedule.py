@@ -201,7 +201,7 @@ class Schedule(Orders):
         return self.grid(width=120)
 
     def _repr_html_(self) -> str:
-        from jpipe.pictures.figures import to_html
+        from jpipe.tools.figures import to_html
 
         return to_html(self)
 

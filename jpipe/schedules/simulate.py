@@ -74,7 +74,7 @@ class Timeline:
         return f"<Timeline {self}>"
 
     def _repr_html_(self) -> str:
-        from jpipe.pictures.figures import to_html
+        from jpipe.tools.figures import to_html
 
         return to_html(self)
 
@@ -156,7 +156,7 @@ class Timeline:
         Raises:
           ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
         """
-        from jpipe.pictures.figures import plot
+        from jpipe.tools.figures import plot
 
         return plot(self, path_or_ax, unit=unit)
 
@@ -169,7 +169,7 @@ class Timeline:
           path: where to save it as JSON.
           unit_in_seconds: the seconds of one unit of the timeline.
         """
-        from jpipe.pictures.perfetto import chrome_trace
+        from jpipe.tools.perfetto import chrome_trace
 
         return chrome_trace(self, path, unit_in_seconds)
 

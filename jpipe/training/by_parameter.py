@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.in_place import Index, look_up
-from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.tracing import no_mesh, replay
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.in_place import Index, look_up
+from jpipe.jax.primitives import ClosedJaxpr
+from jpipe.jax.tracing import no_mesh, replay
 from jpipe.memory.layout import NO_PART, Layout, ModelPart, ModelTree
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import build_storage
@@ -33,7 +34,6 @@ from jpipe.model.constants import Constants, differing, scalars_of
 from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
-from jpipe.seam.primitives import ClosedJaxpr
 from jpipe.types import Leaf, PyTree, Shapes
 
 Path = tuple[str, ...]

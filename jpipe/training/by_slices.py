@@ -24,14 +24,14 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.arrays.in_place import Index, each, is_apart, put_slice, take_slice, to_host, when
-from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.jax.in_place import Index, each, is_apart, put_slice, take_slice, to_host, when
+from jpipe.jax.inside import carry_out
+from jpipe.jax.primitives import ELEMENTWISE, ClosedJaxpr, JaxprEqn
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import Cuts, Layout, StageTree, may_go
 from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
-from jpipe.seam.inside import carry_out
-from jpipe.seam.primitives import ELEMENTWISE, ClosedJaxpr, JaxprEqn
 from jpipe.training.optimizers import update_with_loss
 from jpipe.training.per_layer import PROGRAM
 from jpipe.types import Leaf, PyTree

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.arrays.trees import accumulator_dtype
-from jpipe.jaxprs.tracing import equations_in, interpret, on_this_host, trace
+from jpipe.jax.primitives import ClosedJaxpr, draws
+from jpipe.jax.tracing import equations_in, interpret, on_this_host, trace
+from jpipe.jax.trees import accumulator_dtype
 from jpipe.layers.functions import signature_of
 from jpipe.memory.layout import TELLS_APART, PerLayerError, TellsApartError
-from jpipe.seam.primitives import ClosedJaxpr, draws
 from jpipe.types import Leaf, PyTree, Shapes
 
 

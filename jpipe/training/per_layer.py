@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.in_place import Index
-from jpipe.jaxprs.tracing import no_mesh, replay
+from jpipe.jax.in_place import Index
+from jpipe.jax.tracing import no_mesh, replay
 from jpipe.memory.layout import Layout, PerLayerError, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
 from jpipe.memory.storage import Buffers, build_storage

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.arrays.in_place import on_host
+from jpipe.jax.in_place import on_host
 from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.layout import StageTree, laid_out, may_go
 from jpipe.mesh.axes import AXIS

@@ -8,8 +8,8 @@ from flax import nnx
 
 import jpipe
 from jpipe.cutting.stack_rows import rows_of
-from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.tracing import equations_in, trace
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.tracing import equations_in, trace
 
 KEY = jax.random.key(0)
 INITIALISERS = {

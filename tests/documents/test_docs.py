@@ -18,7 +18,7 @@ import jax
 import pytest
 
 import jpipe
-from jpipe.terminal import progress
+from jpipe.processes import progress
 from view_chromium import chromium, find
 
 ROOT = Path(__file__).parents[2]
@@ -237,7 +237,7 @@ def site(tmp_path_factory):
 def test_the_site_has_the_playground_and_the_notebooks_in_order(site):
     first = (site / "index.html").read_text()
     frame = re.search(r'<iframe[^>]* src="([^"]+)"', first)[1]
-    assert (site / frame).read_text() == (ROOT / "jpipe" / "view" / "page.html").read_text()
+    assert (site / frame).read_text() == (ROOT / "jpipe" / "tools" / "page.html").read_text()
     assert f'<a href="{frame}">' in first
     stored = sorted((ROOT / "notebooks").glob("*.ipynb"))
     assert re.findall(r'toctree-l2"><a class="[^"]*" href="notebooks/([^"]+)\.html"', first) == [p.stem for p in stored]

@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import paper_tables as tables
 
-from jpipe.profiling.measure import StageTimes
+from jpipe.tools.measure import StageTimes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
 TRANSFORMERS = ("Transformer-48",)

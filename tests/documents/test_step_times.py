@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import ABSENT, CHIPS, parse_topology
-from jpipe.forecasting.compiled_program import read
+from jpipe.tools.chips import ABSENT, CHIPS, parse_topology
+from jpipe.tools.compiled_program import read
 from tpu_program import needs_tpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

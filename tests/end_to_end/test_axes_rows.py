@@ -15,10 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import ABSENT, CHIPS, parse_topology
-from jpipe.forecasting.compiled_program import COLLECTIVES, compile_with_text, read, transfers
-from jpipe.forecasting.compiled_program import _computations as read_computations
-from jpipe.forecasting.step_cycles import turn_in_time
+from jpipe.tools.chips import ABSENT, CHIPS, parse_topology
+from jpipe.tools.compiled_program import COLLECTIVES, compile_with_text, read, transfers
+from jpipe.tools.compiled_program import _computations as read_computations
+from jpipe.tools.step_cycles import turn_in_time
 from timed import Worker
 from tpu_program import Loop, needs_tpu_compiler, tpu_devices
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 import jpipe
 from cases import assert_close, linen
-from jpipe.terminal.progress import warn_once
+from jpipe.processes.progress import warn_once
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 

@@ -16,9 +16,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jpipe
 from gpu_program import needs_gpu_compiler
-from jpipe.costs.chips import parse_topology
-from jpipe.forecasting.compiled_program import HOST_MOVES, read, transfers
 from jpipe.schedules.ticks import lower
+from jpipe.tools.chips import parse_topology
+from jpipe.tools.compiled_program import HOST_MOVES, read, transfers
 
 pytestmark = needs_gpu_compiler
 

@@ -12,18 +12,18 @@ import optax
 import pytest
 
 import jpipe
-from jpipe.costs.chips import CHIPS
-from jpipe.costs.memory_model import predict_memory
-from jpipe.costs.step_cost import Parts, StepCost
-from jpipe.costs.time_model import predict_time
-from jpipe.forecasting.choices import Choice, Choices, Setting, advice_on
-from jpipe.forecasting.forecaster import Forecast
-from jpipe.profiling.findings import Finding, MicrobatchSize, ProcessTime
-from jpipe.profiling.measure import SLICES, StageTimes
-from jpipe.profiling.profile import Profile
+from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.simulate import Work, in_time
-from jpipe.terminal.tables import bytes_in_words
-from jpipe.view.page import facts_of
+from jpipe.tools.chips import CHIPS
+from jpipe.tools.choices import Choice, Choices, Setting, advice_on
+from jpipe.tools.findings import Finding, MicrobatchSize, ProcessTime
+from jpipe.tools.forecaster import Forecast
+from jpipe.tools.measure import SLICES, StageTimes
+from jpipe.tools.memory_model import predict_memory
+from jpipe.tools.page import facts_of
+from jpipe.tools.profile import Profile
+from jpipe.tools.step_cost import Parts, StepCost
+from jpipe.tools.time_model import predict_time
 
 ODD = [0, 0.0, 1.5, -1.0, math.inf, math.nan, np.float32(1e30), np.int64(3), 10**30]
 SCHEDULE = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_close, assert_equal
-from jpipe.batches.rows import data_shard
-from jpipe.costs.chips import parse_topology
+from jpipe.memory.rows import data_shard
+from jpipe.tools.chips import parse_topology
 from small_pipeline import dense, loss_fn, make
 
 FOLLOWED: set[str] = set()
@@ -669,7 +669,7 @@ def test_a_view_before_any_batch(tmp_path, monkeypatch, capsys):
     for batch in (BATCH, shapes):
         pipe = make()
         assert pipe.view(batch, path=tmp_path / "a.html").path.exists()
-    monkeypatch.setattr("jpipe.view.page.open_browser", lambda address: False)
+    monkeypatch.setattr("jpipe.tools.page.open_browser", lambda address: False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.chdir(tmp_path)
     pipe.view(path="other.html")

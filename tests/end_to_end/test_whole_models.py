@@ -12,8 +12,8 @@ from flax import nnx
 
 import jpipe
 import whole_models
-from jpipe.batches.rows import default_inputs
 from jpipe.layers.functions import signature_of
+from jpipe.memory.rows import default_inputs
 
 KEY, FLOAT = jax.random.key(3), jnp.float64
 CASES = whole_models.cases()

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.forecasting.compiled_program import RAGGED
-from jpipe.forecasting.step_cycles import axes_along, groups_of
+from jpipe.tools.compiled_program import RAGGED
+from jpipe.tools.step_cycles import axes_along, groups_of
 
 KINDS = (
     "collective-permute",

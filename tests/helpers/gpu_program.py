@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jpipe.costs.chips import ABSENT
-from jpipe.forecasting.compiled_program import Loop, Operation, is_product
+from jpipe.tools.chips import ABSENT
+from jpipe.tools.compiled_program import Loop, Operation, is_product
 from tpu_program import ARRAY, BYTES
 
 needs_gpu_compiler = pytest.mark.skipif(

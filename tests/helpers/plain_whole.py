@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.batches.rows import default_inputs
 from jpipe.layers.functions import signature_of
+from jpipe.memory.rows import default_inputs
 
 
 @contextmanager

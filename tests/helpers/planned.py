@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner.choice import cheapest_plan
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
 from jpipe.partitioner.handlers import CONTROL_FLOW

@@ -25,7 +25,7 @@ import jpipe
 from cases import compilations, model, pipeline
 from jpipe import configuration
 from jpipe.planning import costs
-from jpipe.seam.runtime import shared_store
+from jpipe.processes.runtime import shared_store
 
 Case = Callable[[], Any]
 WIDTH = 8

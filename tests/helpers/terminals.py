@@ -1,4 +1,4 @@
-"""A terminal for what `jpipe.terminal` draws, and what was drawn on it."""
+"""A terminal for what `jpipe.processes.progress` draws, and what was drawn on it."""
 
 import io
 import re
@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from jpipe.terminal import progress
+from jpipe.processes import progress
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

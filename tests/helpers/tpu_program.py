@@ -1,4 +1,4 @@
-"""What tests of programs for TPUs share; what reads them is `jpipe.forecasting.compiled_program`."""
+"""What tests of programs for TPUs share; what reads them is `jpipe.tools.compiled_program`."""
 
 import importlib.util
 import math
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jpipe.forecasting.compiled_program import Loop as Loop
-from jpipe.forecasting.compiled_program import Operation as Operation
-from jpipe.forecasting.compiled_program import compile_with_text as compile_with_text
-from jpipe.forecasting.compiled_program import read as read
-from jpipe.forecasting.compiled_program import transfers as transfers
+from jpipe.tools.compiled_program import Loop as Loop
+from jpipe.tools.compiled_program import Operation as Operation
+from jpipe.tools.compiled_program import compile_with_text as compile_with_text
+from jpipe.tools.compiled_program import read as read
+from jpipe.tools.compiled_program import transfers as transfers
 
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"

@@ -21,35 +21,24 @@ import jpipe
 
 PACKAGE = Path(__file__).parents[2] / "jpipe"
 _ALLOWED = {
-    "terminal": "",
+    "processes": "",
     "schedules": "",
-    "seam": "terminal",
-    "arrays": "",
-    "jaxprs": "seam",
-    "processes": "terminal seam",
-    "partitioner": "seam jaxprs",
-    "layers": "seam jaxprs",
-    "mesh": "seam partitioner",
-    "model": "terminal seam arrays jaxprs partitioner layers mesh",
-    "memory": "terminal schedules seam arrays jaxprs partitioner layers mesh model",
-    "batches": "arrays jaxprs partitioner layers mesh model",
-    "cutting": "terminal seam arrays jaxprs layers model memory batches",
-    "training": "seam arrays jaxprs partitioner layers mesh model memory",
-    "planning": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches cutting",
-    "execution": "terminal schedules seam arrays jaxprs partitioner mesh model memory batches planning",
-    "generation": "terminal schedules seam arrays jaxprs partitioner layers mesh "
-    "model memory batches planning execution cutting",
-    "costs": "terminal schedules seam arrays jaxprs partitioner mesh model memory training planning execution",
-    "pictures": "terminal schedules planning costs",
-    "view": "terminal schedules model memory planning costs pictures",
-    "checkpoints": "terminal seam arrays processes model memory batches training cutting pipeline checks",
-    "profiling": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches training "
-    "planning execution costs pictures view pipeline checks",
-    "forecasting": "terminal schedules seam arrays mesh memory model batches planning costs pipeline",
+    "jax": "processes",
+    "partitioner": "jax",
+    "layers": "jax",
+    "mesh": "jax partitioner",
+    "model": "processes jax partitioner layers mesh",
+    "memory": "processes schedules jax partitioner layers mesh model",
+    "cutting": "processes jax layers model memory",
+    "training": "jax partitioner layers mesh model memory",
+    "planning": "processes schedules jax partitioner layers mesh model memory cutting",
+    "execution": "processes schedules jax partitioner layers mesh model memory cutting planning",
+    "checkpoints": "processes jax model memory training cutting pipeline checks",
+    "tools": "processes schedules jax partitioner layers mesh model memory training planning execution pipeline checks",
 }
 MAY_IMPORT = {folder: set(names.split()) for folder, names in _ALLOWED.items()}
 """By folder, the folders that its files import."""
-TOOLS = {"pictures", "view", "profiling", "forecasting"}
+TOOLS = {"tools"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -114,7 +103,7 @@ def test_schedules_know_no_jax():
 def test_flax_is_known_to_the_adapters_and_to_checks_alone():
     known = {name for name, modules in IMPORTS.items() if any(m.partition(".")[0] == "flax" for m in modules)}
     adapters = {f"jpipe.layers.{name}" for name in ("flax", "linen", "nnx", "adapt")}
-    assert known == {*adapters, "jpipe.checks", "jpipe.seam.inside"}
+    assert known == {*adapters, "jpipe.checks", "jpipe.jax.inside"}
 
 
 def test_no_file_imports_itself_through_others():

@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpipe.memory.storage
 from cases import assert_equal
 from gpu_program import compile_with_text, kernels, needs_gpu_compiler
-from jpipe.arrays.in_place import look_up
-from jpipe.costs.chips import parse_topology
-from jpipe.forecasting.compiled_program import read
+from jpipe.jax.in_place import look_up
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer
 from jpipe.memory.storage import Row, build_storage
+from jpipe.tools.chips import parse_topology
+from jpipe.tools.compiled_program import read
 
 
 def leaf(*shape, dtype="float32"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jaxprs.tracing import replay
+from jpipe.jax.tracing import replay
 from jpipe.model.constants import Constants, differing, scalars_of, without_plain_calls
 
 X = np.linspace(-1, 1, 5)

@@ -8,14 +8,14 @@ import pytest
 
 from jpipe.cutting.module import make_whole
 from jpipe.cutting.whole import cut_model
-from jpipe.jaxprs.flat_jaxpr import flatten
-from jpipe.jaxprs.tracing import trace
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.primitives import PLAIN_CALLS
+from jpipe.jax.tracing import trace
 from jpipe.layers.adapt import as_whole
 from jpipe.model import alike
 from jpipe.model.constants import scalars_of, without_plain_calls
 from jpipe.model.kinds import Kinds
 from jpipe.model.trace import trace_model
-from jpipe.seam.primitives import PLAIN_CALLS
 
 X = jax.ShapeDtypeStruct((2, 3), jnp.float32)
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.jaxprs.tracing import equations_in
+from jpipe.jax.tracing import equations_in
 from jpipe.model.row_additions import row_additions_by_comparison
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cases import assert_close
-from jpipe.jaxprs.tracing import replay
+from jpipe.jax.tracing import replay
 from jpipe.model.remat import save_but_elementwise
 from jpipe.model.split_backward import split_in_two
 

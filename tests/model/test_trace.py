@@ -12,7 +12,7 @@ from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import describe
 from jpipe.model.groups import same_type
 from jpipe.model.trace import trace_model
-from jpipe.terminal.progress import warn_once
+from jpipe.processes.progress import warn_once
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 IDS = jax.ShapeDtypeStruct((2, 4), jnp.int32)

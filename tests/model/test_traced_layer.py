@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jpipe
 from cases import assert_close
-from jpipe.batches.rows import default_inputs
 from jpipe.layers.adapt import as_layers
+from jpipe.memory.rows import default_inputs
 from jpipe.mesh.splits import Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner import per_device
 from jpipe.partitioner.choice import Chooser, apart, cheapest_plan, taken_apart, together
 from jpipe.partitioner.conversions import PRICES, bytes_sent, hops, price, sent_in

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jaxprs.tracing import trace
+from jpipe.jax.tracing import trace
 from jpipe.partitioner.examples import INDEX, CouplesError, Examples
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Shard
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner import choice, per_device
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.conversions import sent_in

@@ -8,12 +8,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blocks import SHAPES, SPECS, WIDTH, attention, block, feed_forward, flat, gradients, shared
+from jpipe.jax.inside import needed_part
 from jpipe.partitioner import find_rings, per_device, rings
 from jpipe.partitioner.choice import always
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.rings import Ring
 from jpipe.partitioner.shardings import Axis, Shard
-from jpipe.seam.inside import needed_part
 from tpu_program import compile_with_text, needs_tpu_compiler, read, tpu_devices, transfers
 
 ORDERS = {2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 3, 2)}

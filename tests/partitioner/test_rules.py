@@ -9,10 +9,10 @@ import test_rule
 from jax import lax
 from jax.extend.core import subjaxprs
 
+from jpipe.jax.primitives import ELEMENTWISE
 from jpipe.partitioner.rule import RuleResult
 from jpipe.partitioner.rules import RULES, elementwise
 from jpipe.partitioner.shardings import PARTIAL, Axis
-from jpipe.seam.primitives import ELEMENTWISE
 from partitioned import array, case, compare, integers, traced
 
 

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 import jpipe
 import jpipe.planning.costs as costs_module
 from cases import compilations
-from jpipe.jaxprs.flops import Flops, count_flops
+from jpipe.jax.flops import Flops, count_flops
 from jpipe.model.random_keys import key_shape
 from jpipe.planning.costs import unsplit_in
-from jpipe.terminal.progress import warn_once
+from jpipe.processes.progress import warn_once
 
 BATCH = np.ones((8, 16), np.float32)
 

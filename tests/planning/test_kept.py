@@ -10,7 +10,7 @@ import jpipe
 from cases import assert_equal
 from jpipe.memory.storage import Row
 from jpipe.planning.kept import build_away_storage
-from jpipe.terminal.progress import warn_once
+from jpipe.processes.progress import warn_once
 from small_pipeline import make
 
 

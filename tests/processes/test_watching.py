@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import jpipe
+from jpipe.processes import progress
+from jpipe.processes.progress import compiles, first_call
 from jpipe.processes.watching import EXIT_CODE, Standing, report
-from jpipe.terminal import progress
-from jpipe.terminal.progress import compiles, first_call
 
 X = np.ones((4, 3), np.float32)
 SECONDS = 1.0

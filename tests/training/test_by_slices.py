@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 import jpipe
 from cases import assert_close, assert_equal
 from gpu_program import needs_gpu_compiler
-from jpipe.arrays.in_place import HOST
-from jpipe.costs.chips import ABSENT, parse_topology
+from jpipe.jax.in_place import HOST
 from jpipe.memory import layout
+from jpipe.tools.chips import ABSENT, parse_topology
 from tpu_program import needs_tpu_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing")

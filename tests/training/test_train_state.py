@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_close, assert_equal, compilations, linen, model, pipeline, tokens
-from jpipe.arrays.in_place import HOST
+from jpipe.jax.in_place import HOST
 from jpipe.memory.layout import StageTree
 from jpipe.training.train_state import MOST_TRAIN_STEPS, TrainState, state_shardings, train_step
 from updates import is_matrix, labels

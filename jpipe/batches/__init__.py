@@ -1,1 +1,0 @@
-"""Cuts batches into micro-batches, places their rows on devices, and joins their outputs."""

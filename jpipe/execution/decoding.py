@@ -1,0 +1,349 @@
+"""Lays out generation: the layers as they decode one or several tokens at a time, and where their caches lie.
+
+A layer's cache stays on its stage, with a row for each micro-batch. How tokens go round is in `generator`.
+
+Only a layer that treats each token by itself may decode without a cache. Attention without one would see one token in
+place of all, and positions counted within a call would all be the first: wrong tokens, and no error. So a layer's jaxpr
+on whole sequences is partitioned as if each token lay on a device of its own. A layer that treats each token by itself
+then sends nothing, and no device asks which token it has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jpipe.cutting.decoder import cut_decoder
+from jpipe.cutting.whole import CutModel
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.inside import needed_part
+from jpipe.jax.primitives import ELEMENTWISE, MOVES, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.jax.tracing import compiled, equations_in, no_mesh, replay, trace
+from jpipe.layers.base import AnyLayer, describe, positional
+from jpipe.layers.connections import with_inputs
+from jpipe.layers.decode_mode import CACHE, decoding
+from jpipe.memory.storage import Storage, build_storage
+from jpipe.mesh.axes import AXIS, shapes_only
+from jpipe.model.groups import KEEP, LayerGroup, Model, same_type
+from jpipe.model.layer_function import LayerFunction
+from jpipe.model.trace import trace_model
+from jpipe.partitioner.choice import always
+from jpipe.partitioner.conversions import sent_in
+from jpipe.partitioner.per_device import jaxpr_per_device
+from jpipe.partitioner.shardings import Axis, Sharding, names_in, of_spec, part_structs, replicated
+from jpipe.planning.plan import Plan
+from jpipe.planning.step import Step, build_step
+from jpipe.processes.progress import warn_user
+from jpipe.schedules.orders import forward_only
+from jpipe.types import Leaf, PyTree
+
+AXIS_OF_TOKENS = "tokens"
+_SPREADS = (ELEMENTWISE | MOVES) - {"iota", "concatenate", "pad"}
+"""Operations that give the same number everywhere, if their operands do."""
+
+
+def on_inputs(plan: Plan, cut: CutModel | None) -> Sequence[LayerFunction]:
+    """Each group in evaluation, on the model's inputs instead of the batch, which may be longer than they are."""
+    traced, remat = plan.traced, plan.request.remat
+    if cut is not None:
+        layers = cut.layers(cut.whole.trace(lambda inputs: inputs, traced.inputs))
+        groups = [replace(group, layer=layers[group.indices[0]]) for group in traced.groups]
+        return [LayerFunction(group, None, remat, traced.inputs) for group in groups]
+    first, *others = traced.groups
+    (layer,) = with_inputs(plan.request.layers[:1], lambda inputs: inputs)
+    of_others = [LayerFunction(group, None, remat, traced.batch) for group in others]
+    return [LayerFunction(replace(first, layer=layer), None, remat, traced.inputs), *of_others]
+
+
+def warn_of_uncached(plan: Plan, decoding: Model, functions: Sequence[LayerFunction]) -> None:
+    """Warns of layers that keep no cache in decode mode, and don't treat each token by itself in training.
+
+    Args:
+      plan: with the layers as they train, on sequences.
+      decoding: the same layers in decode mode.
+      functions: each group on whole sequences (`on_inputs`).
+    """
+    for function in functions:
+        group = function.group
+        if decoding.group_at(group.indices[0]).variables.get(CACHE):
+            continue
+        if sight := sees_more(function, jax.tree.leaves(plan.traced.inputs)[0].shape[1]):
+            warn_user(
+                f"generate: layer {group.indices[0]} ({group.layer.name}) {sight}, but keeps no cache in decode mode, "
+                "where it is called with a token at a time: what follows may be wrong. Give it a field `decode` and "
+                "what it has to know of the tokens before in the collection `cache` (Linen), or `init_cache` (nnx)"
+            )
+
+
+def sees_more(function: LayerFunction, length: int) -> str:
+    """Says how a layer looks beyond a single token; "" if it treats each token by itself.
+
+    A layer with a program of single devices (`jax.shard_map`) can't be tested, since its axes aren't there: "" too.
+
+    Args:
+      function: the layer in evaluation mode, on whole sequences.
+      length: T, the tokens of a sequence: dimension 1 of what the layer takes, or the first that is so long.
+    """
+    if length == 1:
+        return ""
+    axes = (Axis((AXIS_OF_TOKENS,), (length,), is_data=True),)
+
+    def at(leaf: Leaf) -> Sharding:
+        """Split along its tokens: dimension 1, or another one where a whole model is cut within attention."""
+        found = [i for i in range(1, leaf.ndim) if leaf.shape[i] == length]
+        return of_spec(PartitionSpec(*[None] * found[0], AXIS_OF_TOKENS), axes) if found else replicated(axes)
+
+    whole = replicated(axes)
+    arguments, takes = function.arguments, jax.tree.leaves(function.group.takes)
+    jaxpr, _ = trace(function.forward, arguments, takes)
+    if _holds(jaxpr.jaxpr.eqns, "shard_map"):
+        return ""
+    sequences: list[Leaf] = [*jax.tree.leaves(arguments.batch), *takes]
+    weights = len(jaxpr.jaxpr.invars) - len(sequences)
+    shardings = [whole] * weights + [at(leaf) for leaf in sequences]
+    wanted = [always(at(leaf)) for leaf in jaxpr.out_avals]
+    with no_mesh():
+        program = jaxpr_per_device(jaxpr, axes, shardings, wanted).jaxpr
+    sent = sent_in(program.jaxpr, {AXIS_OF_TOKENS: length})
+    if sent:
+        return f"looks at other tokens ({sent[0].line or 'of no line'})"
+    return "looks at the places of tokens" if _depends_on_place(program) else ""
+
+
+def _depends_on_place(program: ClosedJaxpr) -> bool:
+    """Whether a device's results depend on its place; a part of an array of one number doesn't."""
+    jaxpr, placed = without_calls(program).jaxpr, set[Var]()
+    even = {v for v in jaxpr.constvars if not shapes_of([v])[0].shape}
+    is_even = lambda v: isinstance(v, Literal) or v in even
+    for equation in jaxpr.eqns:
+        name, operands = equation.primitive.name, equation.invars
+        if (name in _SPREADS and all(map(is_even, operands))) or (name == "dynamic_slice" and is_even(operands[0])):
+            even |= set(equation.outvars)
+        elif _holds([equation], "axis_index") or not placed.isdisjoint(v for v in operands if isinstance(v, Var)):
+            placed |= set(equation.outvars)
+    return not placed.isdisjoint(v for v in jaxpr.outvars if isinstance(v, Var))
+
+
+def _holds(equations: Sequence[JaxprEqn], name: str) -> bool:
+    """Whether one of the equations, or one within them, is a primitive of this name."""
+    return any(equation.primitive.name == name for equation in equations_in(equations))
+
+
+PickLogits = Callable[[PyTree], jax.Array]
+"""A model's outputs -> its logits `[b, T, vocabulary]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decoding:
+    """The layers and layouts of generation, for micro-batches of one size and sequences of one length.
+
+    Attributes:
+      step: one token through all layers, forward only; its micro-batches are K.
+      prefill: the same of several tokens of a prompt; None if it is fed by single ones.
+      caches: where caches lie, a row for each micro-batch; a record type for each group, a record for each layer of it.
+      starts: by the name of a buffer, the number that all of it starts from.
+      logits: leaves of the outputs -> the logits.
+    """
+
+    step: Step
+    prefill: Step | None
+    caches: Storage
+    starts: dict[str, float]
+    logits: Callable[[list[Leaf]], jax.Array]
+
+
+def make_decoding(
+    plan: Plan, cut: CutModel | None, size: int, length: int, prefill: int, logits: PickLogits | None = None
+) -> Decoding:
+    """Traces the layers in decode mode and lays out their caches.
+
+    Args:
+      plan: the pipeline's.
+      cut: where a model that is one module is cut; None for a list of layers.
+      size: b, the sequences of a micro-batch.
+      length: the longest sequence that is fed: what caches are made for.
+      prefill: the tokens of a prompt that layers take at a time.
+      logits: which of the outputs are the logits; None if the model gives nothing else.
+
+    Raises:
+      ValueError: the model takes no tokens or gives no logits; its ends are shared in a way that can't be undone; no
+        layer has a cache, or one too short; decoding needs other variables than training.
+    """
+    tokens = _check_tokens(plan, logits)
+    plan = _with_ends_apart(plan) if plan.shares_ends else plan
+    layers_for = _decoding_layers(plan, cut, size, length)
+    fed = lambda count: jax.ShapeDtypeStruct((size, count), tokens.dtype)
+    step = _decoding_step(plan, layers_for(fed(1)), fed(1), length)
+    warn_of_uncached(plan, step.model, on_inputs(plan, cut))
+    try:
+        first = _decoding_step(plan, layers_for(fed(prefill)), fed(prefill), length) if prefill > 1 else None
+    except ValueError as error:
+        raise ValueError(
+            f"generate: prefill={prefill}, but in decode mode {error}\nUse prefill=1, or layers that take {prefill} "
+            "tokens at a time"
+        ) from error
+    caches, starts = _cache_storage(step)
+    outputs = jax.tree.structure(plan.traced.groups[-1].gives)
+    pick = lambda leaves: leaves[0] if logits is None else logits(jax.tree.unflatten(outputs, leaves))
+    return Decoding(step, first, caches, starts, pick)
+
+
+def _decoding_layers(
+    plan: Plan, cut: CutModel | None, size: int, length: int
+) -> Callable[[jax.ShapeDtypeStruct], Sequence[AnyLayer]]:
+    """Tokens `[b, T]` -> the layers that take them in decode mode, with caches for sequences of a length."""
+    if cut is not None:
+        return cut_decoder(cut, plan.traced.inputs, size, length).layers
+    takes = [plan.traced.called_with(i) for i in range(plan.traced.num_layers)]
+    layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
+    return lambda tokens: layers
+
+
+def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:
+    """Lays out the forward step of tokens `[b, T]` through all layers, as they decode."""
+    request, traced = plan.request, plan.traced
+    names = {name for group in traced.groups for name in group.variables} - {"params"}
+    rules = {**request.rules, **dict.fromkeys(names, KEEP), CACHE: CACHE}
+    model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules, traced)
+    _check_model(plan, model, length)
+    last, of_examples = model.groups[-1], request.splits.of_examples(tokens.shape[0])
+    at = lambda leaf: of_examples if leaf.shape[:1] == tokens.shape[:1] else replicated(request.splits.axes)
+    whole = replace(last, gives_at=list(map(at, jax.tree.leaves(last.gives))))  # logits among them, to choose by
+    model = replace(model, groups=(*model.groups[:-1], whole))
+    placement = request.schedule.placement
+    sizes = request.schedule.sizes | {"num_microbatches": placement.num_stages}
+    schedule = forward_only(**sizes, style=placement.style)
+    functions = [LayerFunction(group, None, request.remat, model.batch) for group in model.groups]
+    return build_step(plan, model, schedule, functions)
+
+
+def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct:
+    """Checks that the model maps tokens to logits, and returns the shape and dtype of the tokens, `[b, T]`."""
+    inputs, gives = jax.tree.leaves(plan.traced.inputs), plan.traced.groups[-1].gives
+    takes_tokens = len(inputs) == 1 and inputs[0].ndim == 2 and jnp.issubdtype(inputs[0].dtype, jnp.integer)
+    try:
+        logits_leaves = jax.tree.leaves(gives if logits is None else jax.eval_shape(logits, gives))
+    except Exception as error:
+        raise ValueError(
+            f"generate: logits raised {type(error).__name__}: {error}; it is called with the model's outputs, "
+            f"{describe(gives)}, and returns those that are logits, as in lambda outputs: outputs[0]"
+        ) from error
+    if not takes_tokens or len(logits_leaves) != 1 or logits_leaves[0].ndim != 3:
+        raise ValueError(
+            f"generate needs a model that takes tokens [B, T] and gives logits [B, T, vocabulary]; this one takes "
+            f"{describe(plan.traced.inputs)} and gives {describe(gives)}. If the logits are among its outputs, say "
+            "which they are: pipe.generate(..., logits=lambda outputs: outputs[0])"
+        )
+    return inputs[0]
+
+
+def _with_ends_apart(plan: Plan) -> Plan:
+    """The plan with each end on its own stage: its weights are brought there once, for all tokens.
+
+    Raises:
+      ValueError: another axis splits the same dimension of such a weight, so that no stage can join its parts.
+    """
+    specs = (spec for layout in plan.layouts.values() for kind in layout.storage.record_types for spec in kind.specs)
+    if any(AXIS in names_in(entry) and len(names_in(entry)) > 1 for spec in specs for entry in spec):
+        raise ValueError(
+            "generate: ends='shared' splits weights of the ends over the stages and another mesh axis along one "
+            "dimension, of which no stage can have all; make a pipeline with ends='own' or 'spread', and pass it "
+            "pipe.from_layer_variables(trained.layer_variables(variables), batch)"
+        )
+    return replace(plan, ends_apart=True)
+
+
+def _check_model(plan: Plan, model: Model, length: int) -> None:
+    """Checks that layers in decode mode have the variables that they were trained with, and long enough caches."""
+    kept = [group for group in model.groups if group.variables.get(CACHE)]
+    if not kept:
+        names = ", ".join(dict.fromkeys(group.layer.name for group in model.groups))
+        raise ValueError(
+            f"generate: no layer keeps a cache ({names}), so that none would see the tokens before; give the layers "
+            "that look at other tokens a field `decode` with which Flax's attention keeps one (Linen), or an attention "
+            "with `init_cache` (nnx)"
+        )
+    for index in range(model.num_layers):
+        old, new = plan.traced.group_at(index), model.group_at(index)
+        without = lambda group: {name: tree for name, tree in group.variables.items() if name != CACHE}
+        if not same_type(without(old), without(new)):
+            raise ValueError(
+                f"layer {index} ({old.layer.name}) has {describe(without(new))} in decode mode and "
+                f"{describe(without(old))} in training, so that it can't take over what was trained"
+            )
+        if old.indices != new.indices:
+            raise ValueError(
+                f"generate: layer {index} ({old.layer.name}) is one of equal layers, {list(old.indices)} in training "
+                f"and {list(new.indices)} in decode mode, where sequences of one token aren't split over devices as "
+                "whole ones are; generate with a pipeline whose layers don't constrain the dimension of tokens, and "
+                "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)"
+            )
+    for group in kept:
+        leaves = jax.tree.leaves(group.variables[CACHE])
+        counts = any(leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
+        short = [leaf for leaf in leaves if counts and leaf.ndim > 2 and leaf.shape[1] < length]
+        if short:
+            raise ValueError(
+                f"generate: sequences of {length} tokens are longer than the cache of layer {group.indices[0]} "
+                f"({group.layer.name}), {describe(short[0])}; shorten the prompts, ask for less, or make it longer"
+            )
+
+
+def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
+    """Lays out all caches, as one device has them, with the number that each of their buffers starts from."""
+    model, place = step.model, step.schedule.placement
+    stage_of = [place.stage_of(s) for s, run in enumerate(step.plan.partition.bounds) for _ in range(*run)]
+    owners = [[stage_of[i] for i in group.indices] for group in model.groups]
+    leaves = [
+        part_structs(group.variables.get(CACHE, {}), function.caches_at(step.plan.request.splits), model.axes)
+        for group, function in zip(model.groups, step.functions, strict=True)
+    ]
+    count = place.num_stages
+    starts = [_starts(group, step) for group in model.groups]
+    numbers = sorted(set(itertools.chain(*starts)))
+    # Each leaf of a cache lies in a buffer of its own. If keys and values shared one, a compiler would copy all of it
+    # where one is read after the other was written. Leaves that start from other numbers have other buffers, too.
+    tags = [[(i, numbers.index(number)) for i, number in enumerate(group_starts)] for group_starts in starts]
+    storage = build_storage(
+        leaves,
+        owners,
+        device_of=range(count),
+        rows=[count] * count,
+        orders=[[tuple(range(leaf.ndim)) for leaf in cache] for cache in leaves],
+        tags=tags,
+        waste=math.inf,
+    )
+    names = itertools.chain(*(record_type.buffers for record_type in storage.record_types))
+    return storage, dict(zip(names, itertools.chain(*starts), strict=True))
+
+
+def _starts(group: LayerGroup, step: Step) -> list[float]:
+    """The number that all of each leaf of a layer's cache starts from."""
+    if not group.variables.get(CACHE):
+        return []
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+
+    def extremes() -> PyTree:
+        """The smallest and the largest number of each leaf of a new cache."""
+        made = group.layer.init(jax.random.key(0), positional(zeros(group.takes)), zeros(step.model.batch))[CACHE]
+        return jax.tree.map(lambda a: jnp.stack([a.min(), a.max()]) if a.size else jnp.zeros(2, a.dtype), made)
+
+    with shapes_only(step.plan.request.mesh):
+        closed, shapes = trace(extremes)
+    alone = needed_part(closed, [True] * len(closed.out_avals))[0]  # nothing else of the layer
+    with no_mesh():
+        pairs = jax.tree_util.tree_leaves_with_path(jax.device_get(compiled(replay(alone, shapes))()))
+    for path, (smallest, largest) in pairs:
+        if smallest != largest or np.iscomplexobj(smallest):
+            raise ValueError(
+                f"generate: the cache of layer {group.indices[0]} ({group.layer.name}) starts from different numbers, "
+                f"or complex ones, at {jax.tree_util.keystr(path)}; start from one real number, such as 0"
+            )
+    return [float(smallest) for _, (smallest, _) in pairs]

@@ -1,0 +1,368 @@
+"""`Generator`: checks what `Pipeline.generate` is asked for, keeps what was compiled for it, and sends tokens round.
+
+Tokens go round the stages and are drawn on the last; K micro-batches in flight keep all at work. A micro-batch is one
+token of each of its sequences. It takes a tick on each virtual stage. The last stage chooses the next token and sends
+it to the first, which goes on with it in the next tick. The table shows which (micro-batch, token) each stage takes,
+for K=3, one chunk a stage, and a prompt of two tokens, both "p", to which three are added:
+
+    tick       0    1    2    3    4    5    6    7    8   ...
+    stage 0   0.p  1.p  2.p  0.p  1.p  2.p  0.3  1.3  2.3
+    stage 1    .   0.p  1.p  2.p  0.p  1.p  2.p  0.3  1.3
+    stage 2    .    .   0.p  1.p  2.p  0.p  1.p  2.p  0.3      tick 5, the second p of micro-batch 0, gives its token 3
+
+A layer's cache stays on its stage, with a row for each micro-batch. Where layers take several tokens of a prompt at a
+time (prefill), these go round first, as one "token" here; then the first that is said is a prompt of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
+from jpipe.execution.executor import moved
+from jpipe.execution.programs import run_step
+from jpipe.execution.stage import Stage
+from jpipe.execution.sweep import Job, Sweep, Turn
+from jpipe.jax.in_place import Index, put_slice, take_row, take_slice, when
+from jpipe.layers.base import describe
+from jpipe.layers.fingerprint import fingerprint
+from jpipe.memory.buffers import in_order
+from jpipe.memory.layout import StageTree
+from jpipe.memory.outputs import join_microbatches
+from jpipe.memory.storage import Buffers, Row
+from jpipe.mesh.axes import AXIS
+from jpipe.model.layer_function import LayerArguments
+from jpipe.model.random_keys import as_key
+from jpipe.partitioner.shardings import to_spec
+from jpipe.planning.planner import Planner
+from jpipe.processes.progress import task
+from jpipe.schedules.actions import Placement
+from jpipe.types import Batch, Leaf
+from jpipe.users_numbers import as_integer, as_number, integer_or_none
+
+
+class Round(NamedTuple):
+    """The values of one call that all devices know.
+
+    Attributes:
+      prompts: `[K, b, S]`.
+      rows: `[K, b]`, the index of each prompt among all.
+      temperatures: `[K, b]`, of samples; None takes the likeliest token.
+      num_tokens: to add to each prompt.
+      start: the place of a prompt's first token in its sequence.
+    """
+
+    prompts: jax.Array
+    rows: jax.Array
+    temperatures: jax.Array | None
+    num_tokens: int
+    start: int = 0
+
+
+class DecodingCarry(NamedTuple):
+    """The arrays that a device carries from tick to tick, where layers take T tokens at a time.
+
+    Attributes:
+      activation: boundary buffers with what the next layer takes.
+      caches: buffers of all layers' caches.
+      tokens: `[b, T]`, on the first stage those that it takes next, on the last the one that it said, T times.
+      said: `[K, b, num_tokens]`, filled on the last stage.
+    """
+
+    activation: Buffers
+    caches: Buffers
+    tokens: jax.Array
+    said: jax.Array
+
+
+def ring(placement: Placement, num_rounds: int) -> np.ndarray:
+    """Returns `[ticks, 4, K]`: for each tick and stage its micro-batch, virtual stage, round (-1 where it idles), and
+    the route by which its next activation arrives.
+
+    Micro-batch m begins with tick m; where the chain turns (a "v"), with tick 2m, so that no stage has two at a time.
+
+    >>> ring(Placement(num_stages=2, num_chunks=1), 2)[:, 2].tolist()
+    [[0, -1], [0, 0], [1, 0], [1, 1], [-1, 1]]
+    """
+    count, hop = placement.num_virtual_stages, 2 if placement.style == "v" and placement.num_stages > 1 else 1
+    table = np.zeros((count * num_rounds + hop * (placement.num_stages - 1), 4, placement.num_stages), np.int32)
+    table[:, 2] = -1
+    routes = [{receiver: sender for sender, receiver in route} for route in placement.routes(+1)]
+    for m in range(placement.num_stages):
+        for t in range(count * num_rounds):
+            s = t % count
+            k = placement.stage_of(s)
+            table[t + hop * m, :3, k] = m, s, t // count
+            if s > 0:
+                sender = placement.stage_of(s - 1)
+                table[t + hop * m - 1, 3, k] = next(i for i, route in enumerate(routes) if route.get(k) == sender)
+    return table
+
+
+def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
+    """Returns prompts with the tokens that follow, `[K, b, S + num_tokens]`, on any device of a `shard_map`."""
+    caches = {n: jnp.full(a.shape, plan.starts[n], a.dtype) for n, a in plan.caches.named_buffers}
+    done = call.prompts
+    if plan.prefill is not None:
+        first = call._replace(num_tokens=1)
+        said, caches = _go_round(replace(stage, step=plan.prefill), plan, first, caches)
+        done = jnp.concatenate([done, said], axis=-1)
+        call = call._replace(prompts=said, num_tokens=call.num_tokens - 1, start=call.prompts.shape[-1])
+    if call.num_tokens:
+        said, _ = _go_round(stage, plan, call, caches)
+        done = jnp.concatenate([done, said], axis=-1)
+    return done
+
+
+def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tuple[jax.Array, Buffers]:
+    """Returns (the tokens that follow prompts, `[K, b, num_tokens]`, on all stages; the caches after them)."""
+    step, place, at_once = stage.step, stage.step.schedule.placement, stage.step.model.batch.shape[1]
+    num_rounds = call.prompts.shape[-1] // at_once + call.num_tokens - 1
+    table = jnp.moveaxis(jnp.asarray(ring(place, num_rounds)), -1, 0)
+    turns = take_row(table, stage.device)
+    said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
+    # The last layer's weights are brought to their order once. They may lie transposed, and a compiler would copy them
+    # in every tick.
+    rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
+    head = tuple(map(rows, stage.weights(Turn(step.model.last, 0, 0, {}))))
+    carry = DecodingCarry(step.activations.empty(), caches, call.prompts[0, :, :at_once], said)
+
+    def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
+        microbatch, virtual_stage, round_, route = now
+        virtual_stage = 0 if place.num_virtual_stages == 1 else virtual_stage
+        work = lambda at, carry: _work(stage, plan, call, head, at, carry)
+        carry = when(round_ >= 0, (microbatch, virtual_stage, round_), work, carry)
+        return _passed_on(stage, place, route, carry), None
+
+    with jax.named_scope("ticks"):
+        carry = jax.lax.scan(tick, carry, turns)[0]
+    is_last = stage.device == place.stage_of(place.num_virtual_stages - 1)
+    return jax.lax.psum(jnp.where(is_last, carry.said, 0), AXIS), carry.caches
+
+
+def _work(
+    stage: Stage, plan: Decoding, call: Round, head: tuple[list[Leaf], ...], at: tuple[Index, ...], carry: DecodingCarry
+) -> DecodingCarry:
+    """Sends tokens through layers; `at` is (micro-batch, virtual stage, round), `head` the last layer's weights."""
+    step, groups, (microbatch, virtual_stage, round_) = stage.step, stage.step.model.groups, at
+    prompt_length, at_once = call.prompts.shape[-1], carry.tokens.shape[1]
+    begin = round_ * at_once  # of these tokens, counted from the prompt's first
+    column = jnp.minimum(begin, prompt_length - at_once)
+    of_prompt = take_slice(call.prompts, (microbatch, 0, column), (1, *carry.tokens.shape))[0]
+    begins = (virtual_stage == 0) & (begin < prompt_length)
+    carry = carry._replace(tokens=jnp.where(begins, of_prompt, carry.tokens))
+
+    def reads(turn: Turn, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
+        """(the tokens, what the layer takes, its cache)."""
+        first = groups[turn.g].indices[0]
+        x = step.activations.read(carry.activation, first - 1, 0) if first else []
+        row = Row(turn.microbatch, stage.device)
+        return carry.tokens, x, plan.caches.read(carry.caches, turn.g, turn.position, row)
+
+    def visit(turn: Turn, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
+        tokens, x, cache = arrays
+        params, fixed = head if turn.g == step.model.last else stage.weights(turn)
+        batch = tokens if step.functions[turn.g].reads_batch else None
+        results, _ = step.forwards[turn.g](LayerArguments(params, cache, fixed, None, batch), x)
+        if cache:
+            row = Row(turn.microbatch, stage.device)
+            carry = carry._replace(caches=plan.caches.write(carry.caches, turn.g, turn.position, results.state, row))
+        if turn.g != step.model.last:
+            buffers = step.activations.write(carry.activation, groups[turn.g].indices[0], 0, results.outputs)
+            return carry._replace(activation=buffers)
+        return _said(stage, call, turn.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
+
+    return Sweep(stage.step, Job(virtual_stage, microbatch, {}), reads, visit, "F", reverse=False).run(carry)
+
+
+def _said(
+    stage: Stage, call: Round, microbatch: Index, count: Index, logits: jax.Array, carry: DecodingCarry
+) -> DecodingCarry:
+    """Adds to the carry the token `[b]` that follows `count` others, chosen by logits `[b, vocabulary]`."""
+    logits = logits.astype(jnp.promote_types(jnp.float32, logits.dtype))
+    if call.temperatures is None:
+        token = jnp.argmax(logits, axis=-1)
+    else:
+        temperatures = take_row(call.temperatures, microbatch)[:, None].astype(logits.dtype)
+        token = sample(stage.key, take_row(call.rows, microbatch), call.start + count, logits / temperatures)
+    token = token.astype(carry.tokens.dtype)[:, None]
+    # What is said within the prompt is written to the first place, over which the first new token is written later.
+    column = jnp.maximum(count - call.prompts.shape[-1], 0)
+    said = put_slice(carry.said, token[None], (microbatch, 0, column))
+    return carry._replace(tokens=jnp.broadcast_to(token, carry.tokens.shape), said=said)
+
+
+def sample(key: jax.Array | None, rows: jax.Array, place: Index, logits: jax.Array) -> jax.Array:
+    """Draws a token for each row, `[b]`, from `softmax(logits)` `[b, vocabulary]`, by (key, row, place) alone."""
+    assert key is not None
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), place))(rows)
+    return jax.vmap(jax.random.categorical)(keys, logits)
+
+
+def _passed_on(stage: Stage, place: Placement, route: Index, carry: DecodingCarry) -> DecodingCarry:
+    """Adds to the carry what neighbours sent: activations, and on the first stage the token that was chosen."""
+    begins_on, ends_on = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1)
+    if begins_on != ends_on:
+        carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(ends_on, begins_on)]))
+    boundaries = stage.step.activations
+    sent = boundaries.crossing(carry.activation)
+    arrived = [moved(sent, pairs, stage.device) for pairs in place.routes(+1)]
+    if not arrived:
+        return carry
+    chosen = lambda first, *others: jax.lax.select_n(route, first, *others) if others else first
+    taken = jax.tree.map(chosen, arrived[0], *arrived[1:])
+    return carry._replace(activation=boundaries.with_crossed(carry.activation, taken))
+
+
+class Asked(NamedTuple):
+    """The arguments of `Pipeline.generate`, checked.
+
+    Attributes:
+      words: the numbers in words, by which processes compare what they want.
+      drawn_by: the key and the temperature by which tokens are drawn; (None, None) takes the likeliest.
+      static: the keyword arguments of `generate`.
+    """
+
+    words: str
+    drawn_by: tuple[jax.Array | None, jax.Array | None]
+    static: dict[str, Decoding | int]
+
+
+class Generator:
+    """Continues prompts by the layers of a pipeline; keeps what it traced and compiled.
+
+    Args:
+      planner: the pipeline's.
+
+    Attributes:
+      decoding: b, the longest sequence, tokens of a prompt at a time, which outputs are the logits -> how the layers
+        decode; each is laid out once.
+      program: `generate`, jitted.
+    """
+
+    def __init__(self, planner: Planner):
+        self._planner = planner
+        self._logits: dict[Hashable, PickLogits] = {}
+        self.decoding = cache(self._decoding)
+        self.program = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
+
+    def clear_cache(self) -> None:
+        """Forgets what was traced, laid out and compiled."""
+        self.decoding.cache_clear()
+        self.program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def asked(
+        self,
+        prompts: Leaf,
+        num_tokens: int,
+        key: jax.Array | None,
+        temperature: float,
+        prefill: int,
+        logits: PickLogits | None,
+    ) -> Asked:
+        """Checks the arguments of `Pipeline.generate`, and lays out how the layers decode such prompts.
+
+        Raises:
+          TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a
+            temperature that is no number from 0 on, or one without a key; prompts aren't fed in equal parts; as
+            `make_decoding`.
+        """
+        request = self._planner.request
+        stages, shards = request.schedule.num_stages, request.splits.num_shards
+        _check_prompts(prompts, stages)
+        if isinstance(temperature, Tracer) or isinstance(num_tokens, Tracer):
+            raise TypeError("temperature or num_tokens is traced; pass numbers, static arguments of your jax.jit")
+        temperature = _as_temperature(temperature, key)
+        num_tokens = as_integer("num_tokens", num_tokens, "ask for at least one token")
+        count, length = prompts.shape
+        sizes = [n for n in range(1, length + 1) if length % n == 0]
+        if (fed := integer_or_none(prefill)) not in sizes:
+            raise ValueError(
+                f"prefill={prefill!r} is no part of prompts of {length} tokens; feed {sizes} of them at a time"
+            )
+        if logits is not None:  # one made anew runs the program that was compiled for the first
+            logits = self._logits.setdefault(fingerprint(logits), logits)
+        size = -(-count // (stages * shards)) * shards  # of a micro-batch, which data axes split evenly
+        decoding = self.decoding(size, length + num_tokens - 1, fed, logits)
+        words = f"generate {num_tokens} tokens at {temperature}, prefill {fed}"
+        drawn_by = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
+        return Asked(words, drawn_by, {"decoding": decoding, "num_tokens": num_tokens})
+
+    def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
+        planner = self._planner
+        with planner.tracing(), task(f"tracing {len(planner.request.layers)} layers in decode mode"):
+            return make_decoding(planner.known_plan(), planner.cut, size, length, prefill, logits)
+
+
+def _check_prompts(prompts: Leaf, stages: int) -> None:
+    """Checks that prompts are tokens `[B, S]`, and as many as stages."""
+    if not hasattr(prompts, "shape") or not jnp.issubdtype(prompts.dtype, jnp.integer):
+        name = describe(prompts) if hasattr(prompts, "shape") else type(prompts).__name__
+        raise TypeError(f"prompts is {name}; pass an array of tokens, integers [B, S]")
+    shape = prompts.shape
+    if len(shape) != 2 or not shape[1]:
+        raise ValueError(f"prompts has the shape {shape}; pass tokens [B, S] of at least one place")
+    if shape[0] < stages:
+        raise ValueError(
+            f"{shape[0]} prompts are fewer than the {stages} stages, which would wait for one another; pass at least "
+            f"{stages} (repeat some), or generate with a pipeline of fewer stages"
+        )
+
+
+def _as_temperature(temperature: float, key: jax.Array | None) -> float:
+    """A user's temperature as a number that logits can be divided by, or 0."""
+    temperature = as_number("temperature", temperature, "one is for all prompts, 0 takes the likeliest", finite=False)
+    if temperature != 0 and not np.finfo(np.float32).tiny <= temperature < np.inf:
+        raise ValueError(
+            f"temperature={temperature} is no number to divide logits by in float32; use 0 for the likeliest token, or "
+            "more to sample"
+        )
+    if temperature and key is None:
+        raise ValueError(f"temperature={temperature} draws random numbers, but key=None; pass key=jax.random.key(...)")
+    return temperature
+
+
+def generate(
+    variables: dict[str, StageTree],
+    prompts: jax.Array,
+    key: jax.Array | None,
+    temperature: jax.Array | None,
+    *,
+    decoding: Decoding,
+    num_tokens: int,
+) -> jax.Array:
+    """Prompts `[B, S]` and the tokens that follow them, `[B, S + num_tokens]`; the last is repeated to fill up."""
+    step, count = decoding.step, prompts.shape[0]
+    size, stages = step.model.batch.shape[0], step.schedule.num_microbatches
+    spec = lambda rows: to_spec(step.plan.request.splits.of_examples(rows), step.model.axes, 2)
+
+    def fill(asked: tuple[jax.Array, jax.Array | None]) -> Batch:
+        """Prompts, their indices and temperatures, `[K * b, ...]` each."""
+        prompts, temperature = asked
+        filled = jnp.pad(prompts.astype(step.model.batch.dtype), ((0, size * stages - count), (0, 0)), mode="edge")
+        temperatures = None if temperature is None else jnp.full(size * stages, temperature)
+        return filled, jnp.arange(size * stages, dtype=jnp.int32), temperatures
+
+    def work(stage: Stage) -> jax.Array:
+        own_prompts, rows, temperatures = stage.batch
+        return run_decoding(stage, decoding, Round(own_prompts, rows, temperatures, num_tokens))
+
+    return run_step(
+        step,
+        work,
+        (variables, (prompts, temperature), key, None),
+        PartitionSpec(None, *spec(size)),
+        fill,
+        [] if decoding.prefill is None else [decoding.prefill],
+        after=lambda sequences: join_microbatches(sequences)[:count],
+        result_specs=spec(count),
+    )

@@ -1,0 +1,354 @@
+"""Checks a batch, cuts it into equal micro-batches (GPipe, section 2.2), and places its rows on the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.jax.tracing import trace
+from jpipe.jax.trees import check_same_structure, lists_in, named_leaves, outline
+from jpipe.layers.base import describe
+from jpipe.mesh.axes import AXIS
+from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
+
+REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it out of the batch"
+"""What to do with a number for all examples."""
+
+
+def batch_size(batch: Batch) -> int:
+    """B, the examples of a batch, a pytree of arrays `[B, ...]`.
+
+    Raises:
+      TypeError: a leaf is no array of numbers.
+      ValueError: there are no leaves, one is a scalar, or they differ in batch size.
+    """
+    sizes: dict[int, str] = {}
+    for name, leaf in named_leaves("batch", batch):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            are = "batches are pytrees of arrays [B, ...]" + f"; {_remedy(batch)}" * isinstance(leaf, int | float)
+            raise TypeError(f"{name} is a {type(leaf).__name__}, not an array; {are}")
+        _check_dtype(name, leaf.dtype)
+        if not leaf.shape:
+            fault = "is a scalar; every array of a batch needs the batch size as its first dimension"
+            raise ValueError(f"{name} {fault}: {_remedy(batch)}")
+        sizes.setdefault(leaf.shape[0], name)
+    if not sizes:
+        raise ValueError("the batch holds no arrays")
+    if len(sizes) > 1:
+        parts = ", ".join(f"{name} has {size}" for size, name in sizes.items())
+        instead = _remedy(batch, "make their first dimensions equal")
+        raise ValueError(f"the arrays of the batch differ in batch size: {parts}; {instead}")
+    (size,) = sizes
+    if size == 0:
+        raise ValueError("batch size 0: the batch holds no examples; pass at least one")
+    return size
+
+
+def _remedy(batch: Batch, otherwise: str = REPEATED) -> str:
+    """The remedy for leaves without a batch size, or with another one: they may be the examples of a list."""
+    told = "{0} is a list, whose items are arrays of their own: if they are examples, pass np.stack({0})"
+    return next(map(told.format, lists_in("batch", batch)), otherwise)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The shapes of one of the equal micro-batches that a batch is cut into; a model is traced at them.
+
+    Attributes:
+      structure: the batch's pytree structure.
+      leaves: the shapes `[b, ...]` of the arrays of a micro-batch.
+      count: M, how many there are.
+      bare: whether they are the model's inputs alone.
+    """
+
+    structure: Structure
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    count: int
+    bare: bool = False
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes as the user's pytree."""
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+    @property
+    def size(self) -> int:
+        """b, the examples of a micro-batch."""
+        return self.leaves[0].shape[0]
+
+    @property
+    def doubled(self) -> MicroBatch:
+        """A micro-batch of twice as many examples."""
+        twice = (leaf.update(shape=(2 * leaf.shape[0], *leaf.shape[1:])) for leaf in self.leaves)
+        return replace(self, leaves=tuple(twice))
+
+
+def cut_batch(batch: Batch, count: int, *, bare: bool = False) -> MicroBatch:
+    """One of `count` micro-batches of a batch `[B, ...]` that passed `batch_size`, as shapes."""
+    leaves, structure = jax.tree.flatten(batch)
+    shape = lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype))
+    return MicroBatch(structure, tuple(map(shape, leaves)), count, bare)
+
+
+def cut_for_training(batch: Batch, num_microbatches: int, shards: int) -> MicroBatch:
+    """One of M micro-batches, which can be split over the data axes.
+
+    Args:
+      batch: `[B, ...]`.
+      num_microbatches: M.
+      shards: the devices that each micro-batch is split over.
+
+    Raises:
+      TypeError, ValueError: it is no batch (`batch_size`), or can't be cut so; sizes that can are named.
+    """
+    size = batch_size(batch)
+    if size % num_microbatches:
+        raise ValueError(
+            f"batch size {size} is not divisible by num_microbatches={num_microbatches}; use {_alternatives(size)}"
+        )
+    micro = size // num_microbatches
+    if micro % shards:
+        raise ValueError(
+            f"micro-batches of {micro} ({size} / num_microbatches={num_microbatches}) can't be split over the {shards} "
+            f"devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
+        )
+    return cut_batch(batch, num_microbatches)
+
+
+def cut_for_evaluation(batch: Batch, num_microbatches: int, shards: int, *, bare: bool = False) -> MicroBatch:
+    """One of equal micro-batches of a batch of any size: M of them, or the next fewer that fit.
+
+    Those that the data axes can split come first; where there are none, every device computes the whole micro-batch.
+    """
+    size = batch_size(batch)
+    fitting = [m for m in range(1, num_microbatches + 1) if size % m == 0]
+    return cut_batch(batch, max(fitting, key=lambda m: (size // m % shards == 0, m)), bare=bare)
+
+
+def _check_dtype(name: str, dtype: np.dtype) -> None:
+    """Checks that a batch's array holds numbers, and no random keys."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"{name} holds random keys ({dtype}), which a batch can't; pass jax.random.key_data(keys), and call "
+            "jax.random.wrap_key_data on it in the layer that reads it"
+        )
+    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
+        raise TypeError(
+            f"{name} has the dtype {dtype}, but a batch holds numbers only; leave it out of the batch, or encode it"
+        )
+
+
+def check_like(batch: Batch, expected: Shapes) -> None:
+    """Checks that a batch `[B, ...]` is like the one seen at init, but for its shapes.
+
+    Raises:
+      ValueError: it has another structure, or is a single example.
+    """
+    check_same_structure("batch", batch, expected)
+    check_no_example(batch, expected)
+
+
+def check_no_example(batch: Batch, expected: Shapes) -> None:
+    """Checks that a batch isn't a single example of the batch that was seen at init.
+
+    Args:
+      batch: pytree of arrays.
+      expected: the batch, or its inputs, seen at init, a pytree of ShapeDtypeStructs.
+
+    Raises:
+      ValueError: naming the first array that is.
+    """
+    if jax.tree.structure(batch) != jax.tree.structure(expected):
+        return
+    for (name, leaf), want in zip(named_leaves("batch", batch), jax.tree.leaves(expected), strict=True):
+        if np.shape(leaf) and np.shape(leaf) == want.shape[1:]:
+            raise ValueError(
+                f"{name} has the shape {leaf.shape}, that of one example at init; the first dimension of every array "
+                "is the batch: stack examples, as many as num_microbatches divides"
+            )
+
+
+def _alternatives(size: int) -> str:
+    """The divisors of a batch size, in words."""
+    divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
+    return " or ".join(filter(None, [", ".join(divisors[:-1]), *divisors[-1:]]))
+
+
+def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
+    """`[B, ...]` to `[M, B/M, ...]`: micro-batch m holds the m-th run of B/M examples."""
+    split = lambda a: jnp.reshape(a, (num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:]))
+    return jax.tree.map(split, batch)
+
+
+# --- bare inputs ------------------------------------------------------------------------------------------------------
+
+
+def default_inputs(batch: Batch) -> PyTree:
+    """The first layer's inputs: `batch["inputs"]`, the first item of a tuple, or a bare array itself."""
+    if isinstance(batch, Mapping):
+        if "inputs" not in batch:
+            raise ValueError(
+                f"the batch is a dict with the keys {sorted(map(str, batch))} and no 'inputs'; name what the first "
+                "layer takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline"
+            )
+        return batch["inputs"]
+    if isinstance(batch, tuple | list):
+        if not batch:
+            raise ValueError("the batch is an empty tuple; its first item is what the first layer takes")
+        return batch[0]
+    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(batch)):
+        raise ValueError(
+            f"the batch is a {type(batch).__name__}, in which nothing says what the first layer takes; pass "
+            "inputs=lambda batch: batch.... to jpipe.Pipeline"
+        )
+    return batch
+
+
+def is_bare(
+    batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callable[[Batch], PyTree], said: bool | None
+) -> bool:
+    """Whether `apply` was given the bare inputs rather than a batch that holds them.
+
+    Args:
+      batch: the argument of `apply`.
+      expected: the batch seen at init, as shapes.
+      inputs: the inputs that were read from it, as shapes.
+      read_inputs: `batch -> inputs`.
+      said: the caller's word; None to tell by the structure, and by the shapes behind the batch dimension.
+
+    Raises:
+      ValueError: it is neither, or may be both; the structures or shapes are shown.
+    """
+    structure, of_inputs = jax.tree.structure(batch), jax.tree.structure(inputs)
+    like_batch, like_inputs = structure == jax.tree.structure(expected), structure == of_inputs
+    if said and not like_inputs:
+        raise ValueError(
+            f"bare=True, but the batch is {outline('batch', batch)}, and not the model's inputs, "
+            f"{outline('inputs', inputs)}; leave bare out"
+        )
+    if said is not None:
+        return said
+    may_be_both = like_batch and like_inputs and read_inputs is not default_inputs
+    reads = trace(read_inputs, expected)[0].jaxpr if may_be_both else None
+    if reads is not None and reads.outvars != reads.invars:  # the inputs aren't the whole batch
+        features = lambda tree: [leaf.shape[1:] for leaf in jax.tree.leaves(tree)]
+        fits_batch, fits_inputs = (features(batch) == features(tree) for tree in (expected, inputs))
+        if fits_batch == fits_inputs:
+            raise ValueError(
+                f"{describe(batch)} may be a batch, which had micro-batches of {describe(expected)} at init, or the "
+                f"model's inputs, which had {describe(inputs)}; say which: pipe.apply(variables, batch, bare=False), "
+                "or pipe.apply(variables, inputs, bare=True)"
+            )
+        return fits_inputs
+    if like_batch or like_inputs:
+        return not like_batch
+    with suppress(Exception):  # a batch that lacks arrays that only the loss reads
+        if jax.tree.structure(jax.eval_shape(read_inputs, batch)) == of_inputs:
+            return False
+    raise ValueError(
+        f"the batch is {outline('batch', batch)}: neither a training batch, {outline('batch', expected)}, nor the bare "
+        f"inputs, {outline('inputs', inputs)}"
+    )
+
+
+# --- rows on the mesh -------------------------------------------------------------------------------------------------
+
+
+def data_shard(mesh: Mesh, batch_axes: Sequence[str]) -> tuple[int, int]:
+    """`(index, count)`: this process feeds the part `index` of `count` equal parts of each batch, counted from 0.
+
+    Processes that have the same part of the data axes, such as those that differ in their stages, feed the same rows.
+
+    Args:
+      mesh: the devices.
+      batch_axes: the mesh's data axes.
+
+    Raises:
+      ValueError: this process has no device in the mesh, or parts of processes overlap or have gaps.
+    """
+    process_of = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    data_axes = [mesh.axis_names.index(name) for name in batch_axes]
+    process_of = np.moveaxis(process_of, data_axes, range(len(data_axes)))
+    processes = [set(row) for row in process_of.reshape(math.prod(process_of.shape[: len(data_axes)]), -1)]
+    parts_of = {p: [i for i, part in enumerate(processes) if p in part] for p in set().union(*processes)}
+    this = jax.process_index()
+    if this not in parts_of:
+        raise ValueError(
+            f"process {this} has none of the {mesh.size} devices of the mesh, which are those of the processes "
+            f"{sorted(parts_of)}; use all devices: jpipe.make_mesh(...)"
+        )
+    size = len(parts_of[this])
+    for p, parts in sorted(parts_of.items()):
+        if len(parts) != size or parts[0] % size or parts[-1] - parts[0] != size - 1:
+            raise ValueError(
+                f"process {p} has the parts {parts} of the {len(processes)} along the mesh's data axes, process {this} "
+                f"has {parts_of[this]}: not equal runs of them; order devices as jpipe.make_mesh({AXIS}=..., data=...) "
+                "does"
+            )
+    return parts_of[this][0] // size, len(processes) // size
+
+
+def place_rows(batch: Batch, mesh: Mesh, batch_axes: Sequence[str]) -> Batch:
+    """Global arrays `[B, ...]`, split over the data axes, from this process's rows; see `Pipeline.place`."""
+    count = data_shard(mesh, batch_axes)[1]
+    for name, leaf in named_leaves("batch", batch):
+        if isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+            what = "being traced" if isinstance(leaf, Tracer) else "spread over processes already"
+            raise ValueError(
+                f"{name} is {what}; place takes the rows of this process, outside of jax.jit: pass a placed batch on "
+                "as it is"
+            )
+    rows, shards = batch_size(batch), math.prod(mesh.shape[name] for name in batch_axes)
+    if rows * count % shards:
+        raise ValueError(
+            f"{rows} rows of each of {count} parts make a batch of {rows * count}, which can't be split over the "
+            f"{shards} devices of the mesh's data axes; place a multiple of {shards // count} rows"
+        )
+    sharding, join = NamedSharding(mesh, PartitionSpec(tuple(batch_axes))), jax.make_array_from_process_local_data
+    return jax.tree.map(lambda leaf: join(sharding, np.asarray(leaf), (rows * count, *leaf.shape[1:])), batch)
+
+
+def placed(tree: PyTree, shardings: PyTree, mesh: Mesh, *, between_memories: bool = False) -> PyTree:
+    """Puts arrays and numbers where `shardings` say; those that lie on all devices already, or are traced, stay.
+
+    Args:
+      tree: on the host, on one device or on the mesh. Each process passes the same.
+      shardings: a tree like it, or one sharding for all.
+      mesh: the devices.
+      between_memories: whether those that lie on all devices move to their hosts, or back, as `shardings` say.
+    """
+    devices = set(mesh.devices.flat)
+
+    def move(leaf: Leaf, sharding: NamedSharding) -> Leaf:
+        if isinstance(leaf, Tracer):
+            return leaf
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices:
+            moves = between_memories and leaf.sharding.memory_kind != sharding.memory_kind
+            return jax.device_put(leaf, sharding) if moves else leaf
+        if isinstance(leaf, np.ndarray) or not mesh.is_multi_process:
+            return jax.device_put(leaf, sharding)
+        return jax.jit(lambda x: x, out_shardings=sharding)(leaf)  # an array of this process alone goes to others too
+
+    return jax.tree.map(move, tree, jax.tree.broadcast(shardings, tree))
+
+
+def on_mesh(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Puts a batch or a key on all devices of the mesh, unless it lies there already or is traced.
+
+    A model may have no parameters that would say where it runs. With several processes it does nothing: a process can't
+    put its own array on devices of others, and every program names the mesh anyway.
+    """
+    return tree if mesh.is_multi_process else placed(tree, NamedSharding(mesh, PartitionSpec()), mesh)
+
+
+def on_all(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Puts small arrays on all devices of the mesh, also on those of other processes."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(on_mesh(tree, mesh))

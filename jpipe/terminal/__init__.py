@@ -1,1 +1,0 @@
-"""Speaks to the person at the terminal: progress of long work, warnings, tables."""

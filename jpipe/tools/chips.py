@@ -1,0 +1,377 @@
+"""A table of chips (speeds, memory, links), and slices of them, by names such as "v5e:4x4".
+
+GPUs are described to their compiler, which compiles for a GPU whether or not it is there. The description is a
+`GpuTargetConfigProto` as text. The numbers are those of OpenXLA's own files, at `xla/backends/gpu/target_config/specs`
+in its repository: a device says them of itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+from jpipe.processes.runtime import register_gpu_compiler
+from jpipe.types import Device
+
+ABSENT: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+"""The compiler's option for a GPU that isn't there: it would time kernels on it."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The properties of a GPU that its compiler asks for, as the device says them of itself.
+
+    Attributes:
+      kind: what JAX calls it.
+      capability: its CUDA compute capability, (major, minor).
+      multiprocessors: streaming multiprocessors.
+      cores: CUDA cores of a multiprocessor.
+      clock: cycles/s.
+      memory: bytes.
+      memory_bandwidth: bytes/s.
+      cache: bytes of the L2 cache.
+      shared_memory: bytes of a multiprocessor's shared memory; a block may have all but `reserved`.
+      reserved: bytes of it that the system keeps for each block.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    cores: int
+    clock: float
+    memory: int
+    memory_bandwidth: int
+    cache: int
+    shared_memory: int
+    reserved: int = 1024
+
+    @property
+    def description(self) -> str:
+        """The description, as the compiler reads it."""
+        major, minor = self.capability
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024
+              threads_per_warp: 32
+              shared_memory_per_block: 49152
+              shared_memory_per_block_optin: {self.shared_memory - self.reserved}
+              shared_memory_per_core: {self.shared_memory}
+              threads_per_core_limit: 2048
+              core_count: {self.multiprocessors}
+              fpus_per_core: {self.cores}
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+              memory_bandwidth: {self.memory_bandwidth}
+              l2_cache_size: {self.cache}
+              clock_rate_ghz: {self.clock / 1e9}
+              device_memory_size: {self.memory}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              registers_per_core_limit: 65536
+              registers_per_block_limit: 65536
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 8 }}
+            device_description_str: "{self.kind}"
+        """
+
+
+_HOPPER = {"capability": (9, 0), "multiprocessors": 132, "cores": 128, "clock": 1.98e9, "cache": 52428800}
+
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41e9, 85100068864, 2039040000000, 41943040, 167936)
+H100 = Gpu("NVIDIA H100 80GB HBM3", memory=84942979072, memory_bandwidth=3352320000000, shared_memory=233472, **_HOPPER)
+H200 = Gpu("NVIDIA H200", memory=151397597184, memory_bandwidth=4800000000000, shared_memory=233472, **_HOPPER)
+B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965e9, 191514411008, 7672320000000, 132644864, 233472)
+
+# --- chips ------------------------------------------------------------------------------------------------------------
+
+
+GIB, MIB, GB = 2**30, 2**20, 10**9
+DOCUMENTATION = "Cloud TPU documentation, system architecture of the version"
+CLOUD = f"{DOCUMENTATION}: FLOP/s, memory"
+BOOK = f"{CLOUD}; How to Scale Your Model, 'TPU specs': links"
+PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
+BOTH = f"{CLOUD}; {PAPER}"
+NVIDIA = "NVIDIA data sheets: of the SXM module, without sparsity; of the DGX or HGX host, its network"
+FRACTION, DEFAULT, MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75, 0.9
+"""The variable that says which part of a GPU's memory JAX takes, its default, and the most that is commonly set."""
+PAIR = (("chip_config_name", "megacore"),)  # both cores are a device
+
+
+@dataclass(frozen=True)
+class Host:
+    """The memory of a host, as one of its devices has it while the others use it as much.
+
+    Attributes:
+      bandwidth: bytes/s one way, of the device's link or its part of a chip's; the other way has as much besides.
+      memory: bytes: the host's memory over the number of its devices. Programs get less: by default JAX pins at most
+        64 GiB a process on GPUs (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`).
+      source: where the numbers are written, and what is only assumed.
+    """
+
+    bandwidth: float = 0.0
+    memory: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The hardware of one device of JAX. On TPU v2 and v3 that is a core, half of a chip.
+
+    Attributes:
+      name: its name, such as "v5e".
+      flops: its peak in bfloat16, FLOP/s.
+      memory: its bytes. Programs get a little less.
+      memory_bandwidth: bytes/s.
+      link_bandwidth: bytes/s one way, of one link between TPUs, of all links of a GPU.
+      clock: cycles/s that a TPU compiler's estimates count; None for others.
+      source: where the numbers are written. The clock, if no source has it, is the peak over the products a cycle.
+      example: a shape of a slice, which has as many numbers as all its shapes; empty if it has no slices.
+      cores: the number of JAX's devices that one chip is.
+      tile: rows and columns of a matrix unit, to which products are padded; 1 of others than TPUs. As
+        `jax.experimental.pallas.tpu.get_tpu_info` has it.
+      vector_memory: bytes of a TPU core's vector memory, by `get_tpu_info`; 0 of others.
+      on_chip: bytes up to which an array that is made and read in between stays in the vector memory: half of it, by
+        `get_tpu_info`; 0 of two cores that are one device (v4, v5p), since each has its own.
+      counted: bytes/s of a pass over an array as the TPU compiler estimates it for `x * 2 + 1` alone, by
+        `benchmarks/time_model.py rates`, or as it was measured; None: the memory's.
+      start: seconds that any kernel takes, however small: the same estimate for an array of 8x128.
+      config: options of JAX's `get_topology_desc` for such chips.
+      gpu: of a GPU, what its compiler asks; None of TPUs.
+      network_bandwidth: bytes/s one way that one GPU has to other hosts; 0 of TPUs, which have links to all neighbours.
+      host: what the device has of its host's memory; all zero if that isn't known (`measure_chip`).
+      ring: the chips along a dimension of the torus whose ends are linked: a multiple of as many. 0 of GPUs.
+      in_cubes: whether ends are linked only in slices of whole cubes of `ring` chips along each dimension.
+    """
+
+    name: str
+    flops: float
+    memory: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    clock: float | None
+    source: str
+    example: str = ""
+    cores: int = 1
+    tile: int = 1
+    vector_memory: int = 0
+    on_chip: int = 0
+    counted: float | None = None
+    start: float = 0.0
+    config: tuple[tuple[str, str], ...] = ()
+    gpu: Gpu | None = None
+    network_bandwidth: float = 0.0
+    host: Host = Host()
+    ring: int = 0
+    in_cubes: bool = False
+
+    @property
+    def room(self) -> int:
+        """The bytes that a step may take: on a GPU those that JAX may be given, as CUDA and NCCL need some, too."""
+        return self.memory if self.gpu is None else int(MOST * self.gpu.memory)
+
+    @property
+    def pass_bandwidth(self) -> float:
+        """bytes/s of what goes over an array once."""
+        return self.counted or self.memory_bandwidth
+
+    @property
+    def fuses(self) -> bool:
+        """Whether elementwise operations become part of the products that read them, as on a TPU."""
+        return self.tile > 1
+
+
+LINK = "How to Scale Your Model, 'TPU specs': typically 15 GB/s a chip"
+DGX = "NVIDIA's DGX systems in MLPerf inference 4.1, DGX B200 user guide: 2 TB of 8 GPUs. PCI Express x16, its peak"
+TPU_V2_HOST = Host(7.5e9, 334 * GB // 8, f"{LINK}: of two cores; v2 assumed alike. gpuhunt (dstack): 334 GB of 8 cores")
+HOSTS = {
+    **dict.fromkeys(("v2", "v3"), TPU_V2_HOST),
+    "v4": Host(15e9, 512 * GB // 8, f"{LINK}. MLPerf training 0.7, tpu-v4-16: 512 GB of 8 chips; no VM type was found"),
+    "v5e": Host(15e9, 192 * GB // 4, f"{LINK}. {DOCUMENTATION}, ct5lp-hightpu-4t: 192 GB of 4 chips"),
+    "v5p": Host(15e9, 448 * GB // 4, f"{LINK}. {DOCUMENTATION}, properties of a host: 448 GB of 4 chips"),
+    "v6e": Host(32e9, 720 * GB // 4, f"{LINK}, v6e 32 GB/s. MLPerf inference 4.1, tpu-v6-4: 720 GB of 4 chips"),
+    "a100": Host(31.5e9, 2000 * GB // 8, f"{DGX}, generation 4; 8 GPUs have four switches, and may get less"),
+    **dict.fromkeys(("h100", "h200", "b200"), Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")),
+}
+"""The hosts of the chips."""
+RINGS = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16, "a100": 0, "h100": 0, "h200": 0, "b200": 0}
+"""`Chip.ring`, by How to Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
+CHIPS = {
+    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS[chip.name], in_cubes=chip.name in ("v4", "v5p"))
+    for chip in [
+        Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
+        Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
+        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK, "2x2x2", 1, 128, 16 * MIB, 0, 925e9, 0.59e-6, PAIR),
+        Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK, "2x4", 1, 128, 128 * MIB, 64 * MIB, 664e9, 1.22e-6),
+        Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK, "2x2x2", 1, 128, 64 * MIB, 0, 1988e9, 1.22e-6),
+        Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK, "2x4", 1, 256, 128 * MIB, 64 * MIB, 1316e9, 1.21e-6),
+        Chip("a100", 312e12, 80 * GB, 2.04e12, 300e9, None, NVIDIA, "8", gpu=A100, network_bandwidth=25e9),
+        Chip("h100", 989e12, 80 * GB, 3.35e12, 450e9, None, NVIDIA, "8", gpu=H100, network_bandwidth=50e9),
+        Chip("h200", 989e12, 141 * GB, 4.8e12, 450e9, None, NVIDIA, "8", gpu=H200, network_bandwidth=50e9),
+        Chip("b200", 2250e12, 180 * GB, 8e12, 900e9, None, NVIDIA, "8", gpu=B200, network_bandwidth=50e9),
+    ]
+}
+"""The chips by name."""
+
+KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5": "v5p"} | {
+    name: name for name, chip in CHIPS.items() if chip.clock
+}
+"""TPUs by a part of what JAX calls them, those first that begin like others, and JAX's own before others."""
+GPUS = {chip.gpu.kind.lower(): name for name, chip in CHIPS.items() if chip.gpu}
+"""SXM modules by what JAX calls them: of a PCIe or NVL card, or of a part of a GPU, memory and links are others."""
+MOST_GPUS = 8
+"""The GPUs of one host, whose links are those of the table."""
+CUDA = (12, 13)
+"""The versions of CUDA for which JAX has a compiler."""
+
+EXAMPLES = {name: chip.example for name, chip in CHIPS.items()}
+"""A shape of each."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice of chips, such as "v5e:2x4", or hosts of GPUs, such as "h100:8" and "h100:4x8".
+
+    Attributes:
+      chip: the kind of its chips.
+      shape: the chips along each dimension of their network; of GPUs those of a host, or hosts and those of each.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of JAX; two a chip on TPU v2 and v3."""
+        return math.prod(self.shape) * self.chip.cores
+
+    def stand_ins(self) -> list[Device]:
+        """Devices to plan for, in place of `devices`."""
+        chip, number = self.chip, self.shape[-1]
+        if chip.gpu is not None:
+            return cast("list[Device]", [StandIn(i, i // number, chip.gpu.kind) for i in range(self.num_devices)])
+        places = itertools.product(*map(range, (*reversed(self.shape), chip.cores)))  # the first dimension first
+        where = [((*reversed(chips), *[0] * (3 - len(chips))), core) for *chips, core in places]
+        kind = "TPU " + next(word for word, name in KINDS.items() if name == chip.name)
+        return cast("list[Device]", [StandIn(i, 0, kind, "tpu", *place) for i, place in enumerate(where)])
+
+    def devices(self) -> list[Device]:
+        """Devices for which programs compile, whether or not they are there.
+
+        Raises:
+          ImportError: the compiler for TPUs, or that for GPUs, is not installed.
+          ValueError: the compiler knows no slice of this shape.
+        """
+        if self.chip.gpu is not None:
+            if not _cuda_versions():
+                remedy = "pip install 'jpipe[gpu-compiler]' (Linux)"
+                raise ImportError(f"topology='{self}' needs the GPU compiler; {remedy}")
+            hosts, number = (1, *self.shape)[-2:]
+            where = {"platform": "cuda", "target_config": self.chip.gpu.description, "topology": f"1x{hosts}x{number}"}
+        else:
+            if importlib.util.find_spec("libtpu") is None:
+                raise ImportError(f"topology='{self}' needs the TPU compiler; pip install 'jpipe[tpu]' (Linux, x86-64)")
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+            where = {"platform": "tpu", "topology_name": str(self), **dict(self.chip.config)}
+        try:
+            return _devices(**where)
+        except Exception as error:  # its type differs by what is wrong
+            compiler, why = "TPU" if self.chip.gpu is None else "GPU", str(error).splitlines()[0]
+            raise ValueError(f"the {compiler} compiler refuses topology='{self}': {why}") from error
+
+
+def _devices(platform: str, **where: str) -> list[Device]:
+    """The devices that JAX describes to a compiler."""
+    from jax.experimental import topologies
+
+    describe = partial(topologies.get_topology_desc, platform=platform, **where)
+    try:
+        return list(describe().devices)
+    except NotImplementedError:
+        if platform != "cuda":
+            raise
+    register_gpu_compiler(_cuda_versions()[0])
+    return list(describe().devices)
+
+
+def _cuda_versions() -> list[int]:
+    """The versions of CUDA for which JAX's plugin is installed."""
+    return [version for version in CUDA if importlib.util.find_spec(f"jax_cuda{version}_plugin")]
+
+
+def parse_topology(name: str) -> Topology:
+    """The slice of a name.
+
+    Args:
+      name: chip and shape, such as "v5p:4x4x8", "h100:8" (GPUs of one host), "h100:4x8" (four hosts of eight).
+
+    Raises:
+      ValueError: no chip is called so, the shape isn't one of its slices, or has more GPUs a host than a host has.
+
+    >>> [parse_topology(name).num_devices for name in ("v5p:4x4x8", "v3:2x2", "h100:4x8")]
+    [128, 8, 32]
+    """
+    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
+    chip = CHIPS.get(match[1]) if match else None
+    shape = [int(number) for number in match[2].split("x")] if match else []
+    dimensions = chip.example.count("x") + 1 if chip else 0
+    if chip is None or len(shape) not in ((1, 2) if chip.gpu else (dimensions,)):
+        names = ", ".join(f"{name}:{shape}" for name, shape in EXAMPLES.items())
+        raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {names}")
+    if chip.gpu and shape[-1] > MOST_GPUS:
+        hosts = math.ceil(math.prod(shape) / MOST_GPUS)
+        raise ValueError(
+            f"topology={name!r} has {shape[-1]} GPUs in a host, which has at most {MOST_GPUS}; pass hosts and the "
+            f"GPUs of each, such as {chip.name}:{hosts}x{MOST_GPUS}"
+        )
+    return Topology(chip, tuple(shape))
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """As much of a device as planning looks at: a mesh of such needs neither the devices nor their compiler.
+
+    Attributes:
+      id: its number.
+      process_index: the number of its host.
+      device_kind: what JAX calls it.
+      platform: "gpu" or "tpu".
+      coords: of a TPU, its chip's place on the torus.
+      core_on_chip: of a TPU, its number on its chip.
+      slice_index: the number of its slice, if there are several.
+    """
+
+    id: int
+    process_index: int
+    device_kind: str
+    platform: str = "gpu"
+    coords: tuple[int, ...] = ()
+    core_on_chip: int = 0
+    slice_index: int | None = None
+
+
+def stand_ins_of(devices: Sequence[Device]) -> list[Device]:
+    """Devices at hand to plan for: GPUs, and what stands in for TPUs, for which nothing is compiled then; not CPUs."""
+    tpus = [device for device in devices if device.platform == "tpu"]
+    slices = [getattr(device, "slice_index", None) for device in tpus]
+    where = [("tpu", tuple(device.coords), device.core_on_chip) for device in tpus]
+    there = [StandIn(d.id, 0, d.device_kind, *at, n) for d, at, n in zip(tpus, where, slices, strict=True)]
+    return [*cast("list[Device]", there), *(device for device in devices if device.platform == "gpu")]
+
+
+def chip_of(device: Device) -> Chip | None:
+    """The chip of a device of JAX; None if it isn't known."""
+    kind = device.device_kind.lower()
+    names = (name for word, name in KINDS.items() if word in kind)
+    return CHIPS.get(GPUS.get(kind) or next(names, ""))

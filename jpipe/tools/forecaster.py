@@ -1,0 +1,361 @@
+"""`jpipe.forecast`: compiles a step for hardware that need not be there, and reports its memory and time."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
+
+from jpipe.memory.rows import cut_for_evaluation
+from jpipe.mesh.users_mesh import make_mesh
+from jpipe.model.random_keys import key_shape
+from jpipe.pipeline import Pipeline
+from jpipe.planning.costs import layer_costs
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
+from jpipe.processes.progress import task
+from jpipe.processes.runtime import found_no_room, found_no_tiles
+from jpipe.processes.tables import Table, Tabular, bytes_in_words
+from jpipe.schedules.simulate import Timeline
+from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, chip_of, parse_topology
+from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
+from jpipe.tools.compiled_program import Loop, compile_with_text, read
+from jpipe.tools.memory_model import on_device
+from jpipe.tools.step_cost import Parts, StepCost
+from jpipe.tools.step_cycles import count_cycles, with_waits
+from jpipe.tools.time_model import Network, predict_time
+from jpipe.types import Batch, Device
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROOFLINE = "seconds are predicted by a roofline, as by jpipe.plan: this compiler estimates none"
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Forecast(Tabular):
+    """The result of `jpipe.forecast`. Printed, or shown in a notebook, it is a table.
+
+    Attributes:
+      title: the pipeline and the hardware, in a line.
+      fits: whether there is room for the step: a TPU's compiler says so; on GPUs the bytes are compared with the memory
+        that JAX may be given, and with `offload=` those on the host with its own.
+      cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"; with
+        `offload=` "host" too, as `jpipe.plan` predicts it), bytes on a device and on its host, and the schedule with
+        what stages take. `seconds_by` says whose seconds they are.
+      flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
+      cycles: by kind, the cycles of one action on the slowest stage; the cycles of all "ticks" beyond actions, of the
+        "ends" where all stages share them, and of the "update". None where the compiler estimates none (CPU, GPU), or
+        the step doesn't fit.
+      collectives: bytes that a device sends in a step, by mesh axes; at most, where stages differ.
+      message: what there is to say of memory: the compiler's message if the step doesn't fit; of GPUs jpipe's own.
+      advice: settings that would help if it doesn't fit.
+    """
+
+    title: str
+    fits: bool
+    cost: StepCost
+    flops: float
+    cycles: dict[str, float] | None
+    collectives: dict[tuple[str, ...], float]
+    message: str = ""
+    advice: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The bytes on a device, by part.
+
+        They are "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients, residuals,
+        activations). If the step doesn't fit, temporaries are what the compiler's message leaves.
+        """
+        return {name.replace("_", " "): size for name, size in self.cost.bytes.items()}
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """A device's bytes on its host: "optimizer" and "temporaries", the residuals that wait; empty for none."""
+        return dict(self.cost.host)
+
+    @property
+    def slices(self) -> dict[str, float] | None:
+        """Seconds of the step by what they go into; None if they aren't known."""
+        return dict(self.cost.seconds) or None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The schedule with the stages' cycles, on GPUs with their predicted seconds; None if they aren't known."""
+        return self.cost.timeline
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes on a device, all parts together."""
+        return self.cost.bytes.total
+
+    @property
+    def bubble_fraction(self) -> float | None:
+        """The share of the ticks in which a stage idles."""
+        return None if self.timeline is None else self.timeline.bubble_fraction
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a step by the compiler's cycles at the chip's clock, and of transfers that are waited for.
+
+        A transfer takes the time of its bytes on the links along its axes, and is waited for unless the program has
+        enough other work between its start and its end. Latencies, the network's load, input from the host and what is
+        wrong in the compiler's estimates are left out.
+        On GPUs they aren't the compiler's, but those that `jpipe.plan` predicts.
+        """
+        return self.cost.step if self.cost.seconds else None
+
+    @property
+    def seconds_by(self) -> str | None:
+        """The source of the seconds, "cycles" of the compiler or a "roofline" of the traced layers (GPUs); or None."""
+        if not self.cost.seconds:
+            return None
+        return "roofline" if self.cycles is None else "cycles"
+
+    @property
+    def limit(self) -> str | None:
+        """The word "memory" if it doesn't fit, else what takes longest, "compute", "bubble", "links" or "host"."""
+        if not self.fits or not self.cost.seconds:
+            return None if self.fits else "memory"
+        rest = {name: self.cost.seconds[name] for name in ("bubble", "links", "host") if name in self.cost.seconds}
+        rest["compute"] = self.cost.step - sum(rest.values())
+        return max(rest, key=lambda name: rest[name])
+
+    def plot(self, path_or_ax: str | os.PathLike[str] | Axes | None = None) -> Axes:
+        """Draws the timeline in cycles, on GPUs in seconds, as `Timeline.plot` does.
+
+        Raises:
+          ValueError: there is none, since the compiler estimated no cycles or the step doesn't fit.
+        """
+        if self.timeline is None:
+            raise ValueError("there are no cycles to draw: the step doesn't fit, or its compiler estimates none")
+        return self.timeline.plot(path_or_ax, unit="s" if self.cycles is None else "cycles")
+
+    def _table(self) -> Table:
+        rows = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host(), ("FLOPs of a device", f"{self.flops:.3g}")]
+        rows += [(f"sent along {', '.join(axes)}", bytes_in_words(n)) for axes, n in self.collectives.items()]
+        rows += [(f"cycles: {name}", f"{count:,.0f}") for name, count in (self.cycles or {}).items()]
+        rows += self.cost.rows_of_seconds()
+        if self.cost.seconds:
+            rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
+            rows.append(("waits for links", f"{self.cost.seconds.links / (self.cost.step or 1.0):.1%}"))
+        limit = f"; {self.limit} limits" if self.limit else ""
+        notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
+        notes += [*self.cost.notes, *[ROOFLINE] * (self.seconds_by == "roofline")]
+        return Table(self.title, ("of a device", "forecast"), rows, {}, notes)
+
+
+def forecast(
+    pipe: Pipeline,
+    batch: Batch,
+    tx: optax.GradientTransformation,
+    *,
+    topology: str | None = None,
+    devices: Sequence[Device] | None = None,
+) -> Forecast:
+    """Compiles a pipeline's training step for hardware that need not be there; no parameters are made.
+
+    Args:
+      pipe: the pipeline, on a mesh of any devices; the sizes of its axes count.
+      batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
+      tx: any optax transformation.
+      topology: a slice of TPUs, such as "v5e:2x4", or GPUs, such as "h100:8" or "h100:4x8" (four hosts), of which the
+        first devices are taken; needs `jpipe[tpu]` or `jpipe[gpu-compiler]`.
+      devices: instead of it, devices at hand, or such as a topology has; default: those of the mesh. Of CPUs nothing
+        is known of cycles and seconds.
+
+    Raises:
+      ImportError: the TPU compiler, or the GPU compiler, isn't installed.
+      ValueError: the topology is unknown, both are given, or there are fewer devices than the mesh has.
+    """
+    check_one(topology, devices)
+    targets = parse_topology(topology).devices() if topology is not None else devices
+    there = pipe if targets is None else _moved(pipe, targets, topology)
+    shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
+    device, planner = there.mesh.devices.flat[0], there.planner
+    state = there.abstract_state(shapes, tx)
+    others = {name: tree for name, tree in state.variables.items() if name != "params"}
+    parts = {"parameters": state.variables["params"], "optimizer": state.opt_state, "other_variables": others}
+    held = Parts({name: on_device(tree) for name, tree in parts.items()})
+    title = f"A step of {pipe!r} on {topology or device.device_kind}"
+    sent = _collectives(planner, shapes, title)
+    cost = StepCost("compiled", Parts(), held)
+    predicted = Forecast(title, True, cost, _flops(planner, shapes), None, sent)
+    with task(f"compiling for {topology or device.device_kind}"):
+        lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
+        try:
+            compiled, text = _compiled(lowered, device)
+        except jax.errors.JaxRuntimeError as error:
+            if not found_no_room(error):
+                raise
+            return _without_room(predicted, there, str(error))
+    if memory := compiled.memory_analysis():
+        beyond = {
+            "batch": max(0, memory.argument_size_in_bytes - held.total),
+            "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        }
+        new = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+        hosted = {"optimizer": memory.host_argument_size_in_bytes, "temporaries": memory.host_temp_size_in_bytes + new}
+        on_host = Parts({name: size for name, size in hosted.items() if size})
+        predicted = replace(predicted, cost=replace(cost, bytes=Parts(held, **beyond), host=on_host))
+    chip = chip_of(device)
+    if chip is not None and 0 < chip.host.memory < predicted.cost.host.total:
+        return _without_room_on_hosts(predicted, chip.host.memory)
+    if chip is not None and chip.gpu is not None:
+        return _on_gpus(predicted, there, shapes, tx, chip)
+    if not text:
+        return predicted
+    step = planner.training_step(planner.for_training(shapes))
+    predicted = _with_cycles(predicted, step, read(text), chip, there.mesh)
+    if chip is None or not predicted.cost.host:
+        return predicted
+    time = predict_time(planner, shapes, chip, tx=tx)  # the compiler's cycles have nothing of the host's link
+    seconds = _with_moves(predicted.cost.seconds, time) if predicted.cost.seconds else Parts()
+    return replace(predicted, cost=replace(predicted.cost, seconds=seconds, notes=time.notes))
+
+
+def _with_moves(seconds: Parts, time: StepCost) -> Parts:
+    """Seconds with those in which a predicted step waits for moves to and from its host, if it has any."""
+    return Parts(seconds, host=time.seconds.host) if "host" in time.seconds else seconds
+
+
+def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
+    """(compiled, its text if it is a TPU's)."""
+    if device.platform == "tpu":
+        return compile_with_text(lowered)
+    options = ABSENT if device.platform == "gpu" and _is_absent(device) else {}
+    try:
+        return lowered.compile(options), ""
+    except jax.errors.JaxRuntimeError as error:
+        if not found_no_tiles(error):
+            raise
+        return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
+
+
+def _is_absent(device: Device) -> bool:
+    """Whether programs only compile for a device."""
+    return device not in jax.devices()
+
+
+def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip) -> Forecast:
+    """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
+    device, held = pipe.mesh.devices.flat[0], known.cost.bytes
+    room = chip.room if _is_absent(device) else (device.memory_stats() or {}).get("bytes_limit", chip.room)
+    if held.total > room:
+        used, most = bytes_in_words(held.total), bytes_in_words(room)
+        message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
+        rest = held.total - held.temporaries
+        return replace(known, fits=False, message=message, advice=_advice(pipe, rest, held.temporaries))
+    share = held.total / chip.memory
+    message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
+    time = predict_time(pipe.planner, batch, chip, tx=tx)
+    parts = time.seconds
+    seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
+    cost = replace(known.cost, seconds=_with_moves(seconds, time), timeline=time.timeline, notes=time.notes)
+    return replace(known, cost=cost, message=message)
+
+
+def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
+    """Refuses a topology beside devices."""
+    if topology is not None and devices is not None:
+        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
+
+
+def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | None, mesh: Mesh) -> Forecast:
+    """Adds cycles, and seconds if the chip's clock is known; transfers take as long as the chip waits for them."""
+    cycles = count_cycles(step, program)
+    by_kind = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}
+    others = {"ticks": cycles.ticks, "ends": cycles.ends, "update": cycles.update}
+    seconds, timeline = Parts(), cycles.timeline
+    if chip is not None and chip.clock is not None:
+        whole = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
+        timeline = whole.timeline
+        slices = {"layers": cycles.of_layers, "bubble": whole.bubble, "between layers": cycles.ticks + cycles.ends}
+        links = (whole.total - whole.bubble) - (cycles.total - cycles.bubble)
+        slices |= {"update": cycles.update, "links": links}
+        seconds = Parts({name: count / chip.clock for name, count in slices.items()})
+    cost = replace(predicted.cost, seconds=seconds, timeline=timeline)
+    return replace(predicted, cycles=by_kind | others, cost=cost)
+
+
+def _without_room(predicted: Forecast, pipe: Pipeline, error: str) -> Forecast:
+    """The forecast of a step that doesn't fit, as its compiler says."""
+    message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
+    held = predicted.cost.bytes
+    used = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", error)  # the first number before one of these words
+    left = max(0, int(float(used[1]) * UNITS[used[2]]) - held.total) if used else 0
+    cost = replace(predicted.cost, bytes=Parts(held, temporaries=left))
+    return replace(predicted, fits=False, cost=cost, message=message, advice=_advice(pipe, held.total, left))
+
+
+def _without_room_on_hosts(predicted: Forecast, room: int) -> Forecast:
+    """The forecast of a step whose host has less memory for a device than would lie there."""
+    hosted = predicted.cost.host
+    used, most = bytes_in_words(hosted.total), bytes_in_words(room)
+    message = f"{used} would lie on the host, which has {most} for each of its devices"
+    of_rows = hosted.get("temporaries", 0) > hosted.total / 2
+    remedy = "a share of the residuals in offload=, or more" if of_rows else "more"
+    return replace(predicted, fits=False, message=message, advice=(f"would help: {remedy} devices",))
+
+
+def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:
+    """The same pipeline on other devices."""
+    mesh = pipe.mesh
+    if len(devices) < mesh.size:
+        raise ValueError(
+            f"{topology or 'devices'} has {len(devices)} devices, but the pipeline's mesh {dict(mesh.shape)} takes "
+            f"{mesh.size}; pass a larger one"
+        )
+    if len(devices) == mesh.size and mesh.axis_names[0] == "stage":
+        there = make_mesh(devices=devices, axis_types=mesh.axis_types, **mesh.shape)
+    else:
+        chosen = np.asarray(devices[: mesh.size]).reshape(mesh.devices.shape)
+        there = Mesh(chosen, mesh.axis_names, axis_types=mesh.axis_types)
+    return cast("partial[Pipeline]", pipe.__reduce__()[0])(mesh=there)
+
+
+def _flops(planner: Planner, batch: Batch) -> float:
+    """The FLOPs of a device in a step, the mean of all devices."""
+    micro, mesh = planner.for_training(batch), planner.request.mesh
+    costs = layer_costs(planner.model(micro), planner.layers(micro, key_shape()), "flops", mesh)
+    return sum(cost.total for cost in costs) * planner.request.schedule.num_microbatches / mesh.size
+
+
+def _collectives(planner: Planner, batch: Batch, title: str) -> dict[tuple[str, ...], float]:
+    """Counts the bytes that a device sends in a step, by mesh axes.
+
+    Of a kind of layer it counts as many as the stage has that has the most of them.
+    """
+    step, sent = planner.training_step(planner.for_training(batch)), dict[tuple[str, ...], float]()
+    count, chunks = step.schedule.num_microbatches, step.schedule.num_chunks
+    layers = {words_of(group): int(most) for group, most in zip(step.model.groups, step.ranges.most, strict=True)}
+    for one in communication(planner, batch, title).transfers:
+        of_layers = count * chunks * layers.get(one.layer, 1)
+        turns = {FORWARD: of_layers, BACKWARD: of_layers, ENDS: count, TICK: step.table.num_ticks, STEP: 1}[one.loop]
+        sent[one.axes] = sent.get(one.axes, 0.0) + turns * one.bytes
+    return sent
+
+
+def _advice(pipe: Pipeline, held: int, temporaries: int) -> tuple[str, ...]:
+    """Settings that would take less memory, by the largest part first."""
+    request, remedies = pipe.planner.request, []
+    if temporaries > held:
+        remedies += ['remat="stage" keeps less from forward to backward'] * (not request.remat.keep_inputs)
+        remedies += ["more micro-batches of fewer examples each"]
+    remedies += [f"more stages than {request.schedule.num_stages}, so that each has fewer layers"]
+    if request.splits.batch_axes and request.splits.num_shards > 1:
+        remedies += [f"shard_over={request.splits.batch_axes!r} splits parameters and their optimiser over data axes"]
+    remedies += ['cast="use" keeps no narrow copy of the weights'] * (request.options.cast == "step")
+    remedies += ['ends="spread" lays the weights of the ends on all stages'] * (request.options.ends == "own")
+    return tuple(f"would help: {remedy}" for remedy in remedies)

@@ -1,0 +1,419 @@
+"""Measures a step on the pipeline's own devices: seconds of it and of each stage's actions, and bytes held.
+
+The program of the step is timed with some of its actions left out: all of them, all but one stage's forwards, all but
+its backwards. The time of the actions that run is the time of such a run minus that of the run without any, inside of
+the real loops, with the real buffers. Runs follow each other in rounds, so that a machine that gets slower slows all of
+them. Single layers are timed at several micro-batch sizes, with recomputation and without.
+
+A step is predicted from its stages' times, by the simulator, and divided into its six slices. K is the number of
+stages, M of micro-batches. A step is the work of the stages in the order of the schedule, what is done without any of
+them (transfers, set-up), and the optimiser's update:
+
+    step = contention * makespan + idle + update
+
+`makespan` is `simulate`'s, of stages that were timed alone. `contention` is what is left to explain the measured step:
+how many times as long stages take when all run at once. On accelerators of their own it is about 1; simulated devices
+share cores, so it is more. A stage's V chunks count as equally long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jpipe.execution import programs
+from jpipe.memory.rows import cut_batch, on_all, on_mesh
+from jpipe.model.groups import Model
+from jpipe.model.random_keys import key_shape
+from jpipe.model.remat import MODES
+from jpipe.model.traced_layer import TracedLayer, trace_layer
+from jpipe.pipeline import Pipeline
+from jpipe.planning.costs import Cost, timed_costs
+from jpipe.planning.partition import Partition
+from jpipe.planning.planner import Planner
+from jpipe.processes.progress import task
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import Timeline, simulate
+from jpipe.schedules.ticks import TickTable
+from jpipe.tools.step_cost import Parts
+from jpipe.training.train_state import TrainState, apply_update
+from jpipe.types import Batch, PyTree
+
+MILLISECONDS = 1e3
+"""Timelines are in milliseconds, as pictures and traces have them."""
+
+SLICES = ("computation", "recomputation", "bubble", "imbalance", "transfer and set-up", "weight update")
+"""What a step's time goes into (GPipe, NeurIPS version, section 3: the breakdown of the time step)."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds for one micro-batch, `[K]` each, by stage, all its chunks together.
+
+    Attributes:
+      forward: the forward.
+      backward: the backward, without what it computes anew.
+      recompute: the part of the backward that computes the forward anew (remat).
+      weight: the part of the backward that W takes, where it is split; else empty.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    recompute: tuple[float, ...]
+    weight: tuple[float, ...] = ()
+
+    @property
+    def total(self) -> tuple[float, ...]:
+        """Seconds by stage, forward and backward."""
+        return tuple(map(sum, zip(self.forward, self.backward, self.recompute, strict=True)))
+
+    @property
+    def even(self) -> StageTimes:
+        """The same work, shared equally among the stages."""
+        return self.each(lambda times: [float(np.mean(times))] * len(times))
+
+    def each(self, function: Callable[[tuple[float, ...]], Sequence[float]]) -> StageTimes:
+        """Applies a function to the times of forwards, of backwards, of recomputation and of W."""
+        parts = (self.forward, self.backward, self.recompute, self.weight)
+        return StageTimes(*(tuple(function(times)) if times else () for times in parts))
+
+    def scaled(self, factors: Sequence[float] | np.ndarray) -> StageTimes:
+        """Times multiplied by a factor for each stage, `[K]`."""
+        return self.each(lambda times: (np.asarray(times) * np.asarray(factors)).tolist())
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """The schedule with these times, in milliseconds."""
+        unit = self.scaled([MILLISECONDS] * len(self.forward))
+        weight = (schedule.splits and unit.weight) or None
+        return simulate(schedule, unit.forward, unit.backward, weight=weight, recompute=unit.recompute)
+
+    def makespan(self, schedule: Schedule) -> float:
+        """Seconds that the schedule takes with these times."""
+        return self.timeline(schedule).makespan / MILLISECONDS
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The time of a step by its parts, as the module's docstring puts them together.
+
+    Attributes:
+      schedule: the schedule it was measured under.
+      stages: what the stages take alone.
+      idle: seconds of a step without actions and without update.
+      setup: the seconds of `idle` that remain without ticks.
+      update: seconds of the optimiser's update.
+      contention: how many times as long stages take when all run at once.
+    """
+
+    schedule: Schedule
+    stages: StageTimes
+    idle: float
+    setup: float
+    update: float
+    contention: float
+
+    def step(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> float:
+        """Seconds that a step would take with other times of stages, or another schedule of as many stages.
+
+        A tick without actions takes as long in any of them, whatever the size of what is sent.
+        """
+        chosen, stages = schedule or self.schedule, stages or self.stages
+        ticks = (self.idle - self.setup) * chosen.ticks.num_ticks / self.schedule.ticks.num_ticks
+        return self.contention * stages.makespan(chosen) + self.setup + ticks + self.update
+
+    @property
+    def slices(self) -> dict[str, float]:
+        """Seconds of the step by `SLICES`, of a stage on average; they add up to the step.
+
+        Imbalance is the time that stages wait beyond what they would if all took equally long; the bubble is the rest
+        of their waiting. (Stages of unlike forwards and backwards may wait less: then there is no imbalance.)
+        """
+        num_microbatches, stages = self.schedule.num_microbatches, self.stages
+        even = stages.even
+        computation = num_microbatches * (even.forward[0] + even.backward[0])
+        recomputation = num_microbatches * even.recompute[0]
+        makespan = stages.makespan(self.schedule)
+        imbalance = max(0.0, makespan - even.makespan(self.schedule))
+        bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
+        of_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
+        return dict(zip(SLICES, [*of_stages, self.idle, self.update], strict=True))
+
+
+def fit(
+    schedule: Schedule, stages: StageTimes, *, idle: float, setup: float = 0.0, update: float, step: float
+) -> StepModel:
+    """Fits the model that takes as long as the measured step.
+
+    Args:
+      schedule: the schedule of the step.
+      stages: what the stages take alone.
+      idle, setup, update: seconds, as in `StepModel`.
+      step: seconds of the whole step.
+
+    Raises:
+      ValueError: the step took less than what was measured around the stages' work: it is too short to be taken apart.
+    """
+    contention = (step - update - idle) / stages.makespan(schedule)
+    if contention <= 0:
+        raise ValueError(
+            f"the step takes {step * 1e3:.3g} ms, what isn't work of stages {(idle + update) * 1e3:.3g} ms: "
+            "it is too short to be taken apart on this machine; use a larger batch or model, or more rounds"
+        )
+    return StepModel(schedule, stages, idle, setup, update, contention)
+
+
+# --- layers alone -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of each layer alone for one micro-batch, `[N]`, on one device, all timed by turns.
+
+    On a mesh with data axes: for the examples that one device has of a micro-batch.
+
+    Attributes:
+      here: the layers as the pipeline runs them.
+      kept: where residuals are kept and nothing is computed anew (remat "none").
+      others: by another number of micro-batches, what `here` would be with it.
+      by_process: seconds that each process took for all layers of `here`, `[P]`; the times above are process 0's.
+    """
+
+    here: list[Cost]
+    kept: list[Cost]
+    others: Mapping[int, list[Cost]] = field(default_factory=dict)
+    by_process: tuple[float, ...] = ()
+
+
+def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -> LayerTimes:
+    """Times each layer alone.
+
+    Args:
+      planner: the pipeline's.
+      batch: a batch `[B, ...]`.
+      others: numbers of micro-batches to try too. Those are left out whose micro-batches the model doesn't take, and
+        all of them if no device has memory for them.
+    """
+    model, layers = _layers(planner, batch, planner.request.schedule.num_microbatches)
+    variants = [(model, layers)]
+    if planner.request.remat is not MODES["none"]:
+        with planner.tracing():
+            kept = [trace_layer(replace(layer.function, remat=MODES["none"])) for layer in layers]
+            variants.append((model, kept))
+    tried = {}
+    for num_microbatches in others:
+        with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
+            tried[num_microbatches] = _layers(planner, batch, num_microbatches)
+    try:
+        timed = timed_costs([*variants, *tried.values()], planner.request.mesh)
+    except jax.errors.JaxRuntimeError:
+        tried, timed = {}, timed_costs(variants, planner.request.mesh)
+    by_process = tuple(sum(cost.total for cost in costs[0]) for costs in timed)
+    first = timed[0]
+    others_timed = dict(zip(tried, first[len(variants) :], strict=True))
+    return LayerTimes(first[0], first[len(variants) - 1], others_timed, by_process)
+
+
+def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
+    micro = cut_batch(batch, num_microbatches * planner.request.splits.num_shards)
+    return planner.model(micro), planner.layers(micro, key_shape())
+
+
+def by_stage(planner: Planner, values: Sequence[float], cut: Partition | None = None) -> np.ndarray:
+    """Sums `[K]` over each stage's layers.
+
+    Args:
+      planner: knows which stage each virtual stage is on.
+      values: `[N]`.
+      cut: where the virtual stages begin; the pipeline's own if not given.
+    """
+    return np.bincount(stage_of_layers(planner, cut), values, minlength=planner.request.schedule.num_stages)
+
+
+def stage_of_layers(planner: Planner, cut: Partition | None = None) -> np.ndarray:
+    """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
+    counts = (cut or planner.partition).counts
+    return np.repeat(planner.request.schedule.placement.stage_of(np.arange(len(counts))), counts)
+
+
+# --- a step by parts --------------------------------------------------------------------------------------------------
+
+
+SHORTEST = 1e-9
+"""Seconds that a stage takes at least: a run can come out shorter than the one without its actions, by noise."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measured seconds of a step and of its parts.
+
+    Attributes:
+      forward: `[K]`, one micro-batch's forward on each stage, all its chunks.
+      backward: `[K]`, the same of its backward, with what remat computes again.
+      step: a training step, its batch on the devices before it begins.
+      update: the optimiser's update in it, compiled on its own.
+      idle: loss and gradients without any action: transfers, and what is done once a step (set-up, reductions).
+      setup: the latter alone, without a tick.
+      weight: `[K]`, of the part of the backward that W takes; empty where no backward is split.
+      noise: by how much the step differs from round to round: the middle half of the rounds, over their median.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    step: float
+    update: float
+    idle: float
+    setup: float
+    noise: float
+    weight: tuple[float, ...] = ()
+
+
+class Program:
+    """Loss and gradients of a step, compiled so that which of its actions run is an argument.
+
+    Args:
+      pipe: the pipeline.
+      state: its state; the step's key and the parameters are those of its next step.
+      batch: a batch `[B, ...]`.
+
+    Attributes:
+      table: the ticks.
+      batch: the batch on the devices, so that no run has to bring it there.
+      set_up: runs the part of the step that needs no tick.
+    """
+
+    def __init__(self, pipe: Pipeline, state: TrainState, batch: Batch):
+        planner = pipe.planner
+        with task("compiling the measured step"):
+            step = planner.training_step(planner.for_training(batch), state.key)
+            self.table: TickTable = step.table
+            self.batch, self._mesh = on_mesh(batch, pipe.mesh), pipe.mesh
+            self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
+            run = jax.jit(partial(programs.value_and_grad, step))
+            self._compiled = run.lower(*self._arguments, self.only("FRBIW")).compile()
+            without = *self._arguments, on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
+            self.set_up = partial(run.lower(*without).compile(), *without)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The bytes on a device besides arguments and results, all actions run and nothing updated.
+
+        The compiler says it; 0 if it doesn't.
+        """
+        analysis = self._compiled.memory_analysis()
+        return int(analysis.temp_size_in_bytes) if analysis else 0
+
+    def only(self, kinds: str, stage: int | None = None) -> jax.Array:
+        """The actions of these kinds on a stage, or on all of them: `[slots, T, K]` of 1 and 0 on the devices."""
+        numbers = [[1 + i for i, kind in enumerate(slot.kinds) if kind in kinds] for slot in self.table.slots]
+        slots = zip(self.table.slots, numbers, strict=True)
+        chosen = np.stack([np.isin(slot.kind, of_slot) for slot, of_slot in slots])
+        if stage is not None:
+            chosen &= np.arange(chosen.shape[-1]) == stage
+        return on_all(chosen.astype(np.int32), self._mesh)
+
+    def run(self, only: jax.Array) -> PyTree:
+        """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""
+        return self._compiled(*self._arguments, only)
+
+
+def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> Measured:
+    """Times the whole step and its parts.
+
+    Args:
+      pipe: the pipeline.
+      program: its program for a batch.
+      state: a state, which is copied: the caller's stays as it is.
+      rounds: the number of runs of each, besides one to warm up; the median counts.
+    """
+    num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
+    runs = _trained(pipe, program, state) | {"idle": partial(program.run, program.only("")), "setup": program.set_up}
+    parts = ("F", "RBIW", *"W" * pipe.schedule.splits)
+    for kinds, k in product(parts, range(num_stages)):
+        runs[f"{kinds}{k}"] = partial(program.run, program.only(kinds, k))
+    seconds = _in_rounds(runs, rounds)
+    medians = {name: float(np.median(times)) for name, times in seconds.items()}
+
+    def of_stages(kinds: str) -> tuple[float, ...]:
+        """Seconds of these actions of one micro-batch on each stage, `[K]`."""
+        above_idle = [float(np.median(seconds[f"{kinds}{k}"] - seconds["idle"])) for k in range(num_stages)]
+        return tuple(max(SHORTEST, total / num_microbatches) for total in above_idle)
+
+    around = {name: medians[name] for name in ("step", "update", "idle")}
+    around |= {"setup": min(medians["setup"], medians["idle"]), "noise": noise_of(seconds["step"])}
+    weight = of_stages("W") if pipe.schedule.splits else ()
+    measured = Measured(of_stages("F"), of_stages("RBIW"), **around, weight=weight)
+    # All processes go on with the times of the first: they have to reach the same findings.
+    return Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(measured))))
+
+
+def noise_of(seconds: Sequence[float] | np.ndarray) -> float:
+    """The distance between the quartiles of some times over their median.
+
+    >>> noise_of([10.0, 8.0, 9.0, 11.0, 30.0])
+    0.2
+    """
+    low, middle, high = np.percentile(seconds, [25, 50, 75])
+    return float((high - low) / middle)
+
+
+def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[str, np.ndarray]:
+    """The seconds of each run in each round, `[rounds]`; the first round isn't counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    with task("timing the step and its parts", total=1 + rounds, unit="rounds") as advance:
+        for _ in range(1 + rounds):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                jax.block_until_ready(run())
+                seconds[name].append(time.perf_counter() - start)
+            advance()
+    return {name: np.asarray(times[1:]) for name, times in seconds.items()}
+
+
+def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, Callable[[], PyTree]]:
+    """Runs of the whole step, and of the optimiser's update alone, each from the state that the last one left."""
+    (loss, updates, metrics), grads = program.run(program.only("FRBIW"))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    update = jax.jit(apply_update, donate_argnums=0, out_shardings=(shardings, None))
+    current = jax.tree.map(jnp.copy, state)
+
+    def run(step: Callable[[TrainState], tuple[TrainState, PyTree]]) -> PyTree:
+        nonlocal current
+        current, metrics = step(current)
+        return current, metrics
+
+    return {
+        "step": partial(run, lambda state: pipe.train_step(state, program.batch)),
+        "update": partial(run, lambda state: update(state, loss, updates, metrics, grads)),
+    }
+
+
+def memory_of(program: Program, state: TrainState) -> Parts[int]:
+    """The bytes that a step of this program holds with this state, on the fullest device of this process.
+
+    `temporaries` are what the program holds besides while it runs, as its compiler says: residuals and activations of
+    the micro-batches in flight, sums of gradients, whatever a layer needs.
+    """
+    params = state.variables["params"]
+    rest = {name: tree for name, tree in state.variables.items() if name != "params"}
+    held = {"parameters": params, "other_variables": rest, "optimizer": state.opt_state}
+    held["gradients"] = params  # laid out and typed like them
+    return Parts({name: _on_a_device(tree) for name, tree in held.items()}, temporaries=program.temporary_bytes)
+
+
+def _on_a_device(tree: PyTree) -> int:
+    """The bytes of a pytree of arrays on the device of this process that has the most of them."""
+    held: Counter[int] = Counter()
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    return max(held.values(), default=0)

@@ -1,0 +1,461 @@
+"""Predicts the bytes that a training step holds on a device, by part, from plan and trace; compiles nothing.
+
+What a function holds while it runs follows from the lives of its arrays. Operations count as fused where compilers fuse
+them. So the result of an elementwise operation, or of a move of elements, is an array only if another kind of operation
+reads it, such as a product on CPU. Until then its operands live on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import jax
+import optax
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jpipe.execution.programs import narrow_dtypes, weight_uses
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.in_place import HOST
+from jpipe.jax.inside import needed_part, with_axis_types, with_named_axes
+from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
+from jpipe.memory.at_work import WorkLayout
+from jpipe.memory.buffers import FlatBuffer
+from jpipe.memory.layout import Layout, StageTree, may_go
+from jpipe.mesh.axes import AXIS, split_by
+from jpipe.model.groups import GRADIENT
+from jpipe.model.layer_function import LayerFunction
+from jpipe.model.random_keys import key_shape
+from jpipe.model.traced_layer import DeviceLayer
+from jpipe.partitioner.shardings import part_structs
+from jpipe.planning.plan import Plan
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
+from jpipe.tools.chips import Chip, chip_of
+from jpipe.tools.step_cost import Parts
+from jpipe.training.train_state import abstract_state
+from jpipe.types import Batch, Leaf, PyTree
+
+_COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
+"""Elementwise operations that compilers carry out once, however many read their result."""
+_FUSED = ELEMENTWISE | MOVES | {"dynamic_slice"}
+_READ_FUSED = _FUSED | REDUCTIONS.keys()
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Says which values a compiler makes arrays of, and where these lie; by default as a CPU's does.
+
+    Attributes:
+      into_products: whether it fuses elementwise operations into all products that read them, reads slices as they
+        lie, and adds a product that nothing else reads to the sum that it is for.
+      near: bytes of arrays that it holds on the chip, so that they take no memory.
+      in_place: whether elementwise results take the place of what they read last, products read operands as they lie,
+        and activations that wait at a boundary stay where they are.
+    """
+
+    into_products: bool = False
+    near: int = 0
+    in_place: bool = False
+
+    @property
+    def reads_fused(self) -> frozenset[str]:
+        """The primitives that need not have an array to read."""
+        return _READ_FUSED | ({"dot_general"} if self.into_products else set())
+
+    def fuses(self, equation: JaxprEqn) -> bool:
+        """Whether what an equation gives is no array of its own: single numbers are scattered in place."""
+        name = equation.primitive.name
+        numbers = name.startswith("scatter") and not equation.params["dimension_numbers"].update_window_dims
+        return name in _FUSED or numbers
+
+
+class _Held:
+    """Arrays that are held at a time, on the chip while there is room."""
+
+    def __init__(self, near: int):
+        self._near, self._sizes, self._far = near, dict[Var, int](), set[Var]()
+
+    def begin(self, arrays: Iterable[Var], copies: int = 1) -> None:
+        """Begins the lives of arrays, on the chip while they fit."""
+        for v in arrays:
+            self._sizes[v] = _size(v) * copies
+            if sum(size for other, size in self._sizes.items() if other not in self._far) > self._near:
+                self._far.add(v)
+
+    def end(self, last: Mapping[Var, int], i: int) -> None:
+        """Ends the lives of the values that equation i reads last."""
+        self._sizes = {v: size for v, size in self._sizes.items() if last[v] > i}
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of what is held in memory, off the chip."""
+        return sum(size for v, size in self._sizes.items() if v in self._far)
+
+
+def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: Compiler = Compiler()) -> int:
+    """The most bytes of arrays that a function's equations hold at one time, its operands not counted.
+
+    Results count only while they are made: whoever calls the function says where they go.
+
+    >>> import jax
+    >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+    >>> working_bytes(jax.make_jaxpr(lambda x: jax.numpy.tanh(x @ x) @ x)(x))  # tanh, in the product's place; a product
+    512
+
+    Args:
+      closed: the function.
+      copied: indices of operands that are slices of larger arrays: each operation that isn't fused reads a copy of its
+        own, which is made at the start.
+      compiler: the compiler, which decides what is fused.
+    """
+    kept = [True] * len(closed.jaxpr.invars)
+    jaxpr = without_calls(needed_part(closed, [True] * len(closed.jaxpr.outvars), keep=kept)[0]).jaxpr
+    equations, slices = jaxpr.eqns, [jaxpr.invars[i] for i in copied]
+    readers: dict[Var, list[int]] = defaultdict(list)
+    for i, equation in enumerate(equations):
+        for v in _variables(equation):
+            readers[v].append(i)
+    made_of = _made_of(equations, slices, readers, compiler)
+    last: dict[Var, int] = defaultdict(lambda: -1)
+    for v, parts in made_of.items():
+        for part in parts:
+            last[part] = max([last[part], *readers[v]])
+    most, held = 0, _Held(compiler.near)
+    for v in slices:
+        held.begin([v], sum(equations[i].primitive.name not in compiler.reads_fused for i in readers[v]))
+    for i, equation in enumerate(equations):
+        if equation.primitive.name in ELEMENTWISE and compiler.in_place:
+            held.end(last, i)
+        held.begin(v for v in equation.outvars if v in made_of[v])
+        most = max(most, held.bytes + _inside(equation, compiler))
+        held.end(last, i)
+    return most
+
+
+def _made_of(
+    equations: Sequence[JaxprEqn], copied: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
+) -> dict[Var, frozenset[Var]]:
+    """The arrays that have to live until each value is read: itself alone, if it is one."""
+
+    def is_read_whole(v: Var) -> bool:
+        return any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
+
+    made_of = {v: frozenset([v] if is_read_whole(v) else []) for v in copied}
+    added = set[Var]()  # values that nothing reads but to make results of them
+    for equation in reversed(equations if compiler.into_products else ()):
+        for v in equation.outvars:
+            fused = all(equations[i].primitive.name in _FUSED for i in readers[v])
+            if fused and all(added.issuperset(equations[i].outvars) for i in readers[v]):
+                added.add(v)
+    for equation in equations:
+        name = equation.primitive.name
+        if name == "optimization_barrier":  # its results are its operands
+            operands = [frozenset() if isinstance(x, Literal) else made_of.get(x, frozenset()) for x in equation.invars]
+            made_of.update(zip(equation.outvars, operands, strict=True))
+            continue
+        parts = frozenset[Var]().union(*(made_of.get(v, ()) for v in _variables(equation)))
+        once = name in _COSTLY and not compiler.into_products
+        for v in equation.outvars:
+            apart = not compiler.fuses(equation) or is_read_whole(v) or (once and len(readers[v]) > 1)
+            made_of[v] = frozenset([v]) if apart and not (name == "dot_general" and v in added) else parts
+    return made_of
+
+
+def _inside(equation: JaxprEqn, compiler: Compiler) -> int:
+    """Bytes that an equation needs by itself: a loop or a branch in its body, a product for operands that it turns."""
+    if equation.primitive.name != "dot_general":
+        bodies = jaxprs_in_params(equation.params)
+        closed = [body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()) for body in bodies]
+        return max((working_bytes(body, (), compiler) for body in closed), default=0)
+    if compiler.in_place:
+        return 0
+    contracted, batch = equation.params["dimension_numbers"]
+    return sum(map(_turned, equation.invars, contracted, batch, (True, False)))
+
+
+def _turned(operand: Var | Literal, contracted: Sequence[int], batch: Sequence[int], first: bool) -> int:
+    """Bytes of a copy with the batch outermost and the contracted dimensions together, the first operand's last."""
+    rest = [d for d in range(len(shapes_of([operand])[0].shape)) if d not in (*contracted, *batch)]
+    orders = ([*batch, *rest, *contracted], *([] if first else [[*batch, *contracted, *rest]]))
+    return 0 if any(order == sorted(order) for order in orders) else _size(operand)
+
+
+def _variables(equation: JaxprEqn) -> set[Var]:
+    return {v for v in equation.invars if not isinstance(v, Literal)}
+
+
+def _size(v: Var | Literal) -> int:
+    return bytes_of(shapes_of([v]))
+
+
+# --- what stages have -------------------------------------------------------------------------------------------------
+
+
+class Amount(NamedTuple):
+    """How much there is: elements of arrays, and their bytes."""
+
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Variables by stage and by device. K is the number of stages, V of chunks a stage.
+
+    The arrays of all stages have one shape, so every device holds as much, whatever its stage has: room for the most of
+    each type of leaf that any stage has (`jpipe.memory.storage`).
+
+    Attributes:
+      own: by collection `[K*V]`, what each virtual stage's layers have, before mesh axes split it. What layers share
+        counts once, where it lies: with the first of them.
+      room: by collection, what the arrays of a stage have room for, before mesh axes split them.
+      device: by collection, what each device holds at rest: its part of the room.
+      shared: the indices of the layers that share variables, those of each set in order.
+    """
+
+    own: dict[str, tuple[Amount, ...]]
+    room: dict[str, Amount]
+    device: dict[str, Amount]
+    shared: tuple[tuple[int, ...], ...]
+
+
+def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None) -> tuple[int, int]:
+    """The bytes of an optimiser's state for batches like this one: (each device's, its part of what goes to the hosts).
+
+    With `offload=` that are those leaves which lie as the parameters do, of floats: not a count of steps.
+    """
+    if tx is None:
+        return 0, 0
+    plan = planner.plan_for(batch)
+    variables = {name: layout.shapes for name, layout in plan.layouts.items()}
+    state = abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state
+    whole = _bytes_of_parts(jax.tree.leaves(state))
+    if not planner.request.options.offload.optimizer:
+        return whole, 0
+    is_tree = lambda node: isinstance(node, StageTree)
+    trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
+    gone = 0
+    for tree in trees:
+        goes = partial(may_go, by_layer=tree.layout != plan.layouts["params"])
+        buffers = [(buffer, jax.tree.leaves(tree[name])) for name, buffer in tree.layout.shapes.items()]
+        gone += _bytes_of_parts(leaf for buffer, leaves in buffers for leaf in leaves if goes(leaf, buffer))
+    return whole - gone, gone
+
+
+def on_device(tree: PyTree) -> int:
+    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings; not of those on hosts."""
+    on_host = lambda a: a.sharding is not None and a.sharding.memory_kind == HOST
+    return _bytes_of_parts([a for a in jax.tree.leaves(tree) if not on_host(a)])
+
+
+def _bytes_of_parts(arrays: Iterable[Leaf]) -> int:
+    """The bytes of each device's parts, wherever they lie."""
+
+    def part(a: Leaf) -> Leaf:
+        return a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
+
+    return bytes_of(list(map(part, arrays)))
+
+
+def holdings(plan: Plan) -> Holdings:
+    """Counts the variables that the stages of a plan have, and that their devices hold."""
+    layouts = plan.layouts
+    return Holdings(
+        own={name: _own(plan, layout) for name, layout in layouts.items()},
+        room={name: _amount(_parts(layout, lambda axis: axis == AXIS)) for name, layout in layouts.items()},
+        device={name: _amount(_parts(layout, lambda axis: True)) for name, layout in layouts.items()},
+        shared=tuple(variables.users[0] for variables in plan.traced.variable_sets if variables.shared),
+    )
+
+
+def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
+    """Counts what the layers of each virtual stage have in a collection, `[K*V]`."""
+    leaves_of = {
+        users[0]: record.leaves
+        for record, instances in zip(layout.storage.record_types, layout.users, strict=True)
+        for users in instances
+    }
+    bounds = plan.partition.bounds
+    return tuple(_amount(leaf for i in range(*bound) for leaf in leaves_of.get(i, ())) for bound in bounds)
+
+
+def _parts(layout: Layout, along: Callable[[str], bool]) -> Iterator[jax.ShapeDtypeStruct]:
+    """A device's parts of the global arrays, split over some mesh axes."""
+    for name, array in layout.shapes.items():
+        sharding = NamedSharding(layout.mesh, split_by(layout.specs[name], along))
+        yield jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
+
+
+def _amount(arrays: Iterable[Leaf]) -> Amount:
+    arrays = list(arrays)
+    return Amount(sum(math.prod(array.shape) for array in arrays), bytes_of(arrays))
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+
+def predict_memory(
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+) -> Parts[int]:
+    """Predicts the bytes that a training step will hold on each device: all hold as much, whatever their stage.
+
+    The parts are `parameters` at rest, the state of the `optimizer`, the sums of `gradients` as they are at work,
+    `other_variables` (other collections and their sums; parameters that are gathered, or brought to their stage), the
+    device's `batch` (all micro-batches), `boundaries` (activations and cotangents: the stage's own, those that wait,
+    those on their way), `residuals` (what actions keep for later ones), `work` (the most that a layer's forward or
+    backward holds besides, what it computes anew included), and `casts` (narrow copies of parameters, made once a
+    step). What lies on the hosts (`offload=`) counts in `predict_host_memory`.
+
+    Args:
+      planner: the pipeline's; its mesh may be of devices that aren't there.
+      batch: a batch `[B, ...]`, or its shapes.
+      tx: the optimiser; default: one without state.
+      chip: the kind of the devices (default: that of the mesh).
+
+    Raises:
+      ValueError, TypeError: as `Pipeline.abstract_state`.
+    """
+    optimizer, hosted = optimizer_bytes(planner, batch, tx)
+    step = planner.training_step(planner.for_training(batch))
+    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
+    layouts = step.plan.at_work
+    at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
+    casts, whole = _narrow_copies(step)
+    chip = chip or chip_of(planner.request.mesh.devices.flat[0])
+    compiler = compiler_for(chip)
+    with planner.tracing():
+        work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
+    return Parts(
+        parameters=at_rest.pop("params"),
+        optimizer=optimizer + hosted * (not host_is_apart(planner, chip)),
+        gradients=bytes_of(at_work["params"]),
+        other_variables=sum(at_rest.values())
+        + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
+        + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
+        batch=step.schedule.num_microbatches * _batch_part(step),
+        boundaries=boundary_bytes(step, compiler),
+        residuals=_residuals(step, apart=host_is_apart(planner, chip)),
+        work=work,
+        casts=casts,
+    )
+
+
+def predict_host_memory(
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+) -> Parts[int]:
+    """Predicts the bytes that a training step will hold on the hosts for each device; arguments as `predict_memory`'s.
+
+    The parts are `residuals` that wait there, and the state of the `optimizer`; each only if there are some.
+    """
+    if not host_is_apart(planner, chip or chip_of(planner.request.mesh.devices.flat[0])):
+        return Parts()
+    step = planner.training_step(planner.for_training(batch))
+    of_state = optimizer_bytes(planner, batch, tx)[1] if planner.request.options.offload.optimizer else 0
+    held = {"residuals": _on_hosts(step), "optimizer": of_state}
+    return Parts({name: size for name, size in held.items() if size})
+
+
+def host_is_apart(planner: Planner, chip: Chip | None) -> bool:
+    """Whether the hosts' memory is another than that of the devices: as of all but CPUs."""
+    return bool(chip and chip.host.memory) or not planner.request.splits.on_cpu
+
+
+def _on_hosts(step: Step) -> int:
+    """Bytes of the rows on the host of a device."""
+    return sum(storage.host_rows * storage.row_bytes for storage in step.kept.away.values())
+
+
+def _residuals(step: Step, *, apart: bool) -> int:
+    """Bytes of what actions keep on a device; of rows that go to the host, what is there, and one that comes back."""
+    back = sum(storage.row_bytes for storage in step.kept.away.values())
+    return bytes_of(jax.eval_shape(step.kept.empty)) + back + _on_hosts(step) * (not apart)
+
+
+def boundary_bytes(step: Step, compiler: Compiler) -> int:
+    """Bytes of activations and cotangents between layers and stages, on a device.
+
+    A stage has one of each under way through its layers, those that have arrived and wait, and one on its way. A CPU's
+    compiler copies activations that wait, where several do, once a tick.
+    """
+    total = 0
+    for boundaries, name in ((step.activations, "activation"), (step.cotangents, "cotangent")):
+        on_stage = jax.eval_shape(boundaries.empty)
+        crosses = bytes_of(jax.eval_shape(boundaries.crossing, on_stage))
+        rows = step.table.rows_written(name)
+        copied = rows if rows > 1 and name == "activation" and not compiler.in_place else 0
+        total += bytes_of(on_stage) + crosses * (rows + (rows > 0) + copied)
+    if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
+        first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+        total += bytes_of([*first, *filter(is_float, last)])
+    return total
+
+
+def _narrow_copies(step: Step) -> tuple[int, set[str]]:
+    """(bytes of narrow copies of parameters that are made once a step, the buffers that are needed as they are)."""
+    params = jax.eval_shape(step.plan.at_work["params"].zeros)
+    if step.plan.request.splits.on_gpu:
+        narrow = narrow_dtypes(step)
+        return sum(params[name].size * dtype.itemsize for name, dtype in narrow.items()), params.keys() - narrow.keys()
+    uses = weight_uses(step)
+    return sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts), uses.whole
+
+
+def _brought(layout: WorkLayout, used: set[str] | None) -> int:
+    """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
+    at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
+    return bytes_of([a for n, a in at_work.items() if at_rest.get(n) != a and (used is None or n in used)])
+
+
+def _batch_part(step: Step) -> int:
+    """Bytes of a device's part of a micro-batch."""
+    splits, leaves = step.plan.request.splits, jax.tree.leaves(step.model.batch)
+    return bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
+
+
+def compiler_for(chip: Chip | None) -> Compiler:
+    """The habits of a chip's compiler; that of an unknown chip is taken for a CPU's.
+
+    Half of a TPU's vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
+    """
+    if chip is not None and chip.gpu is not None:
+        return Compiler(in_place=True)
+    if chip is not None and chip.vector_memory:
+        return Compiler(into_products=True, near=chip.vector_memory // 2, in_place=True)
+    return Compiler()
+
+
+def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
+    """The most that a forward or a backward holds for one layer of a group; if they run in pairs, what both hold."""
+    # One of several layers' weights is a slice of a buffer.
+    storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
+    places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
+    weights = tuple(i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1)
+    passes = _working(step.layers[g], step.functions[g], mesh, compiler, weights)
+    return sum(passes) if g == step.paired_group else max(passes)
+
+
+@lru_cache(maxsize=256)  # a search asks for each under many schedules
+def _working(
+    layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
+) -> tuple[int, int]:
+    """The bytes that a layer's forward holds, and its backward, if the weights of these indices are slices."""
+    layer = replace(layer, backward_program=layer.backward_jaxpr)  # not as the devices at hand compute it
+    leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
+    arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
+    outputs = function.differentiated(layer.forward.results.outputs)
+    manual = with_axis_types(mesh.abstract_mesh, dict.fromkeys(mesh.axis_names, AxisType.Manual))
+    with jax.sharding.use_abstract_mesh(manual):
+        backward, _ = with_named_axes(layer.backward, mesh.shape)(arguments, layer.residuals, outputs)
+    if compiler.into_products:  # they read slices as they lie
+        return working_bytes(layer.forward.jaxpr, (), compiler), working_bytes(backward, (), compiler)
+    # Residuals in a row are slices too.
+    residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
+    forward = working_bytes(layer.forward.jaxpr, weights, compiler)
+    return forward, working_bytes(backward, [*weights, *residuals], compiler)

@@ -1,0 +1,101 @@
+"""`StepCost`: what a step of training takes, seconds by slice and bytes by part, and the table that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeVar, cast
+
+from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
+from jpipe.schedules.simulate import Timeline
+
+Number = TypeVar("Number", int, float)
+
+
+class Parts(Mapping[str, Number]):
+    """Amounts by part, which add up. A part is an attribute too.
+
+    >>> held = Parts(parameters=4, residuals=2)
+    >>> held.parameters, held.total, dict(held)
+    (4, 6, {'parameters': 4, 'residuals': 2})
+    """
+
+    def __init__(self, parts: Mapping[str, Number] = MappingProxyType({}), **more: Number):
+        self._parts = {**parts, **more}
+
+    def __getitem__(self, name: str) -> Number:
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __repr__(self) -> str:
+        return f"Parts({self._parts})"
+
+    def __getattr__(self, name: str) -> Number:
+        if name.startswith("_"):  # copying asks for such, while there are no parts yet
+            raise AttributeError(name)
+        if name in self:
+            return self[name]
+        raise AttributeError(f"there is no part {name!r}; the parts are {', '.join(self) or 'none'}")
+
+    @property
+    def total(self) -> Number:
+        """All parts together."""
+        return cast("Number", sum(self.values()))
+
+
+@dataclass(frozen=True)
+class StepCost(Tabular):
+    """The cost of a step of training; printed, or shown in a notebook, it is a table.
+
+    Attributes:
+      source: where the numbers come from: "predicted", "compiled" or "measured".
+      seconds: the seconds of a stage, on average, by what they go into; empty if they aren't known.
+      bytes: the bytes on a device, by what holds them; empty if they aren't known.
+      timeline: the schedule with the times that the seconds follow from, if there is one.
+      notes: lines below the table.
+      host: a device's part of the bytes on its host, by what holds them; empty if nothing lies there.
+    """
+
+    source: str
+    seconds: Parts[float]
+    bytes: Parts[int]
+    timeline: Timeline | None = field(default=None, repr=False)
+    notes: tuple[str, ...] = ()
+    host: Parts[int] = field(default_factory=Parts[int])
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step."""
+        return self.seconds.total
+
+    def rows_of_seconds(self, digits: int = 3) -> list[tuple[str, str]]:
+        """A row for each slice of the step, and one for the step; none if nothing is known."""
+        parts = {**self.seconds, "step": self.step} if self.seconds else {}
+        return [(f"ms: {name}", ms_in_words(seconds, digits)) for name, seconds in parts.items()]
+
+    def rows_of_bytes(self) -> list[tuple[str, str]]:
+        """A row for each part of a device's bytes, and one for all; none if nothing is known."""
+        parts = {**self.bytes, "all": self.bytes.total} if self.bytes else {}
+        return [(name.replace("_", " "), bytes_in_words(size)) for name, size in parts.items()]
+
+    def rows_on_host(self) -> list[tuple[str, str]]:
+        """A row for each part of the bytes on its host; none if nothing lies there."""
+        return [(f"on the host: {name.replace('_', ' ')}", bytes_in_words(size)) for name, size in self.host.items()]
+
+    def table(self) -> Table:
+        """Seconds by slice and bytes by part, with their shares."""
+        rows, by_part = [], (self.rows_of_seconds(), self.rows_of_bytes(), self.rows_on_host())
+        for texts, parts in zip(by_part, (self.seconds, self.bytes, self.host), strict=True):
+            for (name, text), amount in zip(texts, [*parts.values(), parts.total], strict=False):
+                rows.append((name, text, f"{amount / parts.total:.1%}" if parts.total else "-"))
+        header = ("of a device", self.source, "share")
+        return Table("A training step, by what its time goes into, and what it holds", header, rows, {}, self.notes)
+
+    def _table(self) -> Table:
+        return self.table()

@@ -1,0 +1,152 @@
+"""`print(pipe)`: a pipeline as a table, with the layers, parameters, memory and devices of each stage."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+
+import numpy as np
+
+from jpipe.planning.partition import Partition, measure_of
+from jpipe.planning.plan import Plan
+from jpipe.planning.planner import Planner
+from jpipe.planning.request import Request
+from jpipe.processes.tables import Table, bytes_in_words
+from jpipe.schedules.simulate import simulate
+from jpipe.tools.memory_model import Holdings, holdings, predict_host_memory, predict_memory
+from jpipe.tools.step_cost import Parts
+
+SHOWN_DEVICES = 4
+
+
+def summarize(title: str, planner: Planner) -> Table:
+    """A row for each virtual stage; what follows from shapes only once a batch was seen.
+
+    Args:
+      title: the pipeline in a line.
+      planner: the pipeline's.
+    """
+    schedule, plan = planner.request.schedule, planner.plan
+    num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
+    even = simulate(schedule)
+    columns: dict[str, list[str]] = {"stage": [str(stage) for stage in range(num_stages)] * num_chunks}
+    if num_chunks > 1:
+        columns["chunk"] = [str(chunk) for chunk in range(num_chunks) for _ in range(num_stages)]
+    notes = []
+    try:
+        partition = planner.partition
+    except ValueError:
+        notes.append(f"the layers are cut when a batch is seen (balance={planner.request.balance!r})")
+    else:
+        columns |= _layers(planner, partition)
+    bubble = f"{even.bubble_fraction:.1%} if stages take equally long, and a backward twice a forward"
+    if plan is not None:
+        held = holdings(plan)
+        columns["parameters"] = _parameters(plan, held)
+        notes += [*_held(held), *_memory(planner, plan), *_shared(plan, held), *plan.examples.in_words(plan.traced)]
+        by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
+        bubble = f"{by_costs:.1%} {_costs_in_words(plan.request)}; {bubble}"
+    columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks
+    columns["devices"] = _devices(planner) * num_chunks
+    units = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
+    notes += [f"bubble: {bubble}", f"in flight: the most {units} that a stage holds"]
+    rows = list(zip(*columns.values(), strict=True))
+    return Table(title, list(columns), rows, {}, notes)
+
+
+def _layers(planner: Planner, partition: Partition) -> dict[str, list[str]]:
+    names = [layer.name for layer in planner.request.layers]
+    columns: dict[str, list[str]] = {
+        "layers": partition.ranges,
+        "what": [in_words(names[start:stop]) for start, stop in partition.bounds],
+    }
+    total = math.fsum(partition.costs)
+    if planner.plan is not None and total:
+        columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]
+    return columns
+
+
+def in_words(names: list[str]) -> str:
+    """Names in order, equal ones counted; of many names that all differ the first and the last.
+
+    >>> in_words(["Embed", "Block", "Block", "Dense"])
+    'Embed, 2 Block, Dense'
+    >>> in_words(["table", "h_0", "h_1", "h_2", "h_3"])
+    'table to h_3'
+    """
+    if len(set(names)) == len(names) > 4:
+        return f"{names[0]} to {names[-1]}"
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in runs)
+
+
+def _parameters(plan: Plan, held: Holdings) -> list[str]:
+    """How many parameters each virtual stage has, and whether its layers use others, which lie on another."""
+    texts = []
+    for amount, (start, stop) in zip(held.own["params"], plan.partition.bounds, strict=True):
+        elsewhere = any(first < start <= layer < stop for first, *others in held.shared for layer in others)
+        texts.append(f"{amount.elements:,}" + " + shared" * elsewhere)
+    return texts
+
+
+def _held(held: Holdings) -> list[str]:
+    """Lines on what each device holds, whatever its stage has."""
+    notes = []
+    for name, device in held.device.items():
+        what = "parameters" if name == "params" else f"elements of {name}"
+        part = f", its part of {held.room[name].elements:,}" if device != held.room[name] else ""
+        notes.append(f"{device.elements:,} {what} ({bytes_in_words(device.bytes)}{part})")
+    return [f"each device holds {' and '.join(notes)}: of each type of array the most that a stage has"]
+
+
+def _memory(planner: Planner, plan: Plan) -> list[str]:
+    """Lines on a step's memory by its model, the parts by size; none for a pipeline that doesn't train."""
+    if plan.loss is None:
+        return []
+    try:
+        memory, hosted = predict_memory(planner, plan.batch), predict_host_memory(planner, plan.batch)
+    except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
+        return [f"no step of training can be planned: {error}"]
+    said = "a training step holds {} {} (predicted, without the optimiser's state): {}"
+    places = [("a device", memory)] + [("of the host for each device", hosted)] * bool(hosted)
+    return [said.format(bytes_in_words(parts.total), where, _by_size(parts)) for where, parts in places]
+
+
+def _by_size(parts: Parts[int]) -> str:
+    """The parts in words, the largest first."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in largest if size)
+
+
+def _shared(plan: Plan, held: Holdings) -> list[str]:
+    """Notes on what all stages compute together, and on which layers share parameters, and where these lie."""
+    placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
+    last, notes = plan.model.num_layers - 1, []
+    if plan.request.shares_ends:
+        notes.append(
+            f"ends='shared': all stages compute layers 0 and {last}; their parameters lie split over all, and count "
+            "with the stage that a layer is listed with"
+        )
+    for users in held.shared:
+        stage = placement.stage_of(int(np.searchsorted(starts, users[0], "right")) - 1)
+        is_end = plan.request.shares_ends and {*users} <= {0, last}
+        where = f"count on stage {stage} alone" if is_end else f"lie on stage {stage} and count there alone"
+        notes.append(f"layers {', '.join(map(str, users))} share parameters, which {where}")
+    return notes
+
+
+def _costs_in_words(request: Request) -> str:
+    """The source of the stages' times, in words."""
+    measure = measure_of(request.balance)
+    if measure is None:
+        return "if layers take equally long" if isinstance(request.balance, str) else "by the costs given"
+    return "by the layers' FLOPs" if measure.unit == "flops" else "by the layers' measured times"
+
+
+def _devices(planner: Planner) -> list[str]:
+    """The devices of each stage, the first ones by name."""
+    mesh = planner.request.mesh
+    by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index("stage"), 0).reshape(mesh.shape["stage"], -1)
+    more = by_stage.shape[1] - SHOWN_DEVICES
+    names = [" ".join(f"{device.platform}:{device.id}" for device in row[:SHOWN_DEVICES]) for row in by_stage]
+    return [f"{text} and {more} more" if more > 0 else text for text in names]

@@ -1,0 +1,375 @@
+"""Predicts the seconds of a step, by part, on a chip that need not be there; compiles nothing.
+
+`roofline` gives the times of layers, from their traced forwards and backwards; nothing is fitted to steps. The compiled
+steps of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
+
+GPUs of a host are joined by links. A TPU has a link to each neighbour on a torus. A collective goes both ways round a
+ring, so it sends over two links at once where the devices of an axis lie on a ring:
+
+    2 in a line                   o-o             1 link
+    4 in a line, no wraparound    o-o-o-o         1 link     the device at an end has no other
+    4 in a square                 o-o             2 links
+                                  o-o
+    4 or more, wraparound         (o-o-o-o)       2 links
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jpipe.execution.stage import send_shared
+from jpipe.jax.inside import needed_part
+from jpipe.jax.primitives import ClosedJaxpr
+from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
+from jpipe.memory.layout import device_index
+from jpipe.mesh.axes import AXIS, on_stages
+from jpipe.model.groups import WEIGHTS
+from jpipe.model.traced_layer import DeviceLayer
+from jpipe.partitioner.conversions import Sent, ring_bytes, sent_in
+from jpipe.partitioner.rings import HIDDEN
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
+from jpipe.schedules.simulate import Work, busy_times, in_time
+from jpipe.tools.chips import Chip, chip_of
+from jpipe.tools.memory_model import holdings, optimizer_bytes
+from jpipe.tools.roofline import pass_seconds, roofline
+from jpipe.tools.step_cost import Parts, StepCost
+from jpipe.types import Batch, PyTree
+
+LARGEST_RING = 8
+"""The most devices of a ring of products: of more, pieces are too small."""
+ALONE = frozenset(["permute", "all_to_all"])
+"""Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
+
+
+def rings_of(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The axes of a mesh of TPUs, but `stage`, whose devices lie on a ring of links, each with its devices in order.
+
+    A TPU waits in a permutation for its neighbours alone, so that a layer may have one. On GPUs and CPUs all devices of
+    a mesh have to carry out a permutation together, also those of stages that have no such layer.
+    """
+    device = mesh.devices.flat[0]
+    chip = chip_of(device)
+    if device.platform != "tpu" or chip is None:
+        return ()
+    network = Network.of(chip, mesh)
+    return tuple((name, order) for name in mesh.axis_names if name != AXIS and (order := network.ring(name)))
+
+
+def _extents(group: np.ndarray) -> list[int]:
+    """How many chips of each dimension a group takes; its coordinates are `[devices, dimensions]`."""
+    return [len(np.unique(column)) for column in group.T]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between the devices of a mesh, and the network between hosts.
+
+    Attributes:
+      chip: the kind of the devices.
+      sizes: (name, number of devices) of each mesh axis.
+      hosts: the number of each device's host, in the order of the mesh; empty if links join all devices.
+      coordinates: where each TPU is on its torus, in the order of the mesh; empty of GPUs, and of TPUs that nobody has
+        placed yet: there four and more along an axis are taken to lie on a ring.
+    """
+
+    chip: Chip
+    sizes: tuple[tuple[str, int], ...]
+    hosts: tuple[int, ...] = ()
+    coordinates: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, chip: Chip, mesh: Mesh) -> Network:
+        """The network of a mesh of such chips.
+
+        JAX calls a host of GPUs that are at hand a slice, and takes one process for each host of GPUs that aren't.
+        """
+        sizes, devices = tuple(mesh.shape.items()), mesh.devices.flatten().tolist()
+        if not chip.network_bandwidth:
+            coordinates = tuple(tuple(device.coords) for device in devices if hasattr(device, "coords"))
+            return cls(chip, sizes, coordinates=coordinates if len(coordinates) == len(devices) else ())
+        at_hand = devices[0] in jax.devices()
+        hosts = (getattr(device, "slice_index", 0) if at_hand else device.process_index for device in devices)
+        return cls(chip, sizes, tuple(hosts))
+
+    @property
+    def hop(self) -> float:
+        """bytes/s of what stages hand on. All wait for the slowest hop: between two hosts, if stages are on several."""
+        return self.bandwidth([AXIS], "permute")
+
+    def bandwidth(self, axes: Collection[str], collective: str = "all_reduce") -> float:
+        """bytes/s one way that a device has along mesh axes: those of its links, if all devices along them share one.
+
+        Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
+        """
+        if not self.chip.network_bandwidth:
+            return self.chip.link_bandwidth * (1 if AXIS in axes and collective == "permute" else self._links(axes))
+        hosts = np.broadcast_to(self.hosts or 0, math.prod(n for _, n in self.sizes))
+        counts = [np.unique(group, return_counts=True)[1] for group in hosts[self._groups(axes)]]
+        apart = [int(count.min()) for count in counts if len(count) > 1]
+        if not apart:
+            return self.chip.link_bandwidth
+        adapters = 1 if collective in ALONE else min(apart)
+        return min(self.chip.link_bandwidth, adapters * self.chip.network_bandwidth)
+
+    def _groups(self, axes: Collection[str]) -> np.ndarray:
+        """`[groups, devices of a group]`: the numbers of the devices that mesh axes join, in the order of the mesh."""
+        sizes = [n for _, n in self.sizes]
+        along = [i for i, (name, _) in enumerate(self.sizes) if name in axes]
+        numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), along, range(-len(along), 0))
+        return numbers.reshape(-1, math.prod(sizes[i] for i in along))
+
+    def ring(self, axis: str) -> tuple[int, ...]:
+        """The devices of a mesh axis in an order in which each has a link to the next, and the last to the first.
+
+        Empty if there is none, or if it isn't known; of more than `LARGEST_RING` devices none is looked for.
+        """
+        size = dict(self.sizes)[axis]
+        if not self.coordinates or not 1 < size <= LARGEST_RING:
+            return ()
+        groups = np.asarray(self.coordinates)[self._groups([axis])]
+
+        def are_linked(i: int, j: int) -> bool:
+            """Whether the devices i and j of all groups are."""
+            apart = np.abs(groups[:, i] - groups[:, j])
+            linked = (apart == 1) | ((apart == np.asarray(self._closed) - 1) & (apart > 1))
+            return bool((linked.sum(-1) == 1).all() and ((apart > 0).sum(-1) == 1).all())
+
+        def go_on(order: tuple[int, ...]) -> tuple[int, ...]:
+            if len(order) == size:
+                return order if are_linked(order[-1], order[0]) else ()
+            nexts = (i for i in range(size) if i not in order and are_linked(order[-1], i))
+            return next(filter(None, (go_on((*order, i)) for i in nexts)), ())
+
+        return go_on((0,))
+
+    @property
+    def _closed(self) -> list[int]:
+        """The chips along each dimension of the torus whose first has a link to the last; 0 along the others."""
+        extents, ring = _extents(np.asarray(self.coordinates)), self.chip.ring
+        is_linked = lambda n: ring > 0 and all(m % ring == 0 for m in (extents if self.chip.in_cubes else [n]))
+        return [n if is_linked(n) else 0 for n in extents]
+
+    def _links(self, axes: Collection[str]) -> int:
+        """The links of a TPU over which a collective along mesh axes sends at once: of the group with the fewest."""
+        if not self.coordinates:
+            return 2 if math.prod(n for name, n in self.sizes if name in axes) >= 4 else 1
+
+        def of_group(group: np.ndarray) -> int:
+            dims = zip(_extents(group), self._closed, strict=True)
+            return sum(2 if n == size else 1 for n, size in dims if n > 1)
+
+        return max(1, min(map(of_group, np.asarray(self.coordinates)[self._groups(axes)])))
+
+    def seconds(self, sent: Iterable[Sent]) -> float:
+        """Seconds in which a device waits for what a program's collectives send, one after the other.
+
+        Those that go by rings are for the most part beside products. These are a layer's permutations: a user's own are
+        carried out as gathers (`jpipe.partitioner.user_shardings`).
+        """
+
+        def waited(one: Sent) -> float:
+            by_ring = one.collective == "permute" and AXIS not in one.axes
+            return math.prod(one.loops) * one.bytes * (1 - HIDDEN if by_ring else 1.0)
+
+        return sum(waited(one) / self.bandwidth(one.axes, one.collective) for one in sent)
+
+
+# --- the time of a step -----------------------------------------------------------------------------------------------
+
+
+def predict_time(
+    planner: Planner, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
+) -> StepCost:
+    """Predicts how long a step of training takes; nothing is compiled, and nothing said of bytes.
+
+    The slices are `computation` (the stages' actions, of a stage on average, and ends that all compute together),
+    `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (what devices wait for
+    transfers that have no work beside them: of layers, of ends that all stages compute together, and once a step),
+    and `update` (the optimiser's, by the bytes that it reads and writes). With `offload=` there is `host`, too: what
+    devices wait for rows and the optimiser's state on their way to the hosts and back; a note says how long they travel
+    in all. The timeline is in seconds.
+
+    Args:
+      planner: the pipeline's.
+      batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
+      chip: one device (`jpipe.tools.chips.CHIPS`).
+      tx: the optimiser, of whose state the bytes count; default: one without state.
+    """
+    step = planner.training_step(planner.for_training(batch))
+    plan, schedule, network = step.plan, step.schedule, Network.of(chip, planner.request.mesh)
+    work, links, by_layer = _work(step, network)
+    shared, apart = 0.0, _sent_once(step, network)
+    if step.ends.shared:
+        shared, of_ends = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
+        apart += of_ends + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
+    crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
+    hop, moves = bytes_of(crossing) / network.hop, _moves(step, chip)
+    timeline = in_time(schedule, work, hop, moves, paired=_paired_ticks(step))
+    alone = in_time(schedule, work, hop) if any(moves) else timeline
+    busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
+    passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
+    held, hosted = optimizer_bytes(planner, batch, tx)
+    update = (passes * holdings(plan).device["params"].bytes + 2 * (held + hosted)) / chip.pass_bandwidth
+    goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
+    waits = timeline.makespan - alone.makespan + max(0.0, of_state - update)
+    computation, collectives = busy - of_layers + float(shared), of_layers + float(apart)
+    seconds = Parts(computation=computation, bubble=alone.makespan - busy, collectives=collectives, update=update)
+    if goes or of_state:
+        seconds = Parts(seconds, host=waits)
+    said = f"of {1e3 * (goes + of_state):,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for"
+    return StepCost("predicted", seconds, Parts(), timeline, notes=(said,) * bool(goes or of_state))
+
+
+def bearable_share(planner: Planner, batch: Batch, chip: Chip) -> float:
+    """The part of the residuals that go now that could go while no tick in which all stages work takes longer."""
+    step = planner.training_step(planner.for_training(batch))
+    work, *_ = _work(step, Network.of(chip, planner.request.mesh))
+    *beside, after = _moves(step, chip)
+    longest = {kind: max(np.add(times, work.anew) if kind in "BI" else times) for kind, times in work.times.items()}
+    slots = [min(longest[kind] for kind in slot.kinds) for slot in step.table.slots]
+    return min([0.0 if after else 1.0, *(slot / move for slot, move in zip(slots, beside, strict=True) if move)])
+
+
+def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
+    """`[N]`, what each layer takes in a step's actions for one micro-batch: costs to cut the model by.
+
+    0 of a first and a last layer that all stages compute together.
+    """
+    step = planner.training_step(planner.for_training(batch))
+    seconds = _by_layer(step, Network.of(chip, planner.request.mesh))[:, :, :3].sum(axis=(1, 2))
+    if step.ends.shared:
+        seconds[[0, -1]] = 0.0
+    return seconds.tolist()
+
+
+def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
+    """The times of the stages' actions, those of their transfers alone; and `_by_layer`, with ends of all stages."""
+    by_layer = _by_layer(step, network)
+    of_actions = by_layer.copy()
+    if step.ends.shared:
+        of_actions[[0, -1]] = 0.0
+    if step.paired_group is not None:
+        layers = [*step.model.groups[step.paired_group].indices]
+        of_actions[layers, 1, :2] *= 1 - _hidden_share(step, of_actions[layers, :, :2].sum(axis=0))
+    by_stage = np.array([of_actions[start:stop].sum(axis=0) for start, stop in step.plan.partition.bounds])
+
+    def work(seconds: np.ndarray) -> Work:
+        """Makes it of `[stages, 5]`."""
+        forward, backward, again, weight, stashing = seconds.T
+        times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
+        return Work({kind: of_stages.tolist() for kind, of_stages in times.items()}, again.tolist())
+
+    return work(by_stage.sum(axis=1)), work(by_stage[:, 1]), by_layer
+
+
+def _paired_ticks(step: Step) -> set[int]:
+    """The ticks in which a forward and a backward run as one."""
+    runs = [run for run in step.table.runs if run.pairs and step.paired_group is not None]
+    return {tick for run in runs for tick in range(run.start, run.stop)}
+
+
+def _hidden_share(step: Step, seconds: np.ndarray) -> np.ndarray:
+    """`[2]`: the part of what layers in pairs send, in forwards and in backwards, that the other pass's products hide.
+
+    Args:
+      step: the step.
+      seconds: `[2, 2]`: of the kernels and of the transfers, those of a forward and of a backward.
+    """
+    kernels, transfers = seconds
+    forwards = sum((run.stop - run.start) * run.together.count("F") for run in step.table.runs)
+    pairs = sum((run.stop - run.start) * len(run.pairs) for run in step.table.runs)
+    return pairs / forwards * np.minimum(1.0, kernels[::-1] / np.maximum(transfers, np.finfo(float).tiny))
+
+
+def _moves(step: Step, chip: Chip) -> list[float]:
+    """`[slots + 1]`: how long rows of residuals travel beside each slot of a tick, and after the last; 0 for none.
+
+    A row leaves beside the slot after its own, while another comes back: a link has as much each way.
+    """
+    slots = step.table.slots
+    moves = np.zeros((2, len(slots) + 1))
+    for name, storage in step.kept.away.items():
+        seconds = _on_link(storage.row_bytes, chip)
+        for i, slot in enumerate(slots):
+            moves[0, i] += seconds * bool((slot.away[name].returns >= 0).any())
+            moves[1, i + 1] += seconds * bool((slot.away[name].sent_to >= 0).any())
+    return moves.max(axis=0).tolist()
+
+
+def _on_link(size: int, chip: Chip) -> float:
+    """Seconds in which so many bytes go to the host, or come back; 0 if its link isn't known."""
+    return size / chip.host.bandwidth if chip.host.bandwidth else 0.0
+
+
+def _by_layer(step: Step, network: Network) -> np.ndarray:
+    """Returns `_layer_seconds` of each layer, `[N, 2, 5]`."""
+    layers = zip(step.model.traced_as, step.layers, strict=True)
+    of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
+    return np.array([of_group[g] for g in step.plan.traced.group_of])
+
+
+@lru_cache(maxsize=256)  # a search asks for each under many schedules
+def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: bool) -> np.ndarray:
+    """`[2, 5]`: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
+
+    The five are its forward, its backward, what is computed anew before that where stages keep their inputs alone, that
+    part of the backward which only gradients of parameters need, and what a split backward writes down in between.
+    """
+    forward, backward = on_device.forward, on_device.backward_jaxpr
+    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
+    numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
+
+    def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
+        sent = sent_in(needed_part(jaxpr, wanted)[0].jaxpr, dict(network.sizes))
+        return np.array([roofline(jaxpr, network.chip, wanted), network.seconds(sent)])
+
+    first = again = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
+    if stores_residuals:
+        again = np.zeros(2)
+    else:  # only what computes it again keeps residuals
+        first = seconds(forward.jaxpr, [i < results for i in numbers])
+    whole = seconds(backward, [True] * len(gradients))
+    weight = whole - seconds(backward, [i >= params for i in gradients])
+    stash = pass_seconds(on_device.split.stash if on_device.split is not None else (), network.chip)
+    return np.stack([first, whole, again, weight, np.array([stash, 0.0])], axis=1)
+
+
+def _sent_once(step: Step, network: Network) -> float:
+    """Seconds of what a device sends once a step: weights on their way to where they are used, gradients back."""
+    mesh, layouts, params = step.plan.request.mesh, step.plan.at_work, step.plan.at_work["params"]
+
+    def program() -> list[jax.Array]:
+        weights = step.collections(*WEIGHTS)
+        there = {name: layouts[name].gathered(layouts[name].rest.zeros()) for name in weights}
+        shared = send_shared(step, there, device_index(mesh))
+        back = [jax.lax.psum(leaves["params"], AXIS) for v, leaves in shared.items() if v not in step.ends.sets]
+        sums = params.reduced(params.zeros(accumulator_dtype), step.gradient_sums.partial_along)
+        return jax.tree.leaves((there, shared, back, sums))
+
+    traced = jax.make_jaxpr(on_stages(program, mesh, (), PartitionSpec(AXIS)))()
+    return network.seconds(sent_in(traced.jaxpr, mesh.shape))
+
+
+def _sent_to_all(step: Step) -> float:
+    """Bytes that a stage sends to all for each micro-batch: what the last layer takes, the first one's cotangents."""
+    first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+    return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
+
+
+def _update_passes(planner: Planner, activations: PyTree) -> int:
+    """How often the parameters' bytes are read or written once a step.
+
+    Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
+    with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
+    """
+    narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(activations))
+    return 7 + 2 * (narrow and planner.request.options.cast == "step")

@@ -1,0 +1,323 @@
+"""Each entry of the seam to JAX does what it says in this version of JAX; a failure names what has changed."""
+
+import re
+import traceback
+from pathlib import Path
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from cases import assert_equal
+from jpipe.jax import inside
+from jpipe.jax.inside import absent_cudnn, collection_of, unsharded_creation
+from jpipe.processes.progress import warn_once
+
+CHANGED = f"JAX {jax.__version__} has changed this: see the docstring of"
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def only(closed):
+    (equation,) = closed.jaxpr.eqns
+    return equation
+
+
+def test_needed_part():
+    """Of a loop too: which parts of its carry a result needs."""
+
+    def function(x, y, z):
+        (a, _), _ = jax.lax.scan(lambda c, _: ((c[0] * 2, c[1] + z), None), (x, y), length=3)
+        return a, jnp.sin(y)
+
+    closed = jax.make_jaxpr(function)(1.0, 2.0, 3.0)
+    part, used = inside.needed_part(closed, [True, False])
+    assert used == [True, False, False], f"{CHANGED} needed_part"
+    assert_equal(jaxpr_as_fun(part)(1.0), [np.float32(8)])
+    part, _ = inside.needed_part(closed, [False, True], keep=True)
+    assert_equal(jaxpr_as_fun(part)(1.0, 2.0, 3.0), [jnp.sin(2.0)])
+    part, used = inside.needed_part(closed, [False, True], keep=[True, False, False])
+    assert len(part.jaxpr.invars) == 2 and used == [True, True, False], f"{CHANGED} needed_part"
+
+
+def test_needed_part_keeps_constants():
+    table = jnp.arange(3.0)
+    closed = jax.make_jaxpr(lambda x, y: (x + table, y * 2))(1.0, 2.0)
+    part, used = inside.needed_part(closed, [True, False])
+    assert used == [True, False]
+    assert_equal(jaxpr_as_fun(part)(1.0), [np.asarray([1, 2, 3], np.float32)])
+
+
+def test_replaced():
+    closed = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(X)
+    other = inside.replaced(only(closed), params=only(closed).params | {"axes": (0, 1)})
+    assert other.params["axes"] == (0, 1) and only(closed).params["axes"] == (0,), f"{CHANGED} replaced"
+    empty = inside.replaced(closed.jaxpr, eqns=[], outvars=list(closed.jaxpr.invars))
+    assert not empty.eqns and len(closed.jaxpr.eqns) == 1, f"{CHANGED} replaced"
+
+
+@jax.custom_jvp
+def own(x):
+    return x * 2
+
+
+own.defjvp(lambda primals, tangents: (own(*primals), tangents[0]))
+
+
+@pytest.mark.parametrize("call", [jax.jit(jnp.sin), jax.checkpoint(jnp.sin), own], ids=["jit", "checkpoint", "jvp"])
+def test_called_by(call):
+    called = inside.called_by(only(jax.make_jaxpr(call)(1.0)))
+    assert_equal(jaxpr_as_fun(called)(jnp.float32(0.5)), [call(jnp.float32(0.5))])
+
+
+def test_scan_counts():
+    def function(a, b, carry, xs):
+        return jax.lax.scan(lambda c, x: (c + a * x + b, c), carry, xs)
+
+    equation = jax.make_jaxpr(function)(1.0, 2.0, 3.0, jnp.ones(4)).jaxpr.eqns[-1]
+    assert equation.primitive.name == "scan", f"{CHANGED} LOOPS_AND_BRANCHES"
+    assert inside.scan_counts(equation) == (2, 1), f"{CHANGED} scan_counts"
+
+
+def wrong(x):
+    return jnp.dot(x, jnp.ones(5))
+
+
+def test_an_error_in_words():
+    with pytest.raises(TypeError) as caught:
+        jax.make_jaxpr(wrong)(jnp.ones(4))
+    line = r"TypeError at test_inside\.py:\d+, `return jnp\.dot\(x, jnp\.ones\(5\)\)`: .*"
+    assert re.fullmatch(line, inside.raised(caught.value))
+    assert inside.raised(ValueError("of no line.")) == "ValueError: of no line"
+
+
+@pytest.mark.parametrize("filtering", ["auto", "off"])
+def test_an_error_with_the_users_frames_alone(filtering):
+    with jax.enable_x64(False), pytest.raises(TypeError) as caught:
+        jax.make_jaxpr(wrong)(jnp.ones(4))
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", filtering)
+    try:
+        error = inside.shortened(caught.value)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    frames = traceback.extract_tb(error.__traceback__)
+    assert error is caught.value
+    assert (len(frames) == 2) is (filtering == "auto")
+    assert frames[-1].name == "wrong" or filtering == "off"
+
+
+def test_scope_of():
+    def function(x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    equation = only(jax.make_jaxpr(function)(1.0))
+
+    def again(x):
+        with inside.scope_of(equation):
+            return jnp.cos(x)
+
+    text = jax.jit(again).lower(1.0).as_text(debug_info=True)
+    assert "outer/inner/cos" in text, f"{CHANGED} scope_of"
+
+
+def test_carry_out_on_other_shapes():
+    equation = only(jax.make_jaxpr(lambda x, y: jax.lax.dot(x, y))(jnp.ones((4, 3)), jnp.ones((3, 8))))
+    assert_equal(inside.carry_out(equation, [X, X.T]), [X @ X.T])
+    twice = only(jax.make_jaxpr(lambda x: x * x)(X))
+    assert_equal(inside.carry_out(twice, [X, X + 1]), [X * (X + 1)])  # one variable, two operands
+
+
+def test_carry_out_with_other_parameters():
+    equation = only(jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(X))
+    assert_equal(inside.carry_out(equation, [X], equation.params | {"axes": (1,)}), [X.sum(1)])
+
+
+def test_carry_out_in_another_mesh():
+    """An equation traced under Auto axes runs where they are manual, and keeps its scope."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        equation = only(jax.make_jaxpr(jax.named_scope("mine")(jnp.sin))(X))
+    run = jax.shard_map(
+        lambda x: inside.carry_out(equation, [x])[0],
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
+    )
+    assert_equal(jax.jit(run)(X), jax.jit(jnp.sin)(X))
+    assert "mine/sin" in jax.jit(run).lower(X).as_text(debug_info=True), f"{CHANGED} carry_out"
+
+
+@pytest.mark.parametrize("change", ["add", "max", "apply"])
+def test_carry_out_of_a_scatter_in_another_mesh(change):
+    """What a scatter does with two numbers forgets the mesh of its trace.
+
+    It was lowered with sharding constraints inside, which the GPU compiler couldn't compute as it folded constants.
+    """
+    mesh = jax.make_mesh((2, 1), ("stage", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    value = (lambda x: x + jnp.pi) if change == "apply" else 1.5
+    function = lambda x: getattr(jnp.asarray(x).at[jnp.array([0, 1])], change)(value)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types({"stage": AxisType.Manual})):
+        equation = jax.make_jaxpr(function)(X).jaxpr.eqns[-1]
+    assert equation.primitive.name.startswith("scatter")
+    indices, updates = jnp.array([[0], [1]]), jnp.full((2, X.shape[1]), 1.5, X.dtype)
+    run = lambda x: inside.carry_out(equation, [x, indices, updates])[0]
+    on_devices = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    )
+    assert_equal(on_devices(X), function(X))
+    assert "sharding_constraint" not in on_devices.lower(X).as_text()
+
+
+def test_with_named_axes():
+    """The axis is named, has its size, and adds no dimension."""
+    closed, shapes = inside.with_named_axes(lambda x: jax.lax.psum(x, "data"), {"data": 2})(X)
+    assert shapes.shape == X.shape and only(closed).params["axes"] == ("data",), f"{CHANGED} with_named_axes"
+    _, shapes = inside.with_named_axes(lambda x: jax.lax.all_gather(x, "data"), {"data": 2})(X)
+    assert shapes.shape == (2, *X.shape), f"{CHANGED} with_named_axes"
+
+
+def test_with_axis_types(monkeypatch):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]).abstract_mesh
+    found = inside.with_axis_types(mesh, {"b": AxisType.Manual})
+    assert found.axis_types == (AxisType.Auto, AxisType.Manual), f"{CHANGED} with_axis_types"
+    assert dict(found.shape) == {"a": 2, "b": 2}
+    monkeypatch.delattr(AbstractMesh, "update_axis_types")
+    assert inside.with_axis_types(mesh, {"b": AxisType.Manual}).axis_types == found.axis_types
+
+
+def test_held_to():
+    """The program says so; values stay."""
+    held = jax.jit(lambda x: inside.held_to(x * 2, (1, 0)))
+    assert_equal(held(X), X * 2)
+    assert "dense<[0, 1]>" in held.lower(X).as_text(), f"{CHANGED} held_to"
+    exported = export.export(held)(X)
+    assert "LayoutConstraint" not in exported.mlir_module(), f"{CHANGED} held_to"
+    assert_equal(exported.call(X), X * 2)
+
+
+@pytest.mark.parametrize(("dim", "innermost_first"), [(0, "1, 2, 0"), (1, "0, 2, 1"), (2, "0, 1, 2")])
+def test_held_to_of_many_arrays(dim, innermost_first):
+    """They lie one after the other, each in its order."""
+    many = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    held = jax.jit(jax.vmap(lambda x: inside.held_to(x, (1, 0)), in_axes=dim, out_axes=dim))
+    assert_equal(held(many), many)
+    assert f"dense<[{innermost_first}]>" in held.lower(many).as_text()
+
+
+def test_orders_chosen():
+    everywhere = NamedSharding(Mesh(jax.devices()[:1], ("a",)), PartitionSpec())
+    found = inside.orders_chosen(lambda x: ([x.T, x + 1], [x]), [X], ([everywhere] * 2, [everywhere]))
+    assert found is not None and [sorted(order) for order in found] == [[0, 1]] * 2, f"{CHANGED} orders_chosen"
+
+
+def test_without_layouts(monkeypatch):
+    """It goes on, and says once what that costs."""
+    monkeypatch.setattr(inside, "layout", None)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"no jax\.experimental\.layout: steps on TPUs may take"):
+        assert inside.held_to(X, (1, 0)) is X
+    assert inside.orders_chosen(lambda x: ([x], []), [X], ([], [])) is None  # a second warning would be an error
+
+
+def test_what_an_equation_has():
+    """What the partitioner and others read besides: documented for jaxprs, with no promise between versions."""
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(X)
+    first, second = closed.jaxpr.eqns
+    assert isinstance(first.primitive, Primitive) and first.outvars[0] is second.invars[0]
+    assert first.effects == frozenset() and isinstance(first.params, dict)
+    assert second.invars[1].val == 2 and second.outvars[0].aval.shape == X.shape
+
+
+def test_lines():
+    """The user's, also of what is traced in the place of an equation."""
+
+    def users(x):
+        return jnp.sin(x)  # this line
+
+    equation = only(jax.make_jaxpr(users)(1.0))
+    here = [i + 1 for i, line in enumerate(Path(__file__).read_text().splitlines()) if line.endswith("# this line")]
+    assert inside.line_of(equation) == f"test_inside.py:{here[0]}", f"{CHANGED} line_of"
+
+    def ours(x):
+        with inside.at_line_of(equation):
+            return jnp.cos(x)
+
+    assert inside.line_of(only(jax.make_jaxpr(ours)(1.0))) == inside.line_of(equation), f"{CHANGED} at_line_of"
+    assert inside.scopes_of(equation) == ()
+
+
+def test_without_lines(monkeypatch):
+    warn_once.cache_clear()
+    monkeypatch.setattr(inside, "source_info_util", None)
+    equation = only(jax.make_jaxpr(jnp.sin)(1.0))
+    with pytest.warns(UserWarning, match="collectives are shown without users' lines"), inside.at_line_of(equation):
+        pass
+
+
+# --- flax inside ------------------------------------------------------------------------------------------------------
+
+
+class Seen(nnx.Variable):
+    """A variable type of a user's."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(nnx.Param, "params"), (nnx.BatchStat, "batch_stats"), (nnx.Cache, "cache"), (Seen, "Seen")]
+)
+def test_collections_are_called_as_in_linen(kind, name):
+    found = collection_of(kind)
+    assert found == name, f"Flax {flax.__version__} calls {kind.__name__} {found!r}: checkpoints hold it as {name!r}"
+
+
+def test_variables_are_made_off_the_mesh():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    make = nnx.with_partitioning(nnx.initializers.ones_init(), ("elsewhere",))  # an axis that the mesh hasn't
+    with jax.set_mesh(mesh), unsharded_creation():
+        made = nnx.Param(make(jax.random.key(0), (4,)))
+    np.testing.assert_array_equal(made.get_value(), np.ones(4))
+
+
+def test_without_the_switch(monkeypatch):
+    monkeypatch.delattr(nnx, "use_eager_sharding")
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"no nnx\.use_eager_sharding"), unsharded_creation():
+        pass
+    with unsharded_creation():  # a second warning would be an error
+        pass
+
+
+# --- absent cudnn -----------------------------------------------------------------------------------------------------
+
+
+HEADS = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+
+
+def traced():
+    """The shapes that attention by cuDNN gives, or JAX's words against it; traced anew."""
+
+    def attention(x):
+        return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
+
+    try:
+        return jax.eval_shape(attention, HEADS)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_attention_by_cudnn_is_traced_where_there_is_none():
+    with absent_cudnn():
+        assert traced() == HEADS
+
+
+def test_afterwards_jax_says_the_same_as_before():
+    before = traced()
+    with absent_cudnn():
+        pass
+    assert traced() == before

@@ -1,0 +1,503 @@
+"""Traced functions and their replays; constants and random keys of every type in a whole pipeline."""
+
+import contextlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+
+import jpipe
+from cases import assert_close, assert_equal, compilations
+from jpipe.jax.inside import scan_counts
+from jpipe.jax.tracing import changed, compiled, depends_on, interpret, replay, trace, unrounded, uses, without_stops
+
+RANDOM = np.random.default_rng(0)
+NUMBERS, Y = (RANDOM.standard_normal((3, 4)).astype(np.float32) for _ in range(2))
+COUNT = np.asarray(7, np.int32)
+
+
+@jax.custom_jvp
+def in_calls(x):
+    return x * 2
+
+
+in_calls.defjvp(lambda primals, tangents: (in_calls(*primals), tangents[0]))
+
+FUNCTIONS = {
+    "arithmetic": lambda x, y, n: (x + y, x - y, x * y, x / y, -x, x**2, x**-3, jnp.fmod(x, y)),
+    "integers": lambda x, y, n: (n // 2, -n // 2, jax.lax.div(-n, np.int32(2)), n % 3, n**2, n.astype(jnp.float32)),
+    "bounds": lambda x, y, n: (jnp.maximum(x, y), jnp.minimum(x, 0), jnp.clip(x, -0.5, 0.5), jnp.sign(x), jnp.abs(x)),
+    "roots": lambda x, y, n: (jnp.sqrt(y * y), jax.lax.rsqrt(y * y), jnp.square(x), jnp.abs(x) ** 0.3, 0.9**n),
+    "exponentials": lambda x, y, n: (jnp.exp(x), jnp.log(x * x), jnp.log1p(x * x), jnp.expm1(x), jnp.tanh(x)),
+    "choices": lambda x, y, n: (jnp.where(x > y, x, 0.0), jnp.where((x < 0) & ~(y >= 0) | (x == y), 1, 2)),
+    "shapes": lambda x, y, n: (x.T, x.reshape(-1), jnp.concatenate([x, y], 1), x[None], jnp.ones((2, 3)) * x[0, 0]),
+    "reductions": lambda x, y, n: (x.sum(), x.sum(0), x.max(1, keepdims=True), x.min(), jnp.all(x > 0), jnp.any(x > 0)),
+    "left to JAX": lambda x, y, n: (
+        x @ y.T,
+        jnp.cumsum(x),
+        jax.lax.while_loop(lambda n: n < 9, lambda n: n + 1, n),
+        x @ x.T,
+    ),
+    "branches": lambda x, y, n: jax.lax.cond(n > 3, lambda x, y: x + 1, lambda x, y: y, x, y),
+    "switch": lambda x, y, n: jax.lax.switch(n, [lambda x: x, lambda x: x * 3], x),
+    "calls": lambda x, y, n: (jax.jit(jnp.var)(x), jax.checkpoint(jnp.sin)(x), in_calls(x), jax.nn.silu(x)),
+    "constants": lambda x, y, n: (x * jnp.asarray(Y), jnp.arange(4) + n, 3.0),
+    "half precision": lambda x, y, n: x.astype(jnp.bfloat16) * y.astype(jnp.bfloat16),
+    "no finite numbers": lambda x, y, n: (jnp.isfinite(x / 0), jnp.where(x > 0, x / 0, jnp.sqrt(-1 - x * x))),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    with jax.numpy_dtype_promotion("standard"):
+        closed = jax.make_jaxpr(FUNCTIONS[name])(NUMBERS, Y, COUNT)
+        expected = jax.tree.leaves(jax.jit(FUNCTIONS[name])(NUMBERS, Y, COUNT))
+    found = interpret(closed, NUMBERS, Y, COUNT)
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got.astype(np.float32), np.asarray(want, np.float32), rtol=2e-6, atol=1e-6)
+
+
+# --- small jaxprs in NumPy --------------------------------------------------------------------------------------------
+
+
+X = np.linspace(-1, 1, 6, dtype=np.float32)
+
+
+def names(jaxpr):
+    """The primitives of a jaxpr, and of those inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jaxprs_in_params(equation.params):
+            yield from names(inner)
+
+
+@jax.custom_vjp
+def own(x, y):
+    return x * 2
+
+
+own.defvjp(lambda x, y: (own(x, y), None), lambda _, g: (2 * g, jnp.zeros_like(g)))
+
+# Of (x, y, z) to three results: whether each depends on each, row by row.
+CALLS = {
+    "plain": (lambda x, y, z: (x + y, z * 2, 3.0), [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
+    "handed through": (lambda x, y, z: (y, x, z), [[0, 1, 0], [1, 0, 0], [0, 0, 1]]),
+    "jit": (lambda x, y, z: jax.jit(lambda a, b: (a, b * 2, 1.0))(x, y), [[1, 0, 0], [0, 1, 0], [0, 0, 0]]),
+    "jit in jit": (
+        lambda x, y, z: jax.jit(lambda a, b, c: jax.jit(lambda p, q: (p * q, q, q))(a, c))(x, y, z),
+        [[1, 0, 1], [0, 0, 1], [0, 0, 1]],
+    ),
+    "checkpoint": (
+        lambda x, y, z: jax.checkpoint(lambda a, b: (a * 2, b * 3, a + b))(x, z),
+        [[1, 0, 0], [0, 0, 1], [1, 0, 1]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_dependence_through_calls(name):
+    function, expected = CALLS[name]
+    closed = jax.make_jaxpr(function)(X, X, X)
+    for column, v in enumerate(closed.jaxpr.invars):
+        assert depends_on(closed, [v]) == [bool(row[column]) for row in expected]
+    assert depends_on(closed, closed.jaxpr.invars) == [any(row) for row in expected]
+    assert depends_on(closed, []) == [False] * 3
+    for row, wanted in zip(expected, np.eye(3, dtype=bool).tolist(), strict=True):
+        assert uses(closed, wanted) == [bool(entry) for entry in row]
+
+
+def test_dependence_through_a_custom_derivative():
+    closed = jax.make_jaxpr(lambda x, y: (own(x, y), own(y, x)))(X, X)
+    x, y = closed.jaxpr.invars
+    assert (depends_on(closed, [x]), depends_on(closed, [y])) == ([True, False], [False, True])
+
+
+def test_dependence_is_that_of_derivatives():
+    """Of smooth functions an output depends on an input just where the Jacobian isn't zero."""
+
+    def function(x, y, z):
+        a, b = jax.jit(lambda p, q: (jnp.sin(p), p * q))(x, y)
+        return a, b + z, jax.checkpoint(jnp.exp)(z), jnp.tanh(y) * a
+
+    closed = jax.make_jaxpr(function)(0.5, 0.6, 0.7)
+    jacobian = np.asarray(jax.jacobian(function, (0, 1, 2))(0.5, 0.6, 0.7))
+    found = [depends_on(closed, [v]) for v in closed.jaxpr.invars]
+    np.testing.assert_array_equal(np.transpose(found), jacobian != 0)
+
+
+def test_what_depends_and_what_is_used_through_a_loop():
+    def run(x, y, unused):
+        return jax.lax.scan(lambda c, _: (c * x, c), y, length=3)[0], unused * 0 + 1, x
+
+    closed = jax.make_jaxpr(run)(1.0, 2.0, 3.0)
+    x, y, _ = closed.jaxpr.invars
+    assert depends_on(closed, [x]) == [True, False, True]
+    assert depends_on(closed, [y]) == [True, False, False]
+    assert uses(closed, [True, False, False]) == [True, True, False]
+    assert uses(closed, [False, False, True]) == [True, False, False]
+
+
+def test_uses_look_into_loops():
+    """Two carries that don't meet: `depends_on` takes a loop as a whole, `uses` follows each."""
+
+    def run(x, y):
+        return jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] * 2), None), (x, y), length=3)[0]
+
+    closed = jax.make_jaxpr(run)(1.0, 2.0)
+    assert uses(closed, [True, False]) == [True, False]
+    assert uses(closed, [False, True]) == [False, True]
+    assert uses(closed) == [True, True]
+    assert depends_on(closed, closed.jaxpr.invars[:1]) == [True, True]
+
+
+def stopped(x):
+    """Four times a cubed `x` of which one factor has no gradient: in a loop, a branch, a call, and plainly."""
+    stop = jax.lax.stop_gradient
+    looped = jax.lax.scan(lambda c, _: (c + stop(x) * x * x, None), jnp.zeros_like(x), length=1)[0]
+    branch = jax.lax.cond(x[0] < 0, lambda x: stop(x) * x * x, lambda x: x * x * stop(x), x)
+    return looped + branch + jax.jit(lambda x: stop(x) * x * x)(x) + stop(x) * x * x
+
+
+def test_without_stops():
+    closed = jax.make_jaxpr(stopped)(X)
+    found = without_stops(closed)
+    assert "stop_gradient" in names(closed.jaxpr)
+    assert "stop_gradient" not in names(found.jaxpr)
+    gradient = lambda closed: jax.grad(lambda x: jaxpr_as_fun(closed)(x)[0].sum())(X)
+    np.testing.assert_allclose(jaxpr_as_fun(found)(X)[0], 4 * X**3, rtol=1e-6)
+    np.testing.assert_allclose(gradient(closed), 8 * X**2, rtol=1e-6)
+    np.testing.assert_allclose(gradient(found), 12 * X**2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent_bits", "mantissa_bits", "stays"),
+    [
+        (np.float32, 8, 23, False),
+        (np.float32, 8, 7, True),
+        (np.float32, 5, 23, True),
+        (jnp.bfloat16, 8, 7, True),
+        (np.float16, 5, 10, True),
+    ],
+)
+def test_without_roundings(dtype, exponent_bits, mantissa_bits, stays):
+    """Only those that round nothing go, and of wide numbers alone; results stay what they were, to the bit."""
+    values = jnp.asarray([1 / 3, 1e-4, 6e4, -7.1], dtype)
+    rounded = lambda x: jax.lax.reduce_precision(x, exponent_bits, mantissa_bits)
+    closed = jax.make_jaxpr(lambda x: (rounded(x), jax.jit(lambda x: rounded(x) * 1)(x)))(values)
+    found = unrounded(closed)
+    assert list(names(found.jaxpr)).count("reduce_precision") == (2 if stays else 0)
+    for got, want in zip(jaxpr_as_fun(found)(values), jaxpr_as_fun(closed)(values), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_the_roundings_of_checkpoint_go():
+    """They are why `unrounded` is there."""
+    weights = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
+    function = lambda x: jnp.sin(jnp.sin(x) @ weights)
+    saving = jax.checkpoint(function, policy=jax.checkpoint_policies.dots_saveable)
+    closed = jax.make_jaxpr(jax.grad(lambda x: saving(x).sum()))(X)
+    assert "reduce_precision" in names(closed.jaxpr)
+    found = unrounded(closed)
+    assert "reduce_precision" not in names(found.jaxpr)
+    expected = np.cos(X) * (weights @ np.cos(np.sin(X) @ weights))
+    np.testing.assert_allclose(jaxpr_as_fun(found)(X)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+NESTED = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "jit in jit": lambda f: jax.jit(lambda x: jax.jit(f)(x)),
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
+    "while": lambda f: lambda x: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, f(c[1])), (0, x))[1],
+    "cond": lambda f: lambda x: jax.lax.cond(x[0] < 0, f, lambda x: x, x),
+    "vmap": lambda f: jax.vmap(f),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_changes_reach_jaxprs_in_jaxprs(name):
+    """Sines become cosines, and negations are dropped: what they take stands for what they give."""
+
+    (cosine,) = jax.make_jaxpr(jnp.cos)(X).jaxpr.eqns
+
+    def change(equation):
+        if equation.primitive.name == "sin":
+            return equation.replace(primitive=cosine.primitive, params=cosine.params)
+        return None if equation.primitive.name == "neg" else equation
+
+    closed = jax.make_jaxpr(NESTED[name](lambda x: -jnp.sin(-x) * 2))(X)
+    assert {"sin", "neg"} <= set(names(closed.jaxpr))
+    found = changed(closed.jaxpr, change)
+    assert not {"sin", "neg"} & set(names(found))
+    (result,) = jax.core.eval_jaxpr(found, closed.consts, X)
+    np.testing.assert_allclose(result, np.cos(X) * 2, rtol=1e-6)
+
+
+def test_dropped_equations_in_a_row_and_at_the_end():
+    closed = jax.make_jaxpr(lambda x: (jnp.negative(-x), 2 * -x))(X)
+    found = changed(closed.jaxpr, lambda equation: None if equation.primitive.name == "neg" else equation)
+    first, second = jax.core.eval_jaxpr(found, closed.consts, X)
+    np.testing.assert_array_equal(first, X)
+    np.testing.assert_array_equal(second, 2 * X)
+
+
+@pytest.mark.parametrize(("constants", "carries", "sequences"), [(0, 1, 0), (2, 1, 1), (1, 3, 2), (0, 0, 1)])
+def test_operands_of_a_scan(constants, carries, sequences):
+    extra = [jnp.full(3, i, jnp.float32) for i in range(constants)]
+
+    def body(carry, xs):
+        return tuple(c + sum(extra) for c in carry), [x + sum(extra) for x in xs]
+
+    def run(extra_now, carry, xs):
+        extra[:] = extra_now
+        return jax.lax.scan(body, carry, xs, length=4)
+
+    carry, xs = (jnp.zeros(3, jnp.float32),) * carries, [jnp.ones((4, 3), jnp.float32)] * sequences
+    closed = jax.make_jaxpr(run)(list(extra), carry, xs)
+    (scan,) = [equation for equation in closed.jaxpr.eqns if equation.primitive.name == "scan"]
+    assert scan_counts(scan) == (constants, carries)
+    assert len(scan.invars) == constants + carries + sequences
+
+
+# --- functions as traced ----------------------------------------------------------------------------------------------
+
+
+BATCH = {
+    "inputs": np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32),
+    "targets": np.zeros((8, 4), np.float32),
+}
+
+
+def mean_square(outputs, batch):
+    return jnp.mean(jnp.square(outputs - batch["targets"]))
+
+
+def make(layers, loss=mean_square, **options):
+    return jpipe.Pipeline(layers, loss, **({"num_stages": 2, "num_microbatches": 2, "balance": "even"} | options))
+
+
+# --- traces and replays -----------------------------------------------------------------------------------------------
+
+
+def test_a_replay_gives_arrays():
+    """A regression: a jaxpr hands literals back as Python scalars, which have no `astype`."""
+    made = lambda x: {"constant": jnp.asarray(0.1), "python": 2.0, "flag": jnp.asarray(True), "x": x}
+    closed, shapes = jax.make_jaxpr(made, return_shape=True)(1)
+    found = replay(closed, shapes)(1)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
+    assert_equal(found, {"constant": jnp.float32(0.1), "python": jnp.float32(2), "flag": np.True_, "x": np.int32(1)})
+
+
+def test_reductions_over_mesh_axes_are_left_out():
+    """What is traced sees all of a micro-batch: over axes of the mesh a mean is the identity, over others it isn't."""
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    own = jax.vmap(lambda x: jax.lax.pmean(x, ("data", "mine")), axis_name="mine")
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        closed, shapes = trace(lambda x: (jax.lax.psum(x, "data"), own(x)), x)
+        for ask in (lambda x: x + jax.lax.axis_index("data").astype(x.dtype), lambda x: jax.lax.all_gather(x, "data")):
+            with pytest.raises(ValueError, match="over the mesh axis 'data': a layer sees whole arrays"):
+                trace(ask, x)
+    first, second = replay(closed, shapes)(x)
+    assert_equal(first, x)
+    assert_close(second, np.broadcast_to(x.mean(0), (2, 3)))
+
+
+# --- values that are literals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda: jnp.asarray(0.1), lambda: jnp.full((), 0.1), lambda: 2.0],
+    ids=["asarray", "full", "Python"],
+)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_initial_values_that_are_literals(value, num_stages):
+    """A regression: `init` raised "'TypedFloat' object has no attribute 'astype'" (LayerScale, ReZero, counters)."""
+    scale = jpipe.Layer(lambda key, x: value(), lambda a, x: a * x)
+    pipe = make([scale, nn.Dense(4)], num_stages=num_stages)
+    variables = pipe.init(jax.random.key(0), BATCH)
+    tree = pipe.layer_variables(variables)[0]
+    assert_equal(tree, jnp.asarray(value(), jnp.float32))
+    (loss, _), _ = pipe.value_and_grad(variables, BATCH)
+    assert_close(loss, pipe.evaluate(variables, BATCH))
+
+
+class Flagged(nn.Module):
+    """Keeps a flag and a counter whose first values are literals."""
+
+    @nn.compact
+    def __call__(self, x):
+        seen = self.variable("kept", "seen", lambda: jnp.asarray(False))
+        count = self.variable("kept", "count", lambda: jnp.zeros((), jnp.int32))
+        if not self.is_initializing() and self.is_mutable_collection("kept"):
+            seen.value, count.value = jnp.asarray(True), count.value + 1
+        return x
+
+
+def test_state_and_boundaries_that_are_literals():
+    """A regression: a constant flag at a boundary, or as new state, was a Python scalar."""
+    layers = [lambda x: (x, jnp.asarray(True)), lambda x, flag: jnp.where(flag, x, 0), Flagged(), nn.Dense(4)]
+    pipe = make(layers)
+    variables = pipe.init(jax.random.key(0), BATCH)
+    (loss, updates), _ = pipe.value_and_grad(variables, BATCH)
+    assert_close(loss, pipe.evaluate(variables, BATCH))
+    kept = pipe.layer_variables(updates)[2]["kept"]
+    assert_equal(kept, {"seen": np.True_, "count": np.int32(1)})
+
+
+def test_a_constant_loss():
+    """A regression: the loss was a Python scalar."""
+    pipe = make([nn.Dense(4)] * 2, loss=lambda y, batch: 0.5)
+    variables = pipe.init(jax.random.key(0), BATCH)
+    (loss, _), grads = pipe.value_and_grad(variables, BATCH)
+    assert float(loss) == float(pipe.evaluate(variables, BATCH)) == 0.5
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+# --- keys of other implementations ------------------------------------------------------------------------------------
+
+
+class Drop(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic):
+        return nn.Dropout(0.5)(nn.Dense(4)(x), deterministic=deterministic)
+
+
+class NnxDrop(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.dense(x))
+
+
+DROPS = [Drop(), Drop(), lambda rngs: NnxDrop(rngs), nn.BatchNorm()]
+
+
+@pytest.mark.parametrize(
+    ("impl", "remat"),
+    [
+        pytest.param("rbg", "layer", marks=pytest.mark.slow),
+        pytest.param("rbg", "none", marks=pytest.mark.slow),
+        pytest.param("unsafe_rbg", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_keys_of_another_implementation(impl, remat):
+    """A regression: `init` passed, and the step failed in XLA's verifier: keys were traced as the default ones."""
+    key = jax.random.key(0, impl=impl)
+    pipe, tx = make(DROPS, remat=remat), optax.sgd(0.1)
+    state = pipe.create_state(key, BATCH, tx)
+    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    assert types(pipe.abstract_state(BATCH, tx, key)) == types(state)
+    losses = [float(pipe.value_and_grad(state.variables, BATCH, k)[0][0]) for k in (key, jax.random.fold_in(key, 1))]
+    assert losses[0] != losses[1]
+    pipe.evaluate(state.variables, BATCH)
+    state, _ = pipe.train_step(state, BATCH)
+    assert state.key.dtype == key.dtype
+    # and the same pipeline takes a key of the default implementation
+    assert float(pipe.value_and_grad(state.variables, BATCH, jax.random.key(0))[0][0]) > 0
+
+
+@pytest.mark.slow
+def test_the_numbers_of_another_implementation_do_not_depend_on_the_stages():
+    key, losses = jax.random.key(5, impl="rbg"), []
+    for k in (1, 2, 4):
+        pipe = make(DROPS, num_stages=k)
+        losses.append(float(pipe.value_and_grad(pipe.init(key, BATCH), BATCH, key)[0][0]))
+    np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-5)
+
+
+def test_another_default_implementation():
+    """A regression, as above."""
+    with jax.default_prng_impl("rbg"):
+        pipe = make(DROPS)
+        state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
+        state, _ = pipe.train_step(state, BATCH)
+        pipe.value_and_grad(state.variables, BATCH, jax.random.PRNGKey(0))
+        pipe.value_and_grad(state.variables, BATCH, jax.random.key(0, impl="threefry2x32"))
+        pipe.evaluate(state.variables, BATCH)
+
+
+def test_raw_keys_of_another_implementation():
+    """A regression: a raw key doesn't say which it is of; it was wrapped as a default one and failed late."""
+    raw = jax.random.key_data(jax.random.key(0, impl="rbg"))
+    pipe = make(DROPS)
+    with pytest.raises(TypeError, match=r"key is a raw key of shape \(4,\), but .*'threefry2x32' have \(2,\); pass"):
+        pipe.init(raw, BATCH)
+
+
+# --- layers that hand their key on and don't draw from it -------------------------------------------------------------
+
+
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(4)(x), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        steps = nn.scan(Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return steps()(x, None)[0]
+
+
+class RematScanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat_scan(nn.Dense, lengths=(2, 2))(4)(x)
+
+
+class DroppingStep(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dropout(0.5, deterministic=False)(x), None
+
+
+class DroppingScan(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.scan(DroppingStep, split_rngs={"dropout": True}, length=3)()(x, None)[0]
+
+
+@pytest.mark.parametrize("layer", [Scanned(), RematScanned()], ids=["scan", "remat_scan"])
+def test_loops_that_split_keys_for_parameters_alone(layer):
+    """A regression: "draws random numbers, but key=None", as all operands of a loop were taken for used."""
+    pipe = make([layer, nn.Dense(4)])
+    variables = pipe.init(jax.random.key(0), BATCH)
+    (loss, _), _ = pipe.value_and_grad(variables, BATCH)
+    assert_close(loss, pipe.evaluate(variables, BATCH))
+
+
+def test_loops_that_draw_need_a_key():
+    pipe = make([DroppingScan(), nn.Dense(4)])
+    variables = pipe.init(jax.random.key(0), BATCH)
+    with pytest.raises(ValueError, match=r"layer 0 \(DroppingScan\) draws random numbers, but key=None"):
+        pipe.value_and_grad(variables, BATCH)
+
+
+def test_a_compiled_function_runs_for_real_in_a_trace_and_computes_nothing_ahead():
+    found = []
+
+    def outer(x):
+        with compilations() as count:
+            run = compiled(lambda a: a + jnp.tanh(jax.random.normal(jax.random.key(3), (7,))), np.zeros(7, np.float32))
+            assert count() == 1
+        found.append(run(np.zeros(7, np.float32)))
+        return x
+
+    for way in (contextlib.nullcontext(), jax.disable_jit()):
+        with way:
+            jax.make_jaxpr(outer)(1.0)
+    expected = np.tanh(jax.random.normal(jax.random.key(3), (7,)))
+    assert len(found) == 2
+    for one in found:
+        np.testing.assert_allclose(np.asarray(one), expected, rtol=1e-6)

@@ -1,0 +1,93 @@
+"""Errors for pytrees that aren't as they should be name the first leaf."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpipe.jax.trees import accumulator_dtype, check_same_shapes, check_same_structure, is_float
+
+SUMMED_IN = [
+    (jnp.bfloat16, np.float32),
+    (np.float16, np.float32),
+    (jnp.float8_e4m3fn, np.float32),
+    (np.float32, np.float32),
+    (np.float64, np.float64),
+    (np.complex64, np.complex64),
+    (np.int8, np.int8),
+    (np.uint32, np.uint32),
+    (np.bool_, np.bool_),
+]
+
+
+@pytest.mark.parametrize(("dtype", "summed_in"), SUMMED_IN, ids=lambda dtype: np.dtype(dtype).name)
+def test_sums_of_narrow_numbers_are_wide(dtype, summed_in):
+    assert accumulator_dtype(np.dtype(dtype)) == np.dtype(summed_in)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype, _ in SUMMED_IN], ids=lambda dtype: np.dtype(dtype).name)
+def test_leaves_with_gradients(dtype):
+    """Those that `jax.grad` takes, if it is told that a function is holomorphic."""
+    leaf = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(dtype))  # without x64 there is no float64 to trace
+    differentiable = np.dtype(dtype).kind not in "iub"
+    assert is_float(leaf) == is_float(np.zeros((), dtype)) == differentiable
+    holomorphic = np.dtype(dtype).kind == "c"
+    if differentiable:
+        jax.eval_shape(jax.grad(lambda x: x, holomorphic=holomorphic), leaf)
+    else:
+        with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+            jax.eval_shape(jax.grad(lambda x: x), leaf)
+
+
+def test_random_keys_have_no_gradients():
+    assert not is_float(jax.random.key(0))
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+EXPECTED = {"inputs": np.zeros((8, 4), np.float32), "targets": np.zeros(8, np.int32)}
+
+
+def test_equal_ones_pass():
+    check_same_structure("batch", EXPECTED, EXPECTED)
+    check_same_shapes("batch", EXPECTED, EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"inputs": 0},
+            "it lacks batch['targets']; expected batch['inputs'], batch['targets'] in a dict, got batch['inputs'] in a "
+            "dict",
+        ),
+        (EXPECTED | {"mask": 0}, "it has batch['mask'] besides"),
+        ({"inputs": 0, "labels": 0}, "it lacks batch['targets'] and it has batch['labels'] besides; expected"),
+        ((0, 0), "it lacks batch['inputs'], batch['targets'] and it has batch[0], batch[1] besides"),
+        ([0] * 10, "batch[6], batch[7] and 2 more besides"),
+        (0, "got a bare array"),
+    ],
+)
+def test_another_structure(given, message):
+    with pytest.raises(ValueError, match="the batch has another structure than at init: .*" + re.escape(message)):
+        check_same_structure("batch", given, EXPECTED)
+
+
+def test_other_containers():
+    with pytest.raises(ValueError, match=r"its containers differ; .* in a tuple, got .* in a list"):
+        check_same_structure("batch", [1, 2], (1, 2))
+
+
+def test_another_shape():
+    given = EXPECTED | {"targets": np.zeros((8, 1), np.int32)}
+    with pytest.raises(ValueError, match=r"batch\['targets'\] has the shape \(8, 1\), not \(8,\) as at init"):
+        check_same_shapes("batch", given, EXPECTED)
+
+
+def test_another_dtype():
+    given = EXPECTED | {"targets": np.zeros(8, np.float32)}
+    with pytest.raises(ValueError, match=r"batch\['targets'\] has the dtype float32, not int32 as at init; cast it"):
+        check_same_shapes("batch", given, EXPECTED)

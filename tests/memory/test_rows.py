@@ -1,0 +1,158 @@
+"""Batches, and the shapes of their micro-batches."""
+
+import jax
+import numpy as np
+import pytest
+
+from jpipe.configuration import check_placed
+from jpipe.memory.rows import (
+    batch_size,
+    check_no_example,
+    cut_batch,
+    cut_for_evaluation,
+    cut_for_training,
+    data_shard,
+    default_inputs,
+    is_bare,
+    place_rows,
+    split_microbatches,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((4,), ("stage",)), ((2, 4), ("stage", "data")), ((2, 4), ("stage", "dp"))]
+)
+def test_one_process_feeds_all_rows(make_mesh, shape, axes):
+    mesh = make_mesh(shape, axes)
+    assert data_shard(mesh, axes[1:]) == (0, 1)
+    batch = {"x": np.arange(16).reshape(8, 2)}
+    placed = place_rows(batch, mesh, axes[1:])["x"]
+    np.testing.assert_array_equal(placed, batch["x"])
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(8 // (mesh.size // mesh.shape["stage"]), 2)}
+    check_placed(batch)
+
+
+def test_rows_that_can_not_be_placed(make_mesh):
+    mesh = make_mesh((2, 4), ("stage", "data"))
+    with pytest.raises(ValueError, match=r"6 rows of each of 1 parts .* split over the 4 devices.* multiple of 4 rows"):
+        place_rows(np.ones((6, 2)), mesh, ("data",))
+    with pytest.raises(ValueError, match="batch is being traced; place takes the rows of this process"):
+        jax.jit(lambda x: place_rows(x, mesh, ("data",)))(np.ones((8, 2)))
+
+
+# --- rows on the mesh -------------------------------------------------------------------------------------------------
+
+
+def test_what_the_inputs_are():
+    x, t = np.ones(2), np.zeros(2)
+    for whole in ({"inputs": x, "targets": t}, (x, t), [x, t], x):
+        assert default_inputs(whole) is x
+    with pytest.raises(ValueError, match=r"the keys \['x'\] and no 'inputs'"):
+        default_inputs({"x": x})
+    with pytest.raises(ValueError, match="an empty tuple"):
+        default_inputs(())
+
+
+def test_bare_inputs_are_told_from_batches():
+    seen = cut_batch(batch(8), 2).shapes
+    bare = lambda given: is_bare(given, seen, seen["inputs"], default_inputs, None)
+    assert bare(batch(8)["inputs"])
+    assert not bare(batch(8))
+    assert not bare({"inputs": batch(8)["inputs"]}), "without what only the loss needs"
+    with pytest.raises(
+        ValueError,
+        match=r"batch\['x'\] in a dict: neither a training batch, batch\[.* nor the bare inputs, a bare array",
+    ):
+        bare({"x": np.ones(8)})
+
+
+def test_where_the_structure_does_not_tell_shapes_do_or_the_caller():
+    """One array, which `inputs` cuts: it was cut twice where bare inputs were meant."""
+    tokens = lambda length: np.zeros((8, length), np.int32)
+    seen, read = cut_batch(tokens(9), 2).shapes, lambda batch: batch[:, :-1]
+    bare = lambda given, said=None: is_bare(given, seen, cut_batch(tokens(8), 2).shapes, read, said)
+    assert (bare(tokens(9)), bare(tokens(8))) == (False, True)
+    assert (bare(tokens(5), True), bare(tokens(5), False), bare(tokens(9), True)) == (True, False, True)
+    with pytest.raises(ValueError, match=r"int32\[8,5\] may be a batch, .* say which: .* bare=False\), or"):
+        bare(tokens(5))
+    with pytest.raises(ValueError, match=r"bare=True, but the batch is batch\['x'\] in a dict"):
+        bare({"x": tokens(8)}, True)
+    assert not is_bare(tokens(5), seen, seen, default_inputs, None), "where inputs are the whole batch, all is the same"
+    doubled = lambda batch: 2 * batch
+    with pytest.raises(ValueError, match="say which"):
+        is_bare(tokens(9), seen, seen, doubled, None)
+
+
+# --- bare inputs ------------------------------------------------------------------------------------------------------
+
+
+def batch(size, width=4):
+    return {"inputs": np.ones((size, width), np.float32), "ids": np.ones(size, np.int64)}
+
+
+def test_a_micro_batch_is_known_by_its_shapes():
+    """So that it can be looked up."""
+    found = cut_for_training(batch(8), 4, 1)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype.name), found.shapes) == {
+        "inputs": ((2, 4), "float32"),
+        "ids": ((2,), "int32"),
+    }
+    assert found.count == 4 and not found.bare
+    assert found == cut_for_training(jax.eval_shape(lambda: batch(8)), 4, 1) == cut_batch(batch(8), 4)
+    assert hash(found) == hash(cut_batch(batch(8), 4))
+    others = [
+        cut_batch(batch(8), 2),
+        cut_batch(batch(8, 5), 4),
+        cut_batch(batch(8)["inputs"], 4),
+        cut_batch(batch(8), 4, bare=True),
+    ]
+    assert len({found, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("size", "m", "shards", "message"),
+    [
+        (30, 4, 1, "batch size 30 is not divisible by num_microbatches=4; use 1, 2, 3, 5, 6, 10, 15 or 30"),
+        (1, 2, 1, "batch size 1 is not divisible by num_microbatches=2; use 1$"),
+        (8, 4, 4, r"micro-batches of 2 \(8 / num_microbatches=4\) can't be split over the 4 .* divisible by 16"),
+    ],
+)
+def test_sizes_that_training_can_not_cut(size, m, shards, message):
+    with pytest.raises(ValueError, match=message):
+        cut_for_training(batch(size), m, shards)
+
+
+@pytest.mark.parametrize(
+    ("size", "shards", "count"), [(16, 1, 4), (6, 1, 3), (5, 1, 1), (16, 4, 4), (8, 4, 2), (12, 4, 3), (6, 4, 3)]
+)
+def test_evaluation_cuts_any_size(size, shards, count):
+    """Into four, or the next fewer; so that data axes can split them, where there is a way."""
+    assert cut_for_evaluation(batch(size), 4, shards).count == count
+
+
+def test_batch_size():
+    assert batch_size(batch(3)) == 3
+    with pytest.raises(ValueError, match=r"differ in batch size: batch\['a'\] has 3, batch\['b'\] has 4"):
+        batch_size({"a": np.ones(3), "b": np.ones(4)})
+    with pytest.raises(ValueError, match="batch size 0"):
+        batch_size(batch(0))
+
+
+def test_a_micro_batch_of_twice_as_many():
+    found = cut_batch(batch(8), 2)
+    assert (found.size, found.doubled.size) == (4, 8)
+    assert found.doubled.leaves == cut_batch(batch(8), 1).leaves
+
+
+def test_a_single_example():
+    seen = cut_batch(batch(8), 2).shapes
+    check_no_example(batch(3), seen)
+    check_no_example(np.ones(4), seen)
+    with pytest.raises(ValueError, match=r"batch\['inputs'\] has the shape \(4,\), that of one example"):
+        check_no_example({"inputs": np.ones(4, np.float32), "ids": np.ones(8, np.int64)}, seen)
+
+
+def test_micro_batches_are_runs_of_examples():
+    x = np.arange(12).reshape(6, 2)
+    parts = split_microbatches({"x": x}, 3)["x"]
+    np.testing.assert_array_equal(parts, [x[:2], x[2:4], x[4:]])

@@ -1,0 +1,358 @@
+"""What is shown of long work: on terminals, only there, and at no cost to what is computed."""
+
+import contextlib
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe.processes import progress
+from jpipe.processes.progress import compiles, first_call, task, warn_user
+from terminals import Streams, Terminal, display_of_a_user, lines_on, shown_on, wait_for, without_codes
+
+CALLS = "def inner():\n    warn_user('mine')\n\ndef outer():\n    inner()\n"
+
+
+@pytest.mark.parametrize("name", ["jpipe.deep", "jax._src.api"])
+def test_a_warning_points_past_the_package_and_jax(name):
+    module = {"__name__": name, "warn_user": warn_user}
+    exec(CALLS, module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module["outer"]()
+    assert [(w.filename, str(w.message), w.category) for w in caught] == [(__file__, "mine", UserWarning)]
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+
+BATCH = np.ones((8, 4), np.float32)
+LAYERS = [nn.Dense(4), nn.Dense(4), nn.Dense(4), nn.Dense(2)]
+
+
+def make_pipe(**options):
+    return jpipe.Pipeline(LAYERS, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, **options)
+
+
+def test_a_pipeline_shows_what_takes_long_and_nothing_else(terminal, soon, tasks):
+    pipe, tx = make_pipe(balance="time"), optax.sgd(0.1)
+    state = pipe.create_state(jax.random.key(0), BATCH, tx)
+    state, _ = pipe.train_step(state, BATCH)
+    shape = "(3 groups of layers, 1f1b, K=2, M=2)"
+    assert lines_on(terminal) == [
+        "planning 4 layers",
+        "compiling the initialisation (3 groups of layers)",
+        "first run of the initialisation",
+        "initialising the optimiser's state",
+        f"compiling the training step {shape}",
+        "first run of the training step",
+    ]
+    inner = {task.description: task for task in tasks}
+    assert inner["measuring costs"].completed == inner["measuring costs"].total == 3
+    assert {"tracing 4 layers", "tracing forward and backward"} <= set(inner)
+    assert all(task.total in (None, task.completed) for task in tasks)
+
+    tasks.clear()
+    state, _ = pipe.train_step(state, BATCH)  # warm: no task begins
+    assert not tasks
+    pipe.train_step(state, np.ones((4, 4), np.float32))
+    assert f"compiling the training step {shape}" in [task.description for task in tasks]
+
+    tasks.clear()
+    variables = pipe.init(jax.random.key(0), BATCH)
+    pipe.evaluate(variables, BATCH)
+    pipe.apply(variables, BATCH)
+    pipe.value_and_grad(variables, BATCH)
+    found = [task.description for task in tasks if task.description.startswith("compiling")]
+    forward = "(3 groups of layers, forward, K=2, M=2)"
+    whats = [f"the loss {forward}", f"the forward pass {forward}", f"loss and gradients {shape}"]
+    assert found == [f"compiling {what}" for what in whats]
+
+
+def test_nothing_compiles_under_a_jit_of_the_users(terminal, soon, tasks):
+    pipe = make_pipe()
+    variables = pipe.init(jax.random.key(0), BATCH)
+    tasks.clear()
+    outputs = jax.jit(pipe.apply)(variables, BATCH)
+    jax.jit(pipe.value_and_grad).lower(variables, BATCH)
+    assert not [
+        task.description for task in tasks if "compiling" in task.description or "first run" in task.description
+    ]
+    np.testing.assert_array_equal(outputs, pipe.apply(variables, BATCH))
+
+
+def test_without_a_terminal_nothing_waits_for_the_first_step(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    with first_call("the step", BATCH) as done:
+        jax.jit(lambda x: (progress.is_shown(), x)[1])(BATCH)
+        compiles("a test")
+        assert done(BATCH) is BATCH
+    assert not waited
+
+
+def test_checkpoints_show_their_bytes(terminal, soon, tasks, tmp_path):
+    pipe, tx = make_pipe(), optax.sgd(0.1, momentum=0.9)
+    state = pipe.create_state(jax.random.key(0), BATCH, tx)
+    state, _ = pipe.train_step(state, BATCH)
+    terminal.truncate(0)
+    tasks.clear()
+    with jpipe.Checkpointer(tmp_path) as saved:
+        saved.save(pipe, state)
+        saved.wait()
+        saved.restore(pipe, BATCH, tx)
+        jpipe.load_layers(tmp_path)
+    size = f"{2 * 4 * (3 * (16 + 4) + 8 + 2)} bytes"  # parameters and momentum
+    assert lines_on(terminal)[:4] == [
+        f"saving step 1 ({size})",
+        f"waiting until step 1 ({size}) is on disk",
+        f"waiting until step 1 ({size}) is on disk",
+        f"restoring step 1 ({size})",
+    ]
+    assert "reading the layers of step 1" in lines_on(terminal)
+    bars = [task for task in tasks if task.fields["unit"] == "bytes"]
+    assert len(bars) == 2 and all(task.completed == task.total for task in bars)
+
+
+def test_who_follows_calls_holds_a_metric_and_no_state(monkeypatch):
+    """What a step gives is in use afterwards, or donated; of what is traced nobody is told."""
+    calls, scalar = [], lambda value: jnp.asarray(value)
+    monkeypatch.setattr("jpipe.processes.progress.followers", [calls.append])
+    state = {"key": jax.random.key(0), "kernel": jnp.ones((4, 4)), "step": scalar(1)}
+    metrics = {"loss": scalar(2.0)}
+    with first_call("the step", BATCH) as done:
+        assert [(call.what, call.has_returned, call.is_compiling) for call in calls] == [("the step", False, False)]
+        compiles("a test")
+        assert calls[0].is_compiling
+        done((state, metrics))
+        assert not calls[0].is_compiling
+    assert calls[0].has_returned and calls[0].result is metrics["loss"]
+    with first_call("keys", BATCH) as done:
+        done((state["key"], np.ones(3)))
+    assert calls[1].has_returned and calls[1].result is None
+    jax.eval_shape(make_pipe().init, jax.random.key(0), BATCH)
+    assert len(calls) == 2
+
+
+# --- first calls ------------------------------------------------------------------------------------------------------
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_is_drawn_with_its_bar_and_leaves_a_line(terminal, soon):
+    before = sys.stderr
+    with task("measuring costs", total=5, unit="layers") as advance:
+        wait_for("measuring costs", terminal)
+        advance(2)
+        wait_for("2 of 5 layers", terminal)
+        with task("copying", total=3_000_000, unit="bytes") as copied:
+            copied(1_500_000)
+            wait_for("1.5 MB of 3.0 MB", terminal)
+    assert lines_on(terminal) == ["measuring costs (5 layers)"]
+    assert sys.stderr is before
+
+
+def test_how_much_is_unknown_has_no_bar(terminal, soon):
+    with task("tracing [4, 8] layers"):  # no markup of rich's
+        wait_for("tracing [4, 8] layers", terminal)
+    assert " of " not in shown_on(terminal) and "\u2501" not in shown_on(terminal)
+
+
+def test_what_takes_half_a_second_is_drawn_and_what_takes_a_second_leaves_a_line(terminal):
+    with task("long enough to be drawn"):
+        wait_for("long enough", terminal)
+    assert lines_on(terminal) == []
+    with task("long enough to stay"):
+        time.sleep(1.01)
+    assert lines_on(terminal) == ["long enough to stay"]
+
+
+def test_who_catches_what_is_printed_gets_it(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.1)
+    before = sys.stdout
+    with task("working"), contextlib.redirect_stdout(io.StringIO()) as caught:
+        monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
+        time.sleep(0.3)
+        print("mine")
+    assert caught.getvalue() == "mine\n" and sys.stdout is before
+
+
+def test_what_is_quick_shows_nothing(terminal):
+    with task("quick"), task("quicker"):
+        pass
+    assert terminal.getvalue() == ""
+
+
+def test_errors_pass_and_leave_no_line(terminal, soon):
+    error, before = ValueError("mine"), sys.stderr
+    with pytest.raises(ValueError, match="mine") as raised, task("failing"):
+        wait_for("failing", terminal)
+        raise error
+    assert raised.value is error
+    assert lines_on(terminal) == []
+    assert sys.stderr is before
+    with task("the next"):
+        pass
+    assert lines_on(terminal) == ["the next"]
+
+
+def test_what_is_printed_meanwhile_stays_whole(terminal, soon):
+    with task("working"):
+        wait_for("working", terminal)
+        print("a message", file=sys.stderr)
+    assert "a message" in shown_on(terminal).splitlines()
+    assert lines_on(terminal) == ["working"]
+
+
+def test_other_threads_show_nothing(terminal, soon):
+    def work():
+        with task("beside") as advance:
+            advance()
+
+    with task("in front"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert lines_on(terminal) == ["in front"]
+    assert "beside" not in shown_on(terminal)
+
+
+# --- where it is quiet ------------------------------------------------------------------------------------------------
+
+
+def is_quiet(stream):
+    with task("working"):
+        time.sleep(0.05)
+    return stream.getvalue() == ""
+
+
+def test_it_is_shown_on_a_terminal(terminal, soon):
+    assert not is_quiet(terminal)
+
+
+def test_it_can_be_switched_off_and_on(terminal, soon, monkeypatch):
+    jpipe.show_progress(False)
+    assert is_quiet(terminal)
+    monkeypatch.setenv("JPIPE_PROGRESS", "0")
+    monkeypatch.setattr(progress, "_chosen", None)
+    assert is_quiet(terminal)
+    jpipe.show_progress(True)
+    assert not is_quiet(terminal)
+    with pytest.raises(TypeError, match="no bool"):
+        jpipe.show_progress("off")
+
+
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_it_is_quiet_in_files_and_pipes_even_coloured_ones(name, monkeypatch, soon):
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "sys", Streams(stream))
+    monkeypatch.setenv(name, "1")
+    jpipe.show_progress(True)
+    assert is_quiet(stream)
+
+
+@pytest.mark.parametrize("stream", [None, Terminal()], ids=["none", "closed"])
+def test_it_is_quiet_without_stderr(stream, monkeypatch):
+    if stream is not None:
+        stream.close()
+    monkeypatch.setattr(progress, "sys", Streams(stream))
+    with task("working"):
+        pass
+
+
+def test_it_is_quiet_on_terminals_that_move_no_cursor(terminal, soon, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert is_quiet(terminal)
+
+
+def test_it_is_quiet_but_in_the_first_process(terminal, soon, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert is_quiet(terminal)
+
+
+def test_it_is_quiet_within_a_display_of_the_users(terminal, soon):
+    display, own = display_of_a_user()
+    with display as bar:
+        for _ in bar.track(range(2), description="mine"):
+            assert is_quiet(terminal)
+    assert "mine" in own.getvalue()
+    assert "working" not in own.getvalue()
+
+
+# --- a real terminal --------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import flax.linen as nn, jax, jax.numpy as jnp, optax
+import jpipe
+from jpipe.processes import progress
+progress.SHOWN_AFTER = progress.KEPT_AFTER = 0.01
+pipe = jpipe.Pipeline([nn.Dense(4)] * 3, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+state = pipe.create_state(jax.random.key(0), jnp.ones((4, 4)), optax.sgd(0.1))
+pipe.train_step(state, jnp.ones((4, 4)))
+print("trained")
+"""
+
+
+LOGS = r"WARNING: All log messages before absl|[IW]\d{4} \d\d:\d\d"
+
+
+def run_program(stderr, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(Path(jpipe.__file__).parents[1]), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True
+    )
+
+
+def seen_in_terminal(**environment):
+    """What a run of the program writes to a pseudo-terminal that is its stderr."""
+    ours, theirs = pty.openpty()
+    with run_program(theirs, **environment) as process:
+        os.close(theirs)
+        seen = b""
+        with contextlib.suppress(OSError):  # the end, on Linux
+            while data := os.read(ours, 65536):
+                seen += data
+        assert process.stdout.read() == "trained\n"
+    os.close(ours)
+    assert process.returncode == 0
+    return without_logs(seen.decode())
+
+
+def without_logs(text):
+    """What isn't said by XLA, which logs that there is no GPU where its plugin for GPUs is installed."""
+    return "".join(line for line in text.splitlines(keepends=True) if not re.match(LOGS, line))
+
+
+def test_a_terminal_sees_the_compilation():
+    seen = seen_in_terminal(COLUMNS="100")
+    assert "\x1b[2K" in seen  # lines are drawn over
+    lines = [line for line in without_codes(seen).splitlines() if " ... " in line]
+    assert any(
+        line.startswith("compiling the training step (3 groups of layers, 1f1b, K=2, M=2) ... ") for line in lines
+    )
+
+
+@pytest.mark.slow
+def test_a_pipe_or_a_terminal_without_progress_sees_nothing():
+    assert seen_in_terminal(JPIPE_PROGRESS="0") == ""
+    with run_program(subprocess.PIPE, FORCE_COLOR="1") as process:
+        out, error = process.communicate()
+    assert (out, without_logs(error)) == ("trained\n", "")

@@ -1,0 +1,172 @@
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from gpu_program import needs_gpu_compiler
+from jpipe.mesh.users_mesh import make_mesh
+from jpipe.tools.chips import CHIPS, EXAMPLES, HOSTS, chip_of, parse_topology, stand_ins_of
+from jpipe.tools.time_model import rings_of
+from tpu_program import needs_tpu_compiler
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if chip.gpu])
+def test_a_product_compiles_for_every_gpu(name):
+    (device,) = parse_topology(f"{name}:1").devices()
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    compiled = jax.jit(lambda x: x @ x).lower(x).compile({"xla_gpu_autotune_level": 0})
+    assert compiled.memory_analysis().argument_size_in_bytes == 2 * 256**2
+
+
+def test_descriptions_agree_with_data_sheets():
+    """The device says a little more memory than is sold, and XLA's bandwidth is that of the memory's clock."""
+    for chip in CHIPS.values():
+        if chip.gpu:
+            assert chip.memory <= chip.gpu.memory < 1.1 * chip.memory
+            assert chip.gpu.memory_bandwidth == pytest.approx(chip.memory_bandwidth, rel=0.05)
+
+
+# --- chips ------------------------------------------------------------------------------------------------------------
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "time-model.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["v5x:2x2", "v5p:4x4", "v5e", "v5e:0x2", "v5e:2x", ""])
+def test_unknown_topologies_are_told_the_known(name):
+    with pytest.raises(ValueError, match=r"is unknown; pass a chip and a shape such as one of v2:2x2, .*h200:8"):
+        parse_topology(name)
+
+
+def test_every_chip_has_an_example():
+    assert {name: str(parse_topology(f"{name}:{shape}")) for name, shape in EXAMPLES.items()} == {
+        name: f"{name}:{EXAMPLES[name]}" for name in CHIPS
+    }
+
+
+@pytest.mark.parametrize(("name", "products"), [("v2", 1), ("v3", 2), ("v4", 8), ("v5e", 4), ("v5p", 8)])
+def test_peaks_are_those_of_clock_and_matrix_units(name, products):
+    """Units of 128x128 products and sums a cycle: two a core of v3, eight in the two cores of v5p."""
+    assert CHIPS[name].flops == pytest.approx(products * 2 * 128**2 * CHIPS[name].clock, rel=0.01)
+
+
+def test_tiles_and_vector_memories_are_those_that_jax_knows():
+    known = {"v2": (128, 16), "v3": (128, 16), "v5e": (128, 128), "v6e": (256, 128)}  # of a core, MiB
+    assert {name: (CHIPS[name].tile, CHIPS[name].on_chip * 2 >> 20) for name in known} == known
+
+
+def test_passes_go_no_faster_than_the_memory():
+    for chip in CHIPS.values():
+        assert 0.7 * chip.memory_bandwidth < chip.pass_bandwidth <= chip.memory_bandwidth
+        assert chip.fuses == (chip.clock is not None) == (chip.gpu is None)
+
+
+def test_a_host_has_more_memory_behind_a_slower_link():
+    for chip in CHIPS.values():
+        assert 10 * chip.host.bandwidth < chip.memory_bandwidth and chip.host.bandwidth < chip.link_bandwidth
+        assert chip.host.memory > chip.memory and chip.host.source
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes_rate"), [("v5e", 8e9), ("v5p", 16e9), ("v6e", 32e9), ("a100", 16e9), ("h100", 32e9), ("b200", 32e9)]
+)
+def test_no_link_to_a_host_is_faster_than_sixteen_lanes(name, lanes_rate):
+    """PCI Express 3, 4 and 5 send 8, 16 and 32 bits a nanosecond on a lane, 128 of 130 of them data."""
+    assert CHIPS[name].host.bandwidth <= 16 * lanes_rate / 8 * 128 / 130
+
+
+def test_the_page_has_the_hosts():
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| (\d+) GB of (\d+) ", PAGE, re.MULTILINE)
+    assert {name: (float(speed) * 1e9, float(memory) * 1e9) for name, speed, memory, *_ in rows} == {
+        name: (host.bandwidth, host.memory) for name, host in HOSTS.items()
+    }
+    for _, _, memory, whole, devices in rows:
+        assert float(memory) == int(whole) / int(devices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *[("TPU v2", "v2"), ("TPU v3", "v3"), ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5p", "v5p")],
+        *[("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")],
+        *[("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA B200", "b200")],
+        *[(f"NVIDIA {kind}", None) for kind in ("H100 PCIe", "H100 NVL", "H200 NVL", "GH200 480GB", "A100-SXM4-40GB")],
+        *[("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("cpu", None)],
+    ],
+)
+def test_a_device_is_known_by_its_kind_and_not_taken_for_another(kind, name):
+    """Any H100 was taken for the SXM module."""
+    assert chip_of(SimpleNamespace(device_kind=kind)) == (CHIPS[name] if name else None)
+
+
+def test_hosts_of_gpus():
+    assert parse_topology("h100:4x8").num_devices == 32
+    assert [device.process_index for device in parse_topology("h100:2x3").stand_ins()] == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"topology='h200:16' has 16 GPUs in a host, .*; pass .* such as h200:2x8"):
+        parse_topology("h200:16")
+
+
+def test_jax_is_given_a_part_of_a_gpus_memory():
+    assert CHIPS["v5e"].room == CHIPS["v5e"].memory
+    for name in ("a100", "h100", "h200", "b200"):
+        assert 0.85 * CHIPS[name].memory < CHIPS[name].room < CHIPS[name].memory
+
+
+@needs_gpu_compiler
+def test_gpus_compile_without_a_device():
+    devices = parse_topology("h100:2x4").devices()
+    assert [device.device_kind for device in devices] == ["NVIDIA H100 80GB HBM3"] * 8
+    assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
+    assert chip_of(devices[0]) == CHIPS["h100"]
+    for device, other in zip(devices, parse_topology("h100:2x4").stand_ins(), strict=True):
+        for name in ("id", "process_index", "platform", "device_kind"):
+            assert getattr(device, name) == getattr(other, name)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v3:2x2", "v6e:4x4", "v4:2x2x4"])
+def test_what_stands_in_for_tpus_lies_and_is_called_as_they_are(name):
+    there = parse_topology(name).devices()
+    for devices in (parse_topology(name).stand_ins(), stand_ins_of(there)):
+        facts = lambda d: (tuple(d.coords), d.core_on_chip, d.device_kind, d.platform)
+        assert sorted(map(facts, devices)) == sorted(map(facts, there))
+        meshes = [make_mesh(stage=2, model=len(there) // 2, devices=each) for each in (devices, there)]
+        assert np.array_equal(*([[d.coords for d in mesh.devices.flat] for mesh in meshes]))
+        assert rings_of(meshes[0]) == rings_of(meshes[1])
+
+
+def test_slices_of_tpus_stay_apart():
+    """Their coordinates are the same."""
+    of_slice = lambda device, n: SimpleNamespace(**{**vars(device), "slice_index": n, "id": 4 * n + device.id})
+    devices = [of_slice(device, n) for n in range(2) for device in parse_topology("v5e:2x2").stand_ins()]
+    mesh = make_mesh(stage=2, model=4, devices=stand_ins_of(devices))
+    assert [{device.slice_index for device in row} for row in mesh.devices] == [{0}, {1}]
+    with pytest.raises(ValueError, match="over which only 'stage' and data axes may go"):
+        make_mesh(stage=1, model=8, devices=stand_ins_of(devices))
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'jpipe\[tpu\]'"):
+        parse_topology("v5e:2x2").devices()
+    with pytest.raises(ImportError, match=r"pip install 'jpipe\[gpu-compiler\]'"):
+        parse_topology("h100:8").devices()
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", ["v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x4"])
+def test_a_topology_has_its_devices(name):
+    assert len(parse_topology(name).devices()) == parse_topology(name).num_devices
+
+
+@needs_tpu_compiler
+def test_a_shape_that_the_compiler_refuses_is_told():
+    with pytest.raises(ValueError, match="the TPU compiler refuses topology='v5e:3x5'"):
+        parse_topology("v5e:3x5").devices()

@@ -1,0 +1,286 @@
+"""What is drawn is what the timeline says, and can be read: at both sizes, with any colour vision."""
+
+import base64
+import io
+import itertools
+import runpy
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib import pyplot
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+
+import jpipe
+from jpipe.schedules.simulate import Timeline, simulate
+from jpipe.tools import palette
+from jpipe.tools.gantt import corners
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["naive", "gpipe", "1f1b", "interleaved"]
+SIZES = [("1f1b", 4, 8, 1), ("gpipe", 4, 8, 1), ("interleaved", 4, 8, 2), ("1f1b", 16, 64, 1), ("gpipe", 16, 64, 1)]
+
+
+@pytest.fixture(autouse=True)
+def agg():
+    pyplot.switch_backend("Agg")
+    yield
+    pyplot.close("all")
+
+
+def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, **times) -> Timeline:
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    return simulate(jpipe.make_schedule(name, **sizes), **times)
+
+
+def rendered(figure) -> FigureCanvasAgg:
+    """The canvas on which a figure was drawn, as it is saved."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return canvas
+
+
+def drawn_bars(axes) -> dict[str, list[tuple[float, ...]]]:
+    """(stage, start, end) of all bars, by the label of what they are of."""
+    found = {}
+    for collection in axes.collections:
+        corners = [path.vertices for path in collection.get_paths()]
+        found[collection.get_label()] = sorted(
+            (round(c[:, 1].mean() if len(c) == 4 else c[:4, 1].mean()), c[:, 0].min(), c[:, 0].max()) for c in corners
+        )
+    return found
+
+
+def drawn_memory(axes, timeline, scale) -> list[tuple[list[float], list[float]]]:
+    """The edges and the counts of each stage's area."""
+    areas = [patch.get_data() for patch in axes.patches if isinstance(patch, StepPatch)]
+    assert [area.baseline for area in areas] == [stage + 0.43 for stage in range(timeline.schedule.num_stages)]
+    return [(list(area.edges), list((area.baseline - area.values) * scale / 0.86)) for area in areas]
+
+
+def check_drawn(gantt, memory, timeline: Timeline, scale: float) -> None:
+    expected: dict[str, list] = {"bubble": [(k, 0.0, timeline.makespan) for k in range(timeline.schedule.num_stages)]}
+    for span in timeline.spans:
+        kind = palette.NAMES[span.action.kind]
+        bar = (span.stage, span.start + span.recompute, span.end)
+        expected.setdefault(f"{kind} {span.action.chunk}", []).append(bar)
+        if span.recompute:
+            again = (span.stage, span.start, span.start + span.recompute)
+            expected.setdefault(f"recomputation {span.action.chunk}", []).append(again)
+    assert drawn_bars(gantt) == {label: sorted(found) for label, found in expected.items()}
+    numbers = sorted((text.bar.stage, *text.get_position(), int(text.get_text())) for text in gantt.texts)
+    assert numbers == sorted(
+        (s.stage, (s.start + s.recompute + s.end) / 2, s.stage, s.action.microbatch) for s in timeline.spans
+    )
+    for stage, (edges, heights) in enumerate(drawn_memory(memory, timeline, scale)):
+        times, counts = zip(*timeline.in_flight(stage), strict=True)
+        assert edges == [*times, timeline.makespan]
+        np.testing.assert_allclose(heights, np.divide(counts, timeline.schedule.num_chunks), atol=1e-9)
+    peaks = [text.get_text() for text in memory.texts]
+    shown = [f"{peak / timeline.schedule.num_chunks:g}" for peak in timeline.peak_in_flight]
+    assert peaks == [f"peak {shown[0]}", *shown[1:]]
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+@pytest.mark.parametrize("size", [*SIZES[:4], ("zero_bubble", 4, 8), ("dualpipe-v", 3, 6, 2)], ids=str)
+def test_plot_shows_the_timeline(size, recompute):
+    timeline = make(*size, recompute=recompute)
+    gantt = timeline.plot()
+    axes = gantt.figure.axes
+    assert axes[0] is gantt and len(axes) == 2
+    check_drawn(*axes, timeline, max(timeline.peak_in_flight) / timeline.schedule.num_chunks)
+    assert gantt.get_xlim() == axes[1].get_xlim() == (0, timeline.makespan)
+    labels = [text.get_text() for text in gantt.figure.legends[0].get_texts()]
+    kinds = timeline.schedule.kinds | {"R"} if recompute else timeline.schedule.kinds
+    assert [label.partition(" (")[0] for label in labels] == [
+        *(word for kind, word in palette.NAMES.items() if kind in kinds),
+        "bubble: stage waits",
+        "micro-batches in flight",
+    ]
+    assert any("darker: later chunks" in label for label in labels) == (timeline.schedule.num_chunks > 1)
+
+
+def test_compare_shows_all_on_one_axis_and_one_scale():
+    sizes = {"num_stages": 4, "num_microbatches": 8}
+    figure = jpipe.compare(NAMES, **sizes, recompute=0.5)
+    timelines = [make(name, 4, 8, 2 if name == "interleaved" else 1, recompute=0.5) for name in NAMES]
+    assert len(figure.axes) == 8
+    for i, timeline in enumerate(timelines):
+        check_drawn(*figure.axes[2 * i : 2 * i + 2], timeline, 8.0)
+        title = figure.axes[2 * i].get_title(loc="left")
+        assert title.startswith(f"{NAMES[i]}: K=4, M=8, V=") and f"; time {timeline.makespan:g}, bubble" in title
+    assert {axes.get_xlim() for axes in figure.axes} == {(0.0, timelines[0].makespan)}
+
+
+def test_compare_takes_names_schedules_and_timelines(tmp_path):
+    schedule = jpipe.Schedule([["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]], name="mine")
+    timeline = make("forward", 2, 3, forward=4.0)
+    items = ["1f1b", schedule, timeline]
+    figure = jpipe.compare(items, tmp_path / "a.png", num_stages=2, num_microbatches=2, forward=2.0, unit="ms")
+    assert (tmp_path / "a.png").stat().st_size > 0
+    starts = ["1f1b", "", "mine", "", "forward"]  # forward only: nothing is kept, so there is no memory to show
+    assert [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes] == starts
+    assert figure.axes[-1].get_xlabel() == "time (ms)"
+    assert figure.axes[0].get_xlim() == (0, timeline.makespan)
+
+
+def test_compare_without_memory_and_as_wide_as_wished():
+    figure = jpipe.compare(NAMES[1:], num_stages=3, num_microbatches=4, memory=False, width=6)
+    assert len(figure.axes) == 3 and figure.get_figwidth() == 6
+    assert "micro-batches in flight" not in [text.get_text() for text in figure.legends[0].get_texts()]
+    check_texts(figure)
+
+
+@pytest.mark.parametrize(
+    ("items", "sizes", "error", "message"),
+    [
+        ("1f1b", {}, TypeError, "'1f1b' is no list"),
+        ([], {}, ValueError, "schedules is empty"),
+        (["1f1b"], {"num_stages": 2}, ValueError, "'1f1b' is a name: pass num_stages and num_microbatches"),
+        ([3], {}, TypeError, "schedule=3 must be a Schedule"),
+    ],
+)
+def test_compare_names_what_is_wrong(items, sizes, error, message):
+    with pytest.raises(error, match=message):
+        jpipe.compare(items, **sizes)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dpi", [80, 200])
+def test_no_text_leaves_its_bar_or_the_picture(size, dpi):
+    timeline = make(*size)
+    figure = timeline.plot().figure
+    figure.set_dpi(dpi)
+    check_texts(figure)
+    shown = [text for text in figure.axes[0].texts if text.fits(figure.canvas.get_renderer())]
+    if timeline.schedule.num_stages == 4 and timeline.schedule.num_chunks == 1:
+        assert len(shown) == len(timeline.spans)
+    elif timeline.schedule.num_stages == 16:
+        assert not shown
+
+
+def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
+    check_texts(jpipe.compare(NAMES, num_stages=4, num_microbatches=8, recompute=1.0))
+    figure = jpipe.compare(NAMES, num_stages=4, num_microbatches=8)
+    check_texts(figure)
+    shown = [text for text in figure.axes[2].texts if text.fits(figure.canvas.get_renderer())]
+    kinds = {text.bar.action.kind for text in shown}
+    assert kinds == {"F", "B"}, "of GPipe all, though naive takes three times as long"
+
+
+def test_the_picture_in_the_readme_is_drawn(tmp_path):
+    """By its script, whose words lie between titles and bars, and can be read on a telephone, 390 pixels wide."""
+    figure = runpy.run_path(str(ROOT / "examples" / "schedules.py"))["draw"](tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 0
+    renderer = rendered(figure).get_renderer()
+    for axes in figure.axes[::2]:
+        words, title = axes.texts[-1].get_window_extent(renderer), axes._left_title.get_window_extent(renderer)
+        assert axes.bbox.y1 <= words.y0 and words.y1 <= title.y0 + 2 and words.x1 < figure.bbox.x1
+        axes.texts[-1].remove()
+    check_texts(figure)
+    smallest = min(text.get_fontsize() for axes in figure.axes for text in [axes.yaxis.label, *axes.get_yticklabels()])
+    assert smallest * 358 / (72 * figure.get_figwidth()) >= 7, "pixels on a telephone"
+
+
+DRAWN = {
+    "schedules": ("examples/schedules.png",),
+    "concepts": [f"docs/concepts-{name}.png" for name in ("bubble", "microbatches", "memory", "chunks")],
+}
+
+
+@pytest.mark.parametrize("script", DRAWN)
+def test_pictures_of_the_docs_are_what_their_scripts_draw(script, tmp_path):
+    """To a few pixels in a hundred, as fonts and lines differ by matplotlib's version."""
+    draw = runpy.run_path(str(ROOT / "examples" / f"{script}.py"))["draw"]
+    draw(tmp_path / "schedules.png" if script == "schedules" else tmp_path)
+    for stored in DRAWN[script]:
+        old, new = pyplot.imread(ROOT / stored), pyplot.imread(tmp_path / Path(stored).name)
+        assert old.shape == new.shape, stored
+        assert np.abs(old - new).max(-1).astype(bool).mean() < 0.03, f"run examples/{script}.py"
+        assert (old[..., 3] == 1).all(), "opaque, so that it can be read on a dark page"
+
+
+def check_texts(figure) -> None:
+    """Numbers lie within their bars; what is written beside them lies within the picture, and on nothing else."""
+    renderer = rendered(figure).get_renderer()
+    gantts = [axes for axes in figure.axes if axes.collections]
+    memories = [axes for axes in figure.axes if not axes.collections]
+    for axes in gantts:
+        for text in axes.texts:
+            if text.fits(renderer):
+                low, high = np.sort(axes.transData.transform(corners(text.bar)[::2]), axis=0)
+                extent = text.get_window_extent(renderer)
+                assert (extent.min >= low).all() and (extent.max <= high).all(), text.get_text()
+    others = [text for axes in memories for text in axes.texts]
+    for axes in figure.axes:
+        others += [axes.xaxis.label, axes.yaxis.label, axes._left_title, *axes.get_yticklabels()]
+    for legend in figure.legends:
+        others += [legend]
+    boxes = [other.get_window_extent(renderer) for other in others if getattr(other, "get_text", lambda: "-")()]
+    for box in boxes:
+        assert (box.min >= -1).all() and (box.max <= figure.bbox.max + 1).all(), box
+    for one, other in itertools.combinations(boxes, 2):
+        width, height = np.minimum(one.max, other.max) - np.maximum(one.min, other.min)
+        assert width <= 0 or height <= 2, "texts on each other"  # boxes have some room above and below their letters
+    for gantt, memory in itertools.zip_longest(gantts, memories):
+        end = max(bar[2] for bar in drawn_bars(gantt)["bubble"])
+        for axes, box in itertools.product((gantt, memory or gantt), boxes):
+            (left, low), (right, high) = np.sort(
+                axes.transData.transform([(0, axes.get_ylim()[0]), (end, -0.5)]), axis=0
+            )
+            over = np.minimum(box.max, (right, high)) - np.maximum(box.min, (left, low))
+            assert over[0] <= 1 or over[1] <= 2, "a text on bars"
+
+
+# --- where to ---------------------------------------------------------------------------------------------------------
+
+
+def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
+    timeline = make("interleaved", 2, 4, 2)
+    timeline.plot(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 0
+    axes = Figure().subplots()
+    assert timeline.plot(axes, unit="s") is axes
+    title = "interleaved: K=2, M=4, V=2; time 13.5, bubble 11.1 %"
+    assert axes.get_title() == f"{title}, peak in flight 2.5, 1.5" and axes.get_xlabel() == "time (s)"
+    assert sorted(text.get_text() for text in axes.texts) == sorted(str(s.action.microbatch) for s in timeline.spans)
+    assert timeline.plot().get_title(loc="left") == title
+    assert timeline.plot().figure.axes[1].get_xlabel() == "time (1 = the forward of one micro-batch on one stage)"
+
+
+@pytest.mark.parametrize("draw", [lambda t: t.plot(), lambda t: jpipe.compare([t])], ids=["plot", "compare"])
+def test_without_matplotlib_the_extra_is_named(monkeypatch, draw):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'jpipe\[plot\]'"):
+        draw(make("gpipe", 2, 2))
+
+
+@pytest.mark.parametrize(
+    "what", [make("interleaved", 4, 8, 2), make("1f1b", 4, 8).schedule], ids=["timeline", "schedule"]
+)
+def test_a_notebook_shows_the_picture(what):
+    image = ElementTree.fromstring(what._repr_html_().replace(">", "/>"))
+    timeline = what if isinstance(what, Timeline) else simulate(what)
+    assert image.get("alt") == str(timeline)
+    kind, data = image.get("src").split(",")
+    assert kind == "data:image/png;base64"
+    pixels = pyplot.imread(io.BytesIO(base64.b64decode(data)))
+    assert pixels.shape[1] > 900 and (pixels[..., 3] == 1).all(), "opaque, so that it can be read on any background"
+    assert np.isclose(pixels[..., :3], palette.COLOURS["F"], atol=0.01).all(-1).mean() > 0.01
+    assert not pyplot.get_fignums()
+
+
+def test_a_notebook_shows_text_where_there_is_no_picture(monkeypatch):
+    """Where there are many actions, and where matplotlib is missing; either is said."""
+    long = make("1f1b", 32, 128, 1)
+    assert "8,192 actions take long to draw; Timeline.plot() does" in long.schedule._repr_html_()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    schedule = jpipe.Schedule([["F0", "B0"], ["F0", "B0"]], name="<b>")
+    html = ElementTree.fromstring(schedule._repr_html_())
+    *shown, remedy = html.text.splitlines()
+    assert html.tag == "pre" and shown == [str(simulate(schedule)), *str(schedule).splitlines()]
+    assert "pip install 'jpipe[plot]'" in remedy

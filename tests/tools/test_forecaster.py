@@ -1,0 +1,162 @@
+import importlib.util
+import re
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import jpipe
+from gpu_program import needs_gpu_compiler
+from jpipe.tools.chips import ABSENT, CHIPS, Host, parse_topology
+from jpipe.tools.memory_model import predict_host_memory
+from jpipe.tools.time_model import predict_time
+from tpu_program import needs_tpu_compiler
+
+
+def make_pipe(width=8, stages=2, layers=4, **options):
+    blocks = [nn.Dense(width) for _ in range(layers)]
+    loss = lambda y, batch: jnp.mean(y**2)
+    return jpipe.Pipeline(blocks, loss, num_stages=stages, num_microbatches=4, balance="even", **options)
+
+
+def batch_of(width=8):
+    return jax.ShapeDtypeStruct((8, width), jnp.float32)
+
+
+def test_at_hand_it_knows_bytes_and_flops_and_no_seconds():
+    pipe = make_pipe()
+    found = jpipe.forecast(pipe, batch_of(), optax.sgd(0.1, momentum=0.9))
+    parameters = 2 * (8 * 8 + 8) * 4  # a stage has two layers
+    assert found.fits
+    assert found.bytes["parameters"] == parameters
+    assert found.bytes["optimizer"] == parameters
+    assert found.flops > 3 * 2 * 8 * 8 * 8 * 4 / 2 / 2
+    assert (found.seconds, found.cycles, found.limit, found.bubble_fraction) == (None,) * 4
+    assert found.collectives[("stage",)] > 0
+    with pytest.raises(ValueError, match="no cycles to draw"):
+        found.plot()
+
+
+def test_wrong_hardware_is_told():
+    pipe, batch, tx = make_pipe(), batch_of(), optax.sgd(0.1)
+    with pytest.raises(ValueError, match="is unknown; pass a chip and a shape such as one of v2:2x2"):
+        jpipe.forecast(pipe, batch, tx, topology="v9:2x2")
+    with pytest.raises(ValueError, match="both given"):
+        jpipe.forecast(pipe, batch, tx, topology="v5e:2x2", devices=jax.devices())
+    with pytest.raises(ValueError, match=r"devices has 1 devices, but the pipeline's mesh .* takes 2"):
+        jpipe.forecast(pipe, batch, tx, devices=jax.devices()[:1])
+
+
+@needs_tpu_compiler
+def test_cycles_and_seconds_of_a_slice_that_is_not_there():
+    found = jpipe.forecast(make_pipe(128), batch_of(128), optax.sgd(0.1, momentum=0.9), topology="v5e:2x2")
+    assert found.fits
+    assert found.seconds == pytest.approx(sum(found.slices.values()))
+    work = found.cycles["F"] + found.cycles["B"]
+    assert found.timeline.makespan == pytest.approx((4 + 2 - 1) * work, rel=0.5)
+    assert found.cycles["B"] > found.cycles["F"] > 0
+    assert 0 < found.bubble_fraction < 1
+    assert "it fits; compute limits" in str(found)
+    assert "<table>" in found._repr_html_()
+
+
+@needs_gpu_compiler
+def test_seconds_on_gpus_are_predicted_and_it_says_so():
+    pipe, tx = make_pipe(128), optax.sgd(0.1, momentum=0.9)
+    found = jpipe.forecast(pipe, batch_of(128), tx, topology="h100:8")
+    assert (found.fits, found.cycles, found.message, found.seconds_by) == (True, None, "", "roofline")
+    assert found.bytes["parameters"] == 2 * (128 * 128 + 128) * 4
+    assert found.bytes["temporaries"] > found.bytes["parameters"]  # their gradients, and activations
+    time = predict_time(pipe.planner, batch_of(128), CHIPS["h100"], tx=tx)
+    assert found.seconds == pytest.approx(time.step)
+    assert found.timeline.makespan == time.timeline.makespan
+    assert "seconds are predicted by a roofline" in str(found)
+    apart = jpipe.forecast(pipe, batch_of(128), tx, topology="h100:2x1")
+    assert apart.slices["bubble"] > found.slices["bubble"] and apart.slices["layers"] == found.slices["layers"]
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2)(h, h)
+        return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
+
+
+@needs_gpu_compiler
+def test_a_gpu_program_of_any_number_of_rows_compiles():
+    """Of 24 rows an example it was XLA's "INTERNAL: Couldn't find output tile sizes": Triton's are powers of two."""
+    pipe = jpipe.Pipeline([Block() for _ in range(3)], lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=4)
+    batch = jax.ShapeDtypeStruct((8, 24, 16), jnp.float32)
+    found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="h100:8")
+    assert found.fits and found.bytes["temporaries"] > found.bytes["parameters"] > 0
+    assert re.search(r"ms: step +0\.0*[1-9]\d\d\b", str(found))  # was 0.003, with one digit that counts
+    with pytest.raises(jax.errors.JaxRuntimeError, match="output tile sizes"):
+        mesh = Mesh(np.asarray(parse_topology("h100:8").devices()[:2]), "stage", axis_types=(AxisType.Auto,))
+        there = jpipe.Pipeline(
+            [Block() for _ in range(3)], lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=4, mesh=mesh
+        )
+        state = there.abstract_state(batch, optax.sgd(0.1))
+        jax.jit(there.train_step, donate_argnums=0).lower(state, batch).compile(ABSENT)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("layers", "fits"), [(10, True), (20, False)])
+def test_what_does_not_fit_on_gpus_is_told_though_their_compiler_compiles_it(layers, fits):
+    """Layers of 32768 by 32768: 4 GiB each, with momentum and gradients 12."""
+    pipe, tx = make_pipe(32768, layers=layers), optax.sgd(0.1, momentum=0.9)
+    found = jpipe.forecast(pipe, batch_of(32768), tx, topology="h100:2")
+    said = r"the step takes 1\d\d\.\d GiB, and JAX has at most 71\.2 GiB of a GPU's memory"
+    if fits:
+        said = r"XLA_PYTHON_CLIENT_MEM_FRACTION=0\.[89]\d or more has to be set; by default it is 0\.75"
+    assert found.fits == fits and re.fullmatch(said, found.message)
+    assert (found.seconds is None) == ("more stages than 2" in str(found)) == (not fits)
+
+
+def test_a_missing_gpu_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"topology='h100:8' needs the GPU compiler; pip install 'jpipe\[gpu-compil"):
+        jpipe.forecast(make_pipe(), batch_of(), optax.sgd(0.1), topology="h100:8")
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_by_part():
+    """Two stages of 10 layers of 16384 by 16384: 10 GiB of parameters and as much of momentum, where there are 16."""
+    found = jpipe.forecast(
+        make_pipe(16384, layers=20), batch_of(16384), optax.sgd(0.1, momentum=0.9), topology="v5e:2x2"
+    )
+    assert (found.fits, found.limit, found.seconds) == (False, "memory", None)
+    assert found.bytes["optimizer"] >= 10 * 2**30
+    assert "more stages than 2" in str(found)
+
+
+@needs_gpu_compiler
+def test_bytes_on_the_host_are_apart():
+    tx, batch = optax.sgd(0.1, momentum=0.9), batch_of(128)
+    own, gone = (
+        jpipe.forecast(make_pipe(128, 4, 8, remat="none", offload=offload), batch, tx, topology="h100:4")
+        for offload in ((), "residuals")
+    )
+    assert own.host_bytes == {} and "host" not in own.slices
+    pipe = make_pipe(128, 4, 8, remat="none", offload="residuals")
+    predicted = predict_host_memory(pipe.planner, batch, tx, CHIPS["h100"])
+    assert gone.host_bytes == {"temporaries": predicted.residuals} and predicted.residuals > 0
+    assert gone.slices["host"] > 0 and "on the host: temporaries" in str(gone)
+    assert "ms of moves to and from the host" in str(gone)
+
+
+@needs_gpu_compiler
+def test_a_host_without_room_is_told(monkeypatch):
+    small = replace(CHIPS["h100"], host=Host(bandwidth=1e9, memory=100))
+    monkeypatch.setattr("jpipe.tools.forecaster.chip_of", lambda device: small)
+    momentum = 2 * (8 * 8 + 8) * 4
+    found = jpipe.forecast(make_pipe(offload="optimizer"), batch_of(), optax.sgd(0.1, momentum=0.9), topology="h100:2")
+    assert (found.fits, found.limit, found.host_bytes) == (False, "memory", {"optimizer": momentum})
+    assert f"{momentum} bytes would lie on the host, which has 100 bytes for each of its devices" in str(found)
+    assert "would help: more devices" in str(found)

@@ -1,0 +1,194 @@
+"""The step's program, of which only some actions run."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jpipe
+from cases import assert_equal
+from jpipe.planning.costs import Cost
+from jpipe.tools.findings import recomputed
+from jpipe.tools.measure import (
+    SLICES,
+    LayerTimes,
+    Program,
+    StageTimes,
+    StepModel,
+    by_stage,
+    fit,
+    measure_layers,
+    memory_of,
+    noise_of,
+)
+from wide import make
+
+
+def counted(calls, index, x):
+    """x, and a note for each call of a layer that it was called."""
+    jax.debug.callback(lambda _: calls.append(index), x[0, 0])
+    return x
+
+
+def test_a_program_runs_the_actions_that_it_is_told_to():
+    """Each layer tells when it is called; the backward's `jax.checkpoint` calls those again that move something."""
+    calls = []
+    layers = [lambda x, i=i: counted(calls, i, x) for i in range(4)]
+    batch = {"inputs": np.ones((6, 3), np.float32)}
+    pipe = jpipe.Pipeline(
+        layers, lambda y, b: y.mean(), num_stages=2, num_microbatches=3, balance=[1, 3], remat="none", schedule="gpipe"
+    )
+    program = Program(pipe, pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1)), batch)
+
+    def called(run, *only):
+        calls.clear()
+        jax.block_until_ready(run(*only))
+        jax.effects_barrier()
+        return {index: calls.count(index) for index in set(calls)}
+
+    assert called(program.run, program.only("FB")) == {0: 3, 1: 6, 2: 6, 3: 6}
+    assert called(program.run, program.only("")) == called(program.set_up) == {}
+    assert called(program.run, program.only("F", 0)) == {0: 3}
+    assert called(program.run, program.only("F", 1)) == {1: 3, 2: 3, 3: 3}
+    assert called(program.run, program.only("B", 0)) == {}
+    assert called(program.run, program.only("B", 1)) == {1: 3, 2: 3, 3: 3}
+
+
+def test_a_program_of_all_actions_computes_what_the_pipeline_does():
+    pipe, state, batch = make()
+    program = Program(pipe, state, batch)
+    (loss, updates, _), grads = program.run(program.only("FB"))
+    key = jax.random.fold_in(state.key, state.step)
+    (expected, other_updates), other = pipe.value_and_grad(state.variables, batch, key)
+    assert_equal((loss, updates, grads), (expected, other_updates, other))
+
+
+def test_noise_is_of_the_middle_half():
+    assert noise_of([2.0] * 5) == 0.0
+    assert noise_of([10.0, 8.0, 9.0, 11.0, 300.0]) == 0.2
+
+
+def test_parts_are_those_of_the_fullest_device(make_mesh):
+    mesh = make_mesh((2,), ("stage",))
+    split = jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec("stage")))
+    alone = jax.device_put(jnp.zeros(3), mesh.devices[1])
+    state = SimpleNamespace(variables={"params": {"w": split}, "batch_stats": [split, alone]}, opt_state=(split, split))
+    found = memory_of(SimpleNamespace(temporary_bytes=5), state)
+    assert found == {"parameters": 16, "other_variables": 16 + 12, "optimizer": 32, "gradients": 16, "temporaries": 5}
+    assert found.total == 97
+
+
+# --- layer times ------------------------------------------------------------------------------------------------------
+
+
+BATCH = np.ones((8, 4), np.float32)
+
+
+def planned(**options):
+    layers = [jnp.tanh, jnp.sin, jnp.cos, lambda x: x.reshape(2, -1, 4).mean(0)]
+    options = {"num_stages": 2, "num_microbatches": 2, "balance": [1, 3], "loss_over": "microbatch"} | options
+    pipe = jpipe.Pipeline(layers, lambda y, _: y.mean(), **options)
+    jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
+    return pipe
+
+
+def test_sums_over_stages_and_their_chunks():
+    planner = planned().planner
+    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0]).tolist() == [1.0, 9.0]
+    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0], jpipe.partition([1.0] * 4, 2)).tolist() == [3.0, 7.0]
+    chunks = planned(schedule="interleaved", num_chunks=2, balance="even").planner
+    assert by_stage(chunks, [1.0, 2.0, 3.0, 4.0]).tolist() == [4.0, 6.0]
+
+
+def test_the_part_of_a_backward_that_is_recomputed():
+    cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
+    times = LayerTimes([cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
+    assert recomputed(planned().planner, times) == pytest.approx([0.25, 0.0])  # never less than nothing
+
+
+def test_a_number_of_micro_batches_that_a_layer_refuses_is_left_out():
+    times = measure_layers(planned().planner, BATCH, [4, 8])  # of two examples, and of one
+    assert sorted(times.others) == [4]
+    assert len(times.here) == len(times.kept) == len(times.others[4]) == 4
+
+
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+
+def gpipe(num_stages=4, num_microbatches=8):
+    return jpipe.make_schedule("gpipe", num_stages=num_stages, num_microbatches=num_microbatches)
+
+
+def test_equal_stages_wait_for_the_bubble_alone():
+    """K=4, M=8 leaves 3/11 of the stages' time (GPipe, section 2.3)."""
+    stages = StageTimes((1.0,) * 4, (2.0,) * 4, (1.0,) * 4)
+    model = fit(gpipe(), stages, idle=5.0, update=3.0, step=52.0)
+    assert model.contention == pytest.approx(1.0)  # (8 + 3) * 4 = 44
+    expected = {"computation": 24, "recomputation": 8, "bubble": 12, "imbalance": 0}
+    assert model.slices == pytest.approx(expected | {"transfer and set-up": 5, "weight update": 3}, abs=1e-9)
+    assert tuple(model.slices) == SLICES
+
+
+def test_unequal_stages_wait_more():
+    """Sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b."""
+    forward, backward = (1.0, 2.0, 4.0, 1.0), (3.0, 2.0, 5.0, 2.0)
+    stages = StageTimes(forward, backward, (0.0,) * 4)
+    total = sum(forward) + 7 * 4 + sum(backward) + 7 * 5
+    model = fit(gpipe(), stages, idle=1.0, update=1.0, step=2.0 + 3 * total)
+    assert model.contention == pytest.approx(3.0)
+    mean = np.mean(forward) + np.mean(backward)
+    assert model.slices["computation"] == pytest.approx(3 * 8 * mean)
+    assert model.slices["bubble"] == pytest.approx(3 * 3 * mean)
+    assert model.slices["imbalance"] == pytest.approx(3 * (total - 11 * mean))
+    assert sum(model.slices.values()) == pytest.approx(2.0 + 3 * total)
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 1), (2, 4), (3, 6), (4, 8)])
+def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbatches):
+    """Sums over the timeline: work by kind, and what is left of each stage's time; waiting apart in equal stages."""
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    made = jpipe.make_schedule(schedule, **sizes, num_chunks=2 if schedule == "interleaved" else 1)
+    random = np.random.default_rng(num_stages * num_microbatches)
+    stages = StageTimes(*(tuple(random.uniform(0.1, 2.0, num_stages).tolist()) for _ in range(3)))
+    timeline = stages.timeline(made)  # in milliseconds
+    computed = sum(span.end - span.start - span.recompute for span in timeline.spans)
+    recomputed = sum(span.recompute for span in timeline.spans)
+    waited = sum(timeline.makespan - busy for busy in timeline.busy)
+    equal = stages.even.timeline(made)
+    waited_if_equal = sum(equal.makespan - busy for busy in equal.busy)
+    model = fit(made, stages, idle=0.5, update=0.25, step=0.75 + 2 * timeline.makespan / 1e3)
+    expected = [computed, recomputed, waited_if_equal, waited - waited_if_equal]
+    expected = [2 * each / num_stages / 1e3 for each in expected] + [0.5, 0.25]
+    assert list(model.slices.values()) == pytest.approx(expected, abs=1e-12)
+    assert sum(model.slices.values()) == pytest.approx(model.step())
+    assert all(seconds >= 0 for seconds in model.slices.values())
+
+
+def test_another_number_of_micro_batches_has_other_ticks():
+    """Half as long micro-batches, twice as many of them; transfers grow with the ticks, what is done once doesn't."""
+    stages = StageTimes((2.0,) * 4, (4.0,) * 4, (0.0,) * 4)
+    model = fit(gpipe(), stages, idle=11.0, setup=4.0, update=0.0, step=11.0 + 66.0)
+    more = gpipe(num_microbatches=16)
+    ticks = more.ticks.num_ticks / gpipe().ticks.num_ticks
+    assert model.step(stages.scaled([0.5] * 4), more) == pytest.approx(19 * 3 + 4 + 7 * ticks)
+
+
+def test_a_step_too_short_to_be_taken_apart_is_an_error():
+    stages = StageTimes((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
+    with pytest.raises(ValueError, match="too short to be taken apart"):
+        fit(gpipe(), stages, idle=5.0, update=3.0, step=7.0)
+
+
+def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
+    """M=2, a first stage whose backward is the longer: 11 units, where equal stages take 12, to which they added up."""
+    schedule = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
+    stages = StageTimes((2.0, 2.0), (3.0, 1.0), (0.0, 0.0))
+    assert (stages.makespan(schedule), stages.even.makespan(schedule)) == pytest.approx((11, 12))
+    model = StepModel(schedule, stages, idle=0.5, setup=0.0, update=0.25, contention=1.0)
+    assert list(model.slices.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])
+    assert sum(model.slices.values()) == pytest.approx(model.step())

@@ -1,0 +1,1005 @@
+"""The page in a real browser: its numbers are `jpipe.simulate`'s, its sliders move, its address keeps the setting."""
+
+import dataclasses
+import functools
+import json
+import random
+import re
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from cases import ahead, compilations
+from jpipe.memory.storage import build_storage
+from jpipe.planning.partition import partition
+from jpipe.processes.tables import Table
+from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import simulate
+from jpipe.schedules.ticks import lower
+from jpipe.tools.memory_model import predict_memory
+from jpipe.tools.page import NO_FACTS, PAGE, Held, PipelineFacts, Rows, facts_of, show
+from jpipe.tools.page import Page as Written
+from view_chromium import Page, chromium, find
+
+NAMES = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
+CLOSE = 1e-9
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Page]:
+    with chromium(find()) as page:
+        yield page
+
+
+@pytest.fixture
+def tab(browser) -> Iterator[Page]:
+    """Wide and light; the test opens the page."""
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.appear(width=1280)
+    yield browser
+    assert not browser.problems, browser.problems
+
+
+@pytest.fixture
+def page(tab) -> Page:
+    """The page as it comes, without a setting in its address."""
+    open_at(tab, "")
+    return tab
+
+
+def open_at(page: Page, setting: str) -> None:
+    page.open(PAGE.as_uri() + setting)
+
+
+def shown(page: Page, name: str) -> float:
+    """The number on a card, in full."""
+    return float(page.get(f"document.getElementById('{name}').dataset.value"))
+
+
+def text(page: Page, name: str) -> str:
+    return page.get(f"document.getElementById('{name}').textContent").replace("\N{MULTIPLICATION SIGN}", "x")
+
+
+def focus(page: Page, name: str) -> None:
+    page.get(f"document.getElementById('{name}').focus()")
+
+
+def move(page: Page, name: str, value: float | str) -> None:
+    """Moves a slider as a pointer does: the value (or its place in a list of values), then the event."""
+    page.get(
+        f"(() => {{ const e = document.getElementById('{name}'), value = {json.dumps(value)};"
+        f"e.value = jpipe.values('{name}')?.indexOf(value) ?? value;"
+        "e.dispatchEvent(new Event(e.tagName === 'SELECT' ? 'change' : 'input')); })()"
+    )
+
+
+def type_into(page: Page, name: str, value: str) -> None:
+    page.get(f"(() => {{ const e = document.getElementById('{name}-typed'); e.focus(); e.select(); }})()")
+    page.write(value)
+
+
+def address(page: Page) -> str:
+    """The address, once the page has written it."""
+    page.wait("location.hash === jpipe.address()")
+    return page.get("location.hash")
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+def chunks_of(name: str, num_chunks: int) -> int:
+    """The chunks of a stage, if the slider has that many."""
+    return {"v": 2, "interleaved": num_chunks, "zero_bubble": num_chunks}.get(name, 1)
+
+
+@functools.cache
+def schedule_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    return make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+def random_settings(count: int, *, shapes: int, most: tuple[int, int, int], seed: int) -> list[dict[str, Any]]:
+    """Settings of that many different schedules, each with times of its own, some equal, some transfers free."""
+    rng = random.Random(seed)
+
+    def shape() -> dict[str, Any]:
+        name = rng.choice(NAMES)
+        K, M, V = (rng.randint(1, size) for size in most)
+        sizes = {"num_stages": K, "num_microbatches": M, "num_chunks": chunks_of(name, V)}
+        return {"schedule": name, **sizes}
+
+    drawn = [shape() for _ in range(shapes)]
+
+    def times(num_stages: int) -> float | list[float]:
+        if rng.random() < 0.3:
+            return rng.choice([1.0, 2.0, rng.uniform(0.01, 10)])
+        return [rng.uniform(0.01, 10) for _ in range(num_stages)]
+
+    def setting(index: int) -> dict[str, Any]:
+        of = drawn[index % shapes]
+        K = of["num_stages"]
+        return {**of, "forward": times(K), "backward": times(K), "transfer": rng.choice([0.0, 1.0, rng.uniform(0, 5)])}
+
+    return [setting(i) for i in range(count)]
+
+
+def largest_difference(page: Page, settings: Sequence[dict[str, Any]]) -> float:
+    """Of any number of any setting, relative to the number where that is above 1."""
+    largest = 0.0
+    names = ("makespan", "bubble_fraction", "speedup_over_naive", "busy", "peak_in_flight")
+    for first in range(0, len(settings), 250):
+        batch = settings[first : first + 250]
+        found = page.get(
+            f"{json.dumps(batch)}.map((s) => {{ const t = jpipe.simulate(s);"
+            f"return [{', '.join(f't.{name}' for name in names)}, t.spans.length, t.spans.reduce("
+            "(a, s) => a + s.start * (1 + s.m) * (1 + s.v) * (s.kind === 'F' ? 1 : 2), 0)]; })"
+        )
+        for setting, numbers in zip(batch, found, strict=True):
+            shape = (setting[name] for name in ("schedule", "num_stages", "num_microbatches", "num_chunks"))
+            timeline = simulate(schedule_of(*shape), setting["forward"], setting["backward"], setting["transfer"])
+            weights = ((s.start, s.action) for s in timeline.spans)
+            places = sum(t * (1 + a.microbatch) * (1 + a.chunk) * (1 if a.kind == "F" else 2) for t, a in weights)
+            expected = [*(getattr(timeline, name) for name in names), len(timeline.spans), places]
+            for mine, theirs in zip(map(np.asarray, expected), map(np.asarray, numbers), strict=True):
+                assert mine.shape == theirs.shape, setting
+                difference = float(np.max(np.abs(mine - theirs) / np.maximum(1.0, np.abs(mine))))
+                assert difference <= CLOSE, (setting, expected, numbers)
+                largest = max(largest, difference)
+    return largest
+
+
+def test_three_thousand_settings_have_the_numbers_of_simulate(page):
+    settings = random_settings(3000, shapes=250, most=(8, 16, 4), seed=1)
+    assert largest_difference(page, settings) <= CLOSE
+
+
+@pytest.mark.slow
+def test_settings_up_to_the_ends_of_the_sliders_have_the_numbers_of_simulate(page):
+    settings = random_settings(1000, shapes=50, most=(32, 128, 8), seed=2)
+    assert largest_difference(page, settings) <= CLOSE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bars_are_the_spans_of_simulate(page, name):
+    """Every bar, in order: stage, kind, micro-batch, chunk, start and end; and what every stage holds over time."""
+    schedule = schedule_of(name, 3, 5, chunks_of(name, 2))
+    setting = {"num_stages": 3, "num_microbatches": 5, "num_chunks": schedule.num_chunks, "schedule": name}
+    times = {"forward": [1.5, 1.0, 2.0], "backward": [3.0, 2.0, 2.5], "transfer": 0.75}
+    found = page.get(f"jpipe.simulate({json.dumps(setting | times)})")
+    timeline = simulate(schedule, **times)
+    expected = [
+        {"stage": s.stage, "kind": s.action.kind, "m": s.action.microbatch, "v": s.action.chunk} for s in timeline.spans
+    ]
+    assert [{key: span[key] for key in ("stage", "kind", "m", "v")} for span in found["spans"]] == expected
+    assert [(span["start"], span["end"]) for span in found["spans"]] == [(s.start, s.end) for s in timeline.spans]
+    changes = lambda counts: [pair for i, pair in enumerate(counts) if not i or counts[i - 1][1] != pair[1]]
+    for stage, counts in enumerate(found["held"]):
+        assert changes(list(map(tuple, counts))) == changes(timeline.in_flight(stage))
+
+
+@pytest.mark.parametrize("keep_inputs", [False, True])
+def test_what_waits_has_the_rows_of_the_tick_table(page, keep_inputs):
+    """Rows that any device writes, and the most that a stage's own values are in."""
+    rng = random.Random(5)
+    shapes = [(name, rng.randint(1, 6), rng.randint(1, 12), rng.randint(1, 3)) for name in NAMES for _ in range(8)]
+    shapes = [(name, K, M, chunks_of(name, V)) for name, K, M, V in shapes]
+    for shape in shapes:
+        table = lower(schedule_of(*shape), keep_inputs=keep_inputs)
+        for name in ("activation", "cotangent"):
+            found = page.get(f"jpipe.waiting(...{json.dumps([*shape, name, keep_inputs])})")
+            read = np.concatenate([getattr(slot, name) for slot in table.slots])
+            own = [len({*column.tolist()} - {-1}) for column in read.T]
+            assert (found["rows"], found["own"]) == (table.rows_written(name), own), (shape, name)
+
+
+def test_cards_show_simulate_and_the_speed_up_over_one_device(page):
+    """What sliders say is what `simulate` is called with: slow stages, recomputation and transfers; twice."""
+    rng = random.Random(3)
+    again = {"none": 0, "layer": 1, "stage": 1, "full": 2}
+    for _ in range(25):
+        K, V, N = rng.randint(1, 9), rng.randint(1, 3), rng.choice([12, 16, 64, 90])
+        M = rng.choice([m for m in range(1, 21) if N % m == 0])
+        names, remat = rng.sample(NAMES, 2), rng.choice(list(again))
+        ratio, transfer = rng.randint(1, 50) / 10, rng.randint(0, 60) / 20
+        slowness, slow = rng.randint(10, 50) / 10, rng.randrange(K)
+        setting = f"#schedule={names[0]}&beside={names[1]}&N={N}&K={K}&M={M}&V={V}&remat={remat}"
+        setting += f"&ratio={ratio}&transfer={transfer}&slowness={slowness}&slow={slow}"
+        page.get(f"location.hash = {json.dumps(setting)}")
+        page.wait(f"jpipe.state().ratio === {ratio} && jpipe.state().transfer === {transfer}")
+        forward = [slowness if k == slow else 1.0 for k in range(K)]
+        backward = [time * ratio for time in forward]
+        one = simulate(schedule_of("naive", 1, M, 1), sum(forward), sum(time * ratio for time in forward)).makespan
+        peaks = []
+        for name, suffix in zip(names, ("", "-beside"), strict=True):
+            chunks = chunks_of(name, V)
+            recompute = [time * again[remat] for time in forward]
+            timeline = simulate(schedule_of(name, K, M, chunks), forward, backward, transfer, recompute=recompute)
+            expected = {
+                "makespan": timeline.makespan,
+                "bubble": timeline.bubble_fraction,
+                "speedup-naive": timeline.speedup_over_naive,
+                "speedup-one": one / timeline.makespan,
+                "in-flight": max(timeline.peak_in_flight) / chunks,
+            }
+            found = {key: shown(page, key + suffix) for key in expected}
+            assert found == pytest.approx(expected, rel=CLOSE, abs=CLOSE), (setting, name)
+            peaks.append([peak / chunks for peak in timeline.peak_in_flight])
+        cells = page.get(
+            "[...document.querySelectorAll('#stages tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        )
+        np.testing.assert_allclose(
+            [[float(cell[3]) for cell in cells], [float(cell[4]) for cell in cells]], peaks, 1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "expected"),
+    [
+        ("#schedule=gpipe&K=4&M=4", "bubble", "42.9 %"),
+        ("#schedule=gpipe&K=4&M=8", "bubble", "27.3 %"),
+        ("#schedule=1f1b&K=4&M=16", "bubble", "15.8 %"),
+        ("#schedule=1f1b&K=8&M=64", "bubble", "9.9 %"),
+        ("#schedule=interleaved&K=4&M=8&V=2", "bubble", "15.8 %"),
+        ("#schedule=1f1b&K=8&M=16", "speedup-naive", "5.57 x"),
+        ("#schedule=interleaved&beside=1f1b&K=4&M=8&V=2&transfer=0.5", "bubble", "32.4 %"),
+        ("#schedule=interleaved&beside=1f1b&K=4&M=8&V=2&transfer=0.5", "bubble-beside", "1f1b: 33.3 %"),
+        ("#schedule=naive&K=4&M=8", "speedup-naive", "1.00 x"),
+        ("#schedule=1f1b&K=4&M=8&remat=layer", "speedup-one", "2.18 x"),  # 32/11 * (F+B)/(2F+B)
+        ("#K=4&M=32", "in-flight-beside", "gpipe: 32"),
+        ("#K=4&M=32", "in-flight", "7"),
+        ("#K=4&M=32&schedule=interleaved&V=2", "in-flight", "5.5"),
+        ("#K=4&M=8&schedule=interleaved&V=2", "formula-bubble", "Here 15.8 %."),
+        ("#K=4&M=2&schedule=interleaved&V=2", "formula-bubble",
+         "They don't hold here, where M=2 is less than K=4: it is 55.6 %."),
+        ("#K=4&M=8&transfer=0.5", "formula-bubble", "Here they would give 27.3 %; as it is set above it is 33.3 %."),
+        ("#view=memory&K=1&M=1&P=82&E=0&A=0.1&device=8", "fits", "yes"),
+        ("#view=memory&K=1&M=1&P=82&E=0&A=0.1&device=8", "fixed", "1.31 GB"),
+        ("#view=memory&K=1&M=1&P=82&E=0&L=24&N=128&A=509.5&R=1&device=8", "total", "7.57 GB"),  # 1.31 + 6.26 (table 1)
+        ("#view=memory&K=2&M=8&P=557&E=0&L=24&N=128&A=509.5&R=1&device=8", "fits", "yes"),
+        ("#view=memory&K=1&M=1&P=557&E=0&A=0.1&device=8", "fits", "no"),
+        ("#view=memory&K=1&M=1&P=557&E=0&A=0.1&device=8", "fixed", "8.91 GB"),
+    ],
+)  # fmt: skip
+def test_figures_of_the_papers(tab, setting, name, expected):
+    """GPipe's formulas (arXiv 1811.06965, section 2.3), interleaved's (arXiv 2104.04473), and 16 bytes a parameter."""
+    open_at(tab, setting)
+    assert text(tab, name) == expected
+
+
+def test_the_papers_counts_of_activations(tab):
+    open_at(tab, "#view=memory&K=4&M=8&L=40&N=128")
+    counts = tab.get("[...document.querySelectorAll('#counts td:last-child')].map((c) => c.textContent)")
+    assert counts == ["5120", "1280", "768", "288"]
+
+
+def test_every_example_says_what_it_shows(page):
+    """All links of both views are settings without a fault."""
+    links = page.get("[...document.querySelectorAll('.examples a')].map((a) => a.getAttribute('href'))")
+    assert len(links) >= 10
+    for link in links:
+        open_at(page, link)
+        assert not page.get("[...document.querySelectorAll('.wrong:not(dd)')].map((e) => e.textContent).join('')"), link
+        assert page.get("document.querySelectorAll('dd[data-value]').length") >= 6
+
+
+def test_a_newcomer_sees_what_m_and_1f1b_are_for(page):
+    """By default: more micro-batches, less bubble in both; GPipe holds all of them, 1F1B at most 2K - 1, and fits."""
+    bubbles, peaks = [], []
+    for M in (4, 16, 64):
+        move(page, "M", M)
+        assert text(page, "bubble-beside") == f"gpipe: {text(page, 'bubble')}"
+        bubbles.append(shown(page, "bubble"))
+        peaks.append((shown(page, "in-flight"), shown(page, "in-flight-beside")))
+    assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > 9 * bubbles[2]
+    assert peaks == [(4, 4), (7, 16), (7, 64)]
+    open_at(page, "#view=memory")
+    assert (text(page, "fits"), text(page, "fits-beside")) == ("yes", "gpipe: no")
+
+
+def test_curves_have_what_each_number_of_micro_batches_gives(tab):
+    """In words on the canvas, for those who don't see it."""
+    open_at(tab, "#K=3&N=12&schedule=interleaved&beside=gpipe&V=2&ratio=1.5")
+    tab.wait("document.getElementById('curves').getAttribute('aria-label')")
+    found = tab.get("document.getElementById('curves').getAttribute('aria-label')").split(". ")
+    for told, (name, chunks) in zip(found, [("interleaved", 2), ("gpipe", 1)], strict=True):
+        assert told.startswith(f"{name}: ")
+        wanted = []
+        for M in (1, 2, 3, 4, 6, 12):
+            timeline = simulate(schedule_of(name, 3, M, chunks), 1.0, 1.5)
+            peak = max(timeline.peak_in_flight) / chunks
+            wanted.append(f"M={M} bubble {100 * timeline.bubble_fraction:.1f} %, {peak:g} in flight")
+        assert re.findall(r"M=.*? in flight", told) == wanted
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "precision", "remat"),
+    [
+        ("sgd", "float32", "none"),
+        ("momentum", "mixed", "layer"),
+        ("adam", "bfloat16", "stage"),
+        ("adam", "mixed", "full"),
+        ("rmsprop", "float32", "layer"),
+        ("momentum", "bfloat16", "none"),
+    ],
+)
+def test_parts_of_the_memory_add_up(tab, optimiser, precision, remat):
+    """By the formulas on the page, written a second time, from jpipe's own partition, peaks and tick table."""
+    setting = dict(K=4, M=16, V=2, P=5300, E=2, L=50, N=64, A=2097, R=12, device=16)
+    words = dict(view="memory", schedule="interleaved", optimiser=optimiser, precision=precision, remat=remat)
+    open_at(tab, "#" + "&".join(f"{key}={value}" for key, value in (setting | words).items()))
+    width = {"float32": 4, "mixed": 2, "bfloat16": 2}[precision]
+    each = {
+        "parameters": {"float32": 4, "mixed": 6, "bfloat16": 2}[precision],
+        "gradients": 4,
+        "optimiser": {"sgd": 0, "momentum": 1}.get(optimiser, 2) * (2 if precision == "bfloat16" else 4),
+        "other": 0,
+    }
+    schedule, n, unit = schedule_of("interleaved", 4, 16, 2), 64 / 16, 2097e3 * width
+    chunks = np.reshape(partition([1.0] * 50, 4, num_chunks=2).counts, (2, 4))
+    has = 5300e6 * (0.96 / 50 * chunks.sum(axis=0) + [0.02, 0, 0, 0.02])
+    room = 5300e6 * (0.96 / 50 * chunks.sum(axis=0).max() + 0.02)
+    keeps = remat in ("stage", "full")
+    table, rows = lower(schedule, keep_inputs=keeps), 1 if keeps else np.asarray(simulate(schedule).peak_in_flight)
+    values = {"none": 12, "layer": 1, "stage": 12, "full": 1}[remat]
+    filled = n * unit * (values * chunks.max(axis=0) * rows + (11 if values == 1 else 0))
+    waits = lambda name: 1 + np.max([getattr(slot, name).max(axis=0) for slot in table.slots], axis=0)
+    own = {part: has * size for part, size in each.items()}
+    own |= {"activations": filled, "boundaries": n * unit * (waits("activation") + waits("cotangent"))}
+    all_rows = table.rows_written("activation") + table.rows_written("cotangent")
+    rooms = {part: room * size for part, size in each.items()}
+    rooms |= {"activations": filled.max(), "boundaries": n * unit * all_rows}
+    found = tab.get("jpipe.shown()[0].memory")
+    assert found["room"] == pytest.approx(rooms, rel=1e-12)
+    assert found["total"] == shown(tab, "total") == pytest.approx(sum(rooms.values()), rel=1e-12)
+    for k, stage in enumerate(found["stages"]):
+        assert stage == pytest.approx({part: sizes[k] for part, sizes in own.items()}, rel=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.5, 3, 5, 8, 30])
+def test_ends_have_the_room_that_storage_gives_them(tab, share):
+    """Fifty layers and two ends in four stages, as `memory.storage` lays out leaves of these sizes."""
+    open_at(tab, f"#view=memory&P=1&L=50&E={share}&beside=none")
+    each, end = round((1e6 - 2e4 * share) / 50), round(1e4 * share)
+    leaf = lambda *shape: [jax.ShapeDtypeStruct(shape, np.float32)]
+    stage_of = [k for k, count in enumerate(partition([1.0] * 50, 4).counts) for _ in range(count)]
+    storage = build_storage([leaf(each), leaf(1, end), leaf(end, 1)], [stage_of, [0], [3]], device_of=range(4))
+    held = sum(4 * np.prod(buffer.shape) for buffer in storage.buffers.values())
+    assert tab.get("jpipe.shown()[0].memory.room.parameters") == pytest.approx(held, rel=1e-3)
+
+
+# --- sliders, keys and the address ------------------------------------------------------------------------------------
+
+
+def test_sliders_move_by_keys(page):
+    assert (shown(page, "makespan"), shown(page, "in-flight")) == (57, 7)
+    focus(page, "M")
+    page.press("ArrowRight", 2)
+    assert text(page, "time-title") == "4 stages, 64 micro-batches"
+    assert shown(page, "makespan") == 3 * 67
+    page.press("Home")
+    assert (text(page, "bubble"), shown(page, "in-flight")) == ("75.0 %", 1)
+    page.press("End")
+    assert page.get("jpipe.state().M") == 128
+    focus(page, "K")
+    page.press("ArrowLeft", 3)
+    assert (text(page, "bubble"), text(page, "speedup-one")) == ("0.0 %", "1.00 x")
+
+
+def test_tab_goes_from_view_to_sliders(page):
+    focus(page, "tab-time")
+    seen = []
+    for _ in range(9):
+        page.press("Tab")
+        seen.append(page.get("document.activeElement.id"))
+    assert seen == ["copy", "reset", "schedule", "beside", "M", "M-typed", "K", "K-typed", "N"]  # V is switched off
+
+
+def test_arrow_keys_change_the_view(page):
+    focus(page, "tab-time")
+    page.press("ArrowRight")
+    assert page.get("document.activeElement.id") == "tab-memory"
+    assert page.get("[getComputedStyle(document.getElementById('time')).display, jpipe.state().view]") == [
+        "none",
+        "memory",
+    ]
+    assert address(page).startswith("#view=memory&")
+    page.click("#tab-time")
+    assert page.get("jpipe.state().view") == "time"
+
+
+def test_sliders_move_by_events_and_the_address_keeps_all(page):
+    for name, value in {
+        "schedule": "interleaved", "K": 6, "N": 96, "M": 12, "V": 3, "remat": "none", "ratio": 1.5, "transfer": 0.25,
+        "slowness": 2, "slow": 4,
+    }.items():  # fmt: skip
+        move(page, name, value)
+    expected = simulate(
+        schedule_of("interleaved", 6, 12, 3), [1, 1, 1, 1, 2, 1], [1.5, 1.5, 1.5, 1.5, 3, 1.5], transfer=0.25
+    )
+    assert shown(page, "makespan") == pytest.approx(expected.makespan, rel=CLOSE)
+    kept, state, numbers = address(page), page.get("jpipe.state()"), shown(page, "speedup-naive")
+    open_at(page, "")
+    assert page.get("jpipe.state()") != state
+    open_at(page, kept)
+    assert (page.get("jpipe.state()"), shown(page, "speedup-naive")) == (state, numbers)
+
+
+def test_the_memory_view_keeps_its_setting_too(page):
+    page.click("#tab-memory")
+    for name, value in {"P": 2.5, "optimiser": "sgd", "precision": "mixed", "device": 24, "L": 60, "N": 512}.items():
+        move(page, name, value)
+    assert page.get("jpipe.state().P") == 316  # a logarithmic slider, three digits
+    type_into(page, "A", "1234.5")
+    kept, state = address(page), page.get("jpipe.state()")
+    assert "P=316&" in kept and "A=1234.5&" in kept
+    open_at(page, kept)
+    assert page.get("jpipe.state()") == state
+
+
+@pytest.mark.parametrize("view", ["time", "memory"])
+def test_no_slider_reaches_an_impossible_value(tab, view):
+    """Every place of every slider, one after the other and at both ends of the others, shows numbers and no fault."""
+    open_at(tab, f"#view={view}&schedule=interleaved&slowness=2")
+    sliders = tab.get(
+        "[...document.querySelectorAll('input[type=range]')].filter((e) => e.offsetParent).map((e) => e.id)"
+    )
+    assert {"M", "K", "V", "N", "L"} < set(sliders)
+    for name in sliders:
+        faults = tab.get(f"""(() => {{
+          const found = [], slider = document.getElementById("{name}"), others = ["M", "K", "V", "N", "L"];
+          const to = (e, place) => {{ e.value = place; e.dispatchEvent(new Event("input")); }};
+          for (const end of ["min", "max"]) {{
+            document.getElementById("reset").click();
+            for (const other of others) to(document.getElementById(other), document.getElementById(other)[end]);
+            const places = Number(slider.max) - Number(slider.min);
+            for (let i = 0; i <= 12; i++) {{
+              to(slider, Number(slider.min) + Math.round(places * i / 12));
+              const {{ N, M, K, V, L, slow }} = jpipe.state();
+              const numbers = [...document.querySelectorAll("dd[data-value]")].map((e) => e.textContent).join();
+              const faults = [...document.querySelectorAll(".wrong:not(dd)")].map((e) => e.textContent).join("");
+              if (faults || N % M || K * V > L || slow >= K || /NaN|undefined|Infinity/.test(numbers))
+                found.push([end, i, faults, N, M, K, V, L, numbers]);
+            }}
+          }}
+          return found;
+        }})()""")
+        assert not faults, (name, faults[:2])
+
+
+def test_back_to_the_defaults(page):
+    start = page.get("jpipe.state()")
+    move(page, "K", 9)
+    page.click("#reset")
+    assert page.get("jpipe.state()") == start
+
+
+# --- impossible values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("K", "0", "K=0 is impossible here; use 1 to 32 (stages, one device each)"),
+        ("M", "2.5", "M=2.5 does not divide the batch N=256; use 1, 2, 4, 8, 16, 32, 64, 128"),
+        ("N", "2.5", "N=2.5 must be a whole number from 1 to 4096"),
+        ("L", "2", "L=2 is impossible here; use 4 to 512 (layers of the model)"),
+        ("transfer", "-1", "transfer=-1 is impossible here; use 0 to 3 (time of a hop, in F)"),
+        ("ratio", "0", "ratio=0 is impossible here; use 0.1 to 5 (times F, without recomputation)"),
+        ("ratio", "", "ratio= is not a number; use 0.1 to 5"),
+    ],
+)
+def test_what_is_typed_wrong_is_named_at_its_slider(page, name, value, message):
+    before = shown(page, "makespan")
+    type_into(page, name, value) if value else page.get(
+        f"Object.assign(document.getElementById('{name}-typed'), {{value: ''}}).dispatchEvent(new Event('input'))"
+    )
+    assert text(page, f"{name}-wrong") == message
+    assert page.get(f"document.getElementById('{name}-typed').getAttribute('aria-invalid')") == "true"
+    assert shown(page, "makespan") == before
+    move(page, name, 2 if name != "L" else 8)
+    assert text(page, f"{name}-wrong") == ""
+
+
+SETTINGS = (
+    "schedule, beside, M, K, V, N, L, remat, ratio, transfer, slowness, slow, P, E, optimiser, precision, device, A, R"
+)
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "message"),
+    [
+        ("#K=99", "K-wrong", "K=99 is impossible here; use 1 to 32 (stages, one device each); 32 is shown"),
+        ("#K=four", "K-wrong", "K=four is not a number; use 1 to 32; 4 is shown"),
+        ("#schedule=2f2b", "schedule-wrong", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved, v, "
+         "zero_bubble; 1f1b is shown"),
+        ("#schedule=toString", "schedule-wrong", "schedule=toString is unknown; use one of naive, gpipe, 1f1b, "
+         "interleaved, v, zero_bubble; 1f1b is shown"),
+        ("#toString=4", "address-wrong", "The address has toString=4, which is no setting; there are view (time, "
+         f"memory), {SETTINGS}."),
+        ("#L=16&K=8&V=3", "V-wrong", "V=3 is impossible here; use 1 to 2 (chunks of layers a stage, if interleaved or "
+         "zero_bubble); 2 is shown"),
+        ("#K=3&slow=3&slowness=2", "slow-wrong", "slow=3 is impossible here; use 0 to 2 (which one, from 0); "
+         "2 is shown"),
+        ("#N=128&M=7", "M-wrong", "M=7 does not divide the batch N=128; use 1, 2, 4, 8, 16, 32, 64, 128; 4 is shown"),
+        ("#L=3&K=4", "K-wrong", "K=4 is impossible here; use 1 to 3 (stages, one device each); 3 is shown"),
+        ("#stages=4", "address-wrong", f"The address has stages=4, which is no setting; there are view (time, memory), "
+         f"{SETTINGS}."),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_address_is_named(tab, setting, name, message):
+    """Beside what is shown instead."""
+    open_at(tab, setting)
+    assert text(tab, name) == message
+    assert tab.get("[...document.querySelectorAll('dd[data-value]')].every((e) => e.textContent)")
+
+
+# --- how it looks -----------------------------------------------------------------------------------------------------
+
+LOOKS = [
+    "#",
+    "#view=memory&schedule=gpipe&remat=stage",
+    "#K=32&M=128&schedule=interleaved&V=2",
+    "#view=memory&K=32&M=128&device=3",
+    "#schedule=zero_bubble&beside=v&V=1&remat=layer",
+]
+
+
+@pytest.mark.parametrize("setting", LOOKS)
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_sticks_out_of_a_narrow_screen(tab, setting, dark, tmp_path):
+    tab.appear(width=360, height=740, dark=dark)
+    open_at(tab, setting)
+    assert tab.get("document.documentElement.scrollWidth") == 360
+    tab.picture(tmp_path / "narrow.png")
+    assert (tmp_path / "narrow.png").stat().st_size > 10_000
+
+
+def test_dark_mode_turns_the_page_dark(page):
+    colours = []
+    for dark in (False, True):
+        page.appear(width=1280, dark=dark)
+        colours.append(page.get("getComputedStyle(document.body).backgroundColor"))
+    assert colours == ["rgb(255, 255, 255)", "rgb(20, 24, 29)"]
+
+
+def test_numbers_are_left_out_where_they_do_not_fit(page):
+    assert page.get("jpipe.drawn()") == 2 * 2 * 4 * 16
+    move(page, "M", 128)
+    assert page.get("jpipe.drawn()") == 0
+
+
+def test_pointing_at_a_bar_names_it(page):
+    box = page.get(
+        "(() => { const b = document.getElementById('gantt').getBoundingClientRect(); return [b.x, b.y]; })()"
+    )
+
+    def told(down: float) -> str:
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 66, y=box[1] + down)
+        return text(page, "pointed")
+
+    assert told(32) == "1f1b, stage 0: forward of micro-batch 0, from 0 F to 1 F."
+    assert told(60).startswith("1f1b, stage 1 waits at 0.")
+    assert told(20 + 4 * 28 + 12).startswith("1f1b, stage 0 holds 1 micro-batches at 0.")
+    assert told(20 + 4 * 28 + 4 * 17 + 12 + 32) == "gpipe, stage 0: forward of micro-batch 0, from 0 F to 1 F."
+    move(page, "K", 5)  # of another chart: nothing is said of it yet
+    assert text(page, "pointed").startswith("Point at a bar")
+
+
+def test_a_bar_that_is_tapped_on_a_phone_is_named_beside_the_chart(tab):
+    """It was named 1,300 pixels further down, where nobody who taps looks."""
+    tab.appear(width=390, height=844)
+    open_at(tab, "")
+    box = tab.get(
+        "(() => { const b = document.getElementById('gantt').getBoundingClientRect(); return [b.x, b.y]; })()"
+    )
+    touched = [{"x": box[0] + 64, "y": box[1] + 28}]
+    tab.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=touched)
+    tab.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    assert text(tab, "pointed") == "1f1b, stage 0: forward of micro-batch 0, from 0 F to 1 F."
+    assert tab.get("document.getElementById('pointed').getBoundingClientRect().bottom") < 844
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("num_chunks", [2, 3, 4, 5, 6, 7, 8])
+def test_chunks_are_told_apart(tab, num_chunks, dark):
+    """By shade or hatching in the legend: neighbours by hatching, others by shade."""
+    tab.appear(width=1280, dark=dark)
+    open_at(tab, f"#schedule=interleaved&V={num_chunks}&M=8&L=64")
+    marks = tab.get("""[...document.querySelectorAll("#legend li")].slice(0, 2).map((li) =>
+      [...li.querySelectorAll("i")].map((i) => [i, getComputedStyle(i)]).map(
+        ([i, style]) => [i.textContent, style.backgroundColor, style.backgroundImage !== "none"]))""")
+    assert [[mark[0] for mark in kind] for kind in marks] == [[str(v) for v in range(num_chunks)]] * 2
+    looks = [(np.asarray(re.findall(r"\d+", colour), int), hatched) for kind in marks for _, colour, hatched in kind]
+    for i, (colour, hatched) in enumerate(looks):
+        for other, also in looks[:i]:
+            assert hatched != also or np.linalg.norm(colour - other) > 25
+    assert num_chunks > 3 or tab.get("jpipe.drawn()") >= 2 * 4 * 8 * num_chunks
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_largest_number_is_seen_whole(tab, width):
+    """A million was shown as 100000."""
+    tab.appear(width=width)
+    open_at(tab, "#view=memory&P=1000000&A=1000000")
+    room = """(() => {
+      const field = document.getElementById("P-typed"), style = getComputedStyle(field);
+      const pen = document.createElement("canvas").getContext("2d");
+      pen.font = style.font;
+      const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+      return [field.clientWidth - padding, pen.measureText(field.value).width];
+    })()"""
+    has, needs = tab.get(room)
+    assert has >= needs + 18  # and the arrows that browsers show in the field
+
+
+def test_sliders_are_lighter_in_the_dark(page):
+    """Chromium draws the rest of a dark blue slider white on a dark page."""
+    page.appear(width=1280, dark=True)
+    assert page.get("getComputedStyle(document.getElementById('K')).accentColor") == "rgb(86, 180, 233)"
+
+
+def test_the_page_asks_for_nothing_but_itself(page):
+    open_at(page, "#view=memory")
+    assert {request.partition("#")[0] for request in page.requests} <= {PAGE.as_uri(), "about:blank", "data:,"}
+    assert "://" not in PAGE.read_text()
+
+
+# --- a pipeline's own numbers -----------------------------------------------------------------------------------------
+
+FACTS = PipelineFacts(
+    table=Table(
+        "Pipeline(6 layers, </script>)",
+        ("stage", "what"),
+        (("0", "Embed, 2 Block"), ("1", "3 <Block>")),
+        {},
+        ("layers 0, 5 share parameters",),
+    ),
+    schedule="1f1b",
+    orders=None,
+    slots=("F", "B"),
+    style="loop",
+    num_stages=2,
+    num_microbatches=4,
+    num_chunks=1,
+    batch=48,
+    shards=2,
+    remat="layer",
+    keeps_inputs=False,
+    unit="ms",
+    times="Times are measured.",
+    forward=(2.0, 3.0),
+    backward=(5.0, 6.0),
+    recompute=(1.0, 1.5),
+    parameters=Held((3e9, 5e9), 6e9),
+    gradients=Held((3e9, 5e9), 6e9),
+    other=Held((1e6, 2e6), 2e6),
+    optimizer=Held((1e9, 2e9), 2.5e9),
+    residuals=(Rows("residual", 10**8, (3, 2)), Rows("residual", 10**6, (1, 5))),
+    activation=10**7,
+    cotangent=2 * 10**7,
+    passing=3 * 10**6,
+    work=4 * 10**8,
+)
+
+
+def own_page(tab: Page, path, **changes: Any) -> PipelineFacts:
+    """Opens the page of a pipeline."""
+    facts = replace(FACTS, **changes)
+    tab.open(show(facts, path / "own.html").address)
+    return facts
+
+
+def test_a_pipelines_page_shows_its_times_and_bytes(tab, tmp_path):
+    own_page(tab, tmp_path)
+    timeline = simulate(schedule_of("1f1b", 2, 4, 1), [2, 3], [4, 4.5], recompute=[1, 1.5])
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert text(tab, "makespan") == f"{timeline.makespan:g} ms"
+    assert shown(tab, "speedup-one") == pytest.approx(4 * (5 + 8.5) / timeline.makespan)
+    assert text(tab, "title") == FACTS.table.title
+    cells = tab.get("[...document.querySelectorAll('#layers td')].map((c) => c.textContent)")
+    assert cells == [cell for row in FACTS.table.rows for cell in row]
+    assert text(tab, "notes") == FACTS.table.notes[0]
+    assert not tab.get("document.querySelector('.playground')?.offsetParent"), "nothing of the playground is left"
+    tab.click("#tab-memory")
+    peaks, table = timeline.peak_in_flight, lower(schedule_of("1f1b", 2, 4, 1))
+    assert peaks == (3, 1)
+    room = tab.get("jpipe.shown()[0].memory.room")
+    assert room == pytest.approx({
+        "parameters": 6e9, "gradients": 6e9, "optimiser": 2.5e9, "other": 2e6,
+        "activations": 4e8 + 1e8 * max(3 * 3, 2 * 1) + 1e6 * max(1 * 3, 5 * 1),
+        "boundaries": 3e6 + 1e7 * table.rows_written("activation") + 2e7 * table.rows_written("cotangent"),
+    })  # fmt: skip
+    move(tab, "optimiser", "adam")
+    assert tab.get("jpipe.shown()[0].memory.room.optimiser") == 2 * 6e9
+    assert tab.get("jpipe.shown()[0].memory.stages[1].optimiser") == 2 * 5e9
+
+
+def test_other_micro_batches_of_a_pipeline_are_as_much_smaller(tab, tmp_path):
+    """Times and residuals in proportion to examples; M divides what each of two shards has of a batch of 48."""
+    own_page(tab, tmp_path)
+    assert tab.get("jpipe.values('M')") == [1, 2, 3, 4, 6, 8, 12, 24]
+    move(tab, "M", 12)
+    third = lambda times: [time / 3 for time in times]
+    timeline = simulate(schedule_of("1f1b", 2, 12, 1), third([2, 3]), third([5, 6]))
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    found = tab.get("jpipe.shown()[0].memory.room.activations")
+    assert found == pytest.approx((4e8 + 1e8 * max(3 * 3, 2 * 1) + 1e6 * max(1 * 3, 5 * 1)) / 3)
+    assert shown(tab, "in-flight-beside") == 12, "GPipe holds them all"
+    kept = address(tab)
+    assert kept == "#view=time&schedule=1f1b&beside=gpipe&M=12&transfer=0&optimiser=state&device=16"
+    tab.get(f"location.hash = {json.dumps(kept.replace('M=12', 'M=5&K=3'))}")
+    tab.wait("jpipe.state().M === 4")
+    assert text(tab, "M-wrong").startswith("M=5 does not divide the batch N=48; use 1, 2, 3, 4, 6, 8, 12, 24; 4 is")
+    assert text(tab, "address-wrong").startswith("The address has K=3, which is no setting")
+
+
+@pytest.mark.parametrize("slots", [("FB",), ("F", "B")])
+def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots):
+    schedule = Schedule([["F0", "F1", "B0", "F2", "B2", "B1"], ["F0", "B0", "F1", "F2", "B2", "B1"]], slots=slots)
+    orders = [[str(action) for action in order] for order in schedule.actions]
+    options = {"schedule": "mine", "orders": orders, "slots": slots, "num_microbatches": 3, "keeps_inputs": True}
+    own_page(tab, tmp_path, **options)
+    move(tab, "transfer", 0.45)
+    hop = tab.get("jpipe.state().transfer")
+    timeline = simulate(schedule, [2, 3], [5, 6], transfer=hop)
+    assert hop > 0 and shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert shown(tab, "bubble") == pytest.approx(timeline.bubble_fraction)
+    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
+    rows = [tab.get(f"jpipe.waiting('own', 2, 3, 1, '{name}', true).rows") for name in ("activation", "cotangent")]
+    table = lower(schedule, keep_inputs=True)
+    assert rows == [table.rows_written("activation"), table.rows_written("cotangent")]
+    assert tab.get("jpipe.values('M')") == [3] and text(tab, "formula-bubble").startswith("They don't hold here")
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-half", "dualpipe-v"])
+def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
+    """Its backwards are in two parts, some or all, and each kind of row is as often there as stages hold it."""
+    num_chunks = 1 if name == "zb-h1" else 2
+    schedule = make_schedule(name, num_stages=2, num_microbatches=5, num_chunks=num_chunks)
+    orders = [[str(action) for action in order] for order in schedule.actions]
+    residuals = tuple(Rows(kind, 10**6, (1, 1)) for kind in ("residual", "kept", "stash"))
+    options = {"schedule": name, "orders": orders, "slots": schedule.slots, "style": schedule.style}
+    own_page(tab, tmp_path, **options, num_chunks=num_chunks, num_microbatches=5, residuals=residuals)
+    timeline = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5])
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
+    found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
+    assert found == [FACTS.work + 1e6 * sum(rows) for rows in zip(*schedule.ticks.rows.values(), strict=True)]
+
+
+def test_recomputation_ahead_has_the_numbers_of_simulate(tab, tmp_path):
+    schedule = ahead(2, 6)
+    orders = [[str(action) for action in order] for order in schedule.actions]
+    options = {"schedule": schedule.name, "orders": orders, "slots": schedule.slots, "keeps_inputs": True}
+    own_page(tab, tmp_path, **options, num_microbatches=6, residuals=(Rows("residual", 10**6, (1, 1)),))
+    timeline, table = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5]), lower(schedule, keep_inputs=True)
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
+    found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
+    assert found == [FACTS.work + 1e6 * rows for rows in table.rows["residual"]]
+    assert table.rows["residual"] == (2, 1)
+    rows = [tab.get(f"jpipe.waiting('own', 2, 6, 1, '{name}', true).rows") for name in ("activation", "cotangent")]
+    assert rows == [table.rows_written("activation"), table.rows_written("cotangent")]
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_a_schedule_there_and_back_has_the_numbers_of_simulate(tab, tmp_path, num_microbatches):
+    schedule = make_schedule("v", num_stages=2, num_microbatches=num_microbatches, num_chunks=2)
+    orders = [[str(action) for action in order] for order in schedule.actions]
+    options = {"schedule": "v", "orders": orders, "style": "v", "num_chunks": 2, "keeps_inputs": True}
+    own_page(tab, tmp_path, **options, num_microbatches=num_microbatches)
+    move(tab, "transfer", 0.45)
+    timeline = simulate(schedule, [2, 3], [5, 6], transfer=tab.get("jpipe.state().transfer"))
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
+    table = lower(schedule, keep_inputs=True)
+    for name in ("activation", "cotangent"):
+        found = tab.get(f"jpipe.waiting('own', 2, {num_microbatches}, 2, '{name}', true).rows")
+        assert found == table.rows_written(name)
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("view", ["time", "memory"])
+def test_a_pipelines_page_is_whole_in_a_notebook(tab, tmp_path, width, view):
+    """There it has no address of its own, and a link or a slider must not lead away."""
+    page = show(replace(FACTS, num_chunks=2, schedule="interleaved"), tmp_path / "own.html")
+    (tmp_path / "notebook.html").write_text(f"<script>window.jpipe = 1</script>{page._repr_html_()}")
+    tab.appear(width=width)
+    tab.open((tmp_path / "notebook.html").as_uri())
+    frame = "document.querySelector('iframe').contentWindow"
+    tab.wait(f"{frame}.jpipe !== undefined")
+    tab.get(f"{frame}.document.getElementById('tab-{view}').click()")
+    tab.get(f"{frame}.document.getElementById('reset').click()")
+    found = tab.get(f"[{frame}.document.documentElement.scrollWidth - {frame}.innerWidth, {frame}.jpipe.state().view]")
+    assert found == [0, view]
+    assert tab.get(f"{frame}.jpipe.shown().length") == 2
+
+
+def test_a_page_is_a_file_and_its_address(tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    page = show(FACTS, tmp_path / "own.html")
+    assert page == Written(tmp_path / "own.html") and str(page) == (tmp_path / "own.html").as_uri()
+    whole = page.path.read_text()
+    head, _, rest = whole.partition('<script type="application/json" id="own">')
+    data, _, tail = rest.partition("</script>")
+    assert json.loads(data) == json.loads(json.dumps(asdict(FACTS)))
+    assert f"{head}{NO_FACTS}{tail}" == PAGE.read_text()
+    assert (opened, capsys.readouterr().out) == ([], ""), "nobody sits at a terminal"
+    temporary = show(FACTS)
+    assert temporary.path.parent == Path(tempfile.gettempdir()) and temporary.path.read_text() == whole
+    temporary.path.unlink()
+    for wrong, message in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "no" / "a.html", "make it first")):
+        with pytest.raises(ValueError, match=message):
+            show(FACTS, wrong)
+
+
+@pytest.mark.parametrize("display", ["DISPLAY", "BROWSER", None])
+def test_at_a_terminal_a_browser_opens_or_the_address_is_printed(tmp_path, monkeypatch, capsys, display):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    if display:
+        monkeypatch.setenv(display, ":0")
+    page = show(FACTS, tmp_path / "own.html")
+    printed = capsys.readouterr().out
+    assert opened == ([page.address] if display else [])
+    assert printed == (
+        ""
+        if display
+        else f"the page is at {page}; to take it along, give the file a name: view(path='pipeline.html')\n"
+    )
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+BATCH = np.ones((8, 16), np.float32)
+
+
+class Block(nn.Module):
+    axes: tuple[str | None, ...] = (None, None)
+
+    @nn.compact
+    def __call__(self, x):
+        split = nn.with_partitioning(nn.initializers.lecun_normal(), self.axes)
+        return nn.BatchNorm(use_running_average=False)(
+            nn.Dense(16, dtype=jnp.float32, kernel_init=split, param_dtype=jnp.bfloat16)(x)
+        )
+
+
+def make(axes=(None, None), layers=None, **options) -> jpipe.Pipeline:
+    sizes = {"num_stages": 2, "num_microbatches": 4, "balance": [1, 3], "remat": "none"}
+    layers = layers or [Block(axes), Block(axes), Block(axes), nn.Dense(8)]
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes | options)
+
+
+def bytes_of(tree, device) -> int:
+    return sum(s.data.nbytes for a in jax.tree.leaves(tree) for s in a.addressable_shards if s.device == device)
+
+
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "fsdp": 2, "tp": 2}])
+def test_bytes_are_those_of_the_arrays(make_mesh, axes):
+    """With `fsdp` sums of gradients are as large as gathered kernels; those of bfloat16 are float32."""
+    pipe = make(("fsdp", "tp") if "tp" in axes else (None, None), mesh=make_mesh(tuple(axes.values()), tuple(axes)))
+    found = facts_of(pipe.planner, "", BATCH)
+    state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
+    kernel, narrow = 16 * 16 // axes.get("tp", 1), 2 * 16  # elements; the second stage has two blocks
+    for device in pipe.mesh.devices.flat:
+        at_rest = bytes_of(state.variables["params"], device)
+        gathered = at_rest + (2 * kernel if "fsdp" in axes else 0)
+        assert found.parameters.room == at_rest
+        assert found.gradients.room == gathered + 2 * (2 * kernel + narrow)
+        statistics = bytes_of(state.variables["batch_stats"], device)
+        casts, part = 4 * (2 * kernel + narrow), BATCH.nbytes // axes.get("fsdp", 1)
+        assert found.other.room == 2 * statistics + casts + part
+    own = np.sum(found.parameters.own) / found.parameters.room
+    trees = [tree["params"] for tree in pipe.layer_variables(state.variables)]
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
+    assert own == pytest.approx(whole / sum(a[0].nbytes for a in state.variables["params"].values()))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "gpipe"}, {"num_chunks": 2, "schedule": "interleaved", "balance": [1, 1, 1, 1]}]
+)
+def test_rows_of_residuals_are_those_of_the_step(options):
+    pipe = make(**options)
+    found, step = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH))
+    arrays = jax.eval_shape(step.kept.storages["residual"].empty).values()
+    held = [b.bytes * max(np.multiply(b.strides, pipe.schedule.ticks.rows["residual"])) for b in found.residuals]
+    assert held == [a.size * a.dtype.itemsize for a in arrays]
+    assert found.activation == found.cotangent == 2 * 16 * 4, "two examples of 16 float32 values cross"
+
+
+def test_rows_that_go_to_the_host_count_as_if_they_stayed():
+    layers = [nn.Dense(16) for _ in range(8)]
+    sizes = {"num_stages": 4, "num_microbatches": 8, "remat": "none", "balance": [2] * 4, "layers": layers}
+    own, gone = (facts_of(make(**sizes, offload=offload).planner, "", BATCH).residuals for offload in ((), "residuals"))
+    assert {rows.kind for rows in gone} == {"residual"} and {len(rows.strides) for rows in gone} == {4}
+    of = lambda found, k: sum(rows.bytes * rows.strides[k] for rows in found)
+    assert [of(gone, k) for k in (1, 2)] == [of(own, k) for k in (1, 2)]
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "stage"])
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "fsdp": 2, "tp": 2}])
+def test_all_together_is_what_the_model_of_memory_says(make_mesh, axes, remat):
+    """As the page adds it up: rows as the schedule's ticks need them."""
+    names = ("fsdp", "tp") if "tp" in axes else (None, None)
+    pipe = make(names, remat=remat, schedule="gpipe", mesh=make_mesh(tuple(axes.values()), tuple(axes)))
+    found, table = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH)).table
+    rows = [1, 1] if found.keeps_inputs else table.rows["residual"]
+    moving = sum(b.bytes * max(np.multiply(b.strides, rows)) for b in found.residuals) + found.work + found.passing
+    moving += sum(getattr(found, name) * table.rows_written(name) for name in ("activation", "cotangent"))
+    fixed = found.parameters.room + found.gradients.room + found.other.room
+    assert fixed + moving == predict_memory(pipe.planner, BATCH, optax.sgd(0.1)).total
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+def test_other_schedules_and_micro_batches_have_the_bytes_that_the_page_scales(remat):
+    """Entries in proportion to a micro-batch's examples, as many rows as are in flight; statistics would stay."""
+    dense = [nn.Dense(16), nn.Dense(16), lambda x: jnp.tanh(x), nn.Dense(8)]
+
+    def held(of, schedule, num_microbatches):
+        rows = make(schedule=schedule, num_microbatches=num_microbatches).schedule.ticks.rows["residual"]
+        rows = [1, 1] if of.keeps_inputs else rows
+        share = of.num_microbatches / num_microbatches
+        return [share * buffer.bytes * max(np.multiply(buffer.strides, rows)) for buffer in of.residuals]
+
+    here = facts_of(make(layers=dense, remat=remat).planner, "", BATCH)
+    for schedule, num_microbatches in (("gpipe", 4), ("gpipe", 2), ("1f1b", 8)):
+        pipe = make(layers=dense, remat=remat, schedule=schedule, num_microbatches=num_microbatches)
+        there = facts_of(pipe.planner, "", BATCH)
+        assert sum(held(here, schedule, num_microbatches)) == sum(held(there, schedule, num_microbatches))
+        assert here.activation * 4 / num_microbatches == there.activation
+
+
+def test_the_first_batch_counts_unless_another_is_given_and_nothing_is_compiled(tmp_path):
+    pipe = make()
+    with pytest.raises(
+        ValueError, match=r"seen no batch yet, so its stages and bytes aren't known; call pipe.view\(batch"
+    ):
+        pipe.view()
+    with compilations() as compiled:
+        of_shapes = facts_of(pipe.planner, "", jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype))
+        assert facts_of(pipe.planner, "") == of_shapes
+        twice = facts_of(pipe.planner, "", np.ones((16, 16), np.float32))
+        assert not compiled()
+    assert (of_shapes.batch, twice.batch, twice.activation) == (8, 16, 2 * of_shapes.activation)
+    titled = dataclasses.replace(of_shapes, table=dataclasses.replace(of_shapes.table, title=repr(pipe)))
+    data = json.dumps(dataclasses.asdict(titled))
+    assert data in pipe.view(path=tmp_path / "pipe.html").path.read_text()
+
+
+def test_times_are_the_plans_with_the_mean_forward_as_unit():
+    pipe = make(balance=[1.0, 1.0, 1.0, 9.0])
+    with pytest.warns(UserWarning, match="layer 3"):
+        found = facts_of(pipe.planner, "", BATCH)
+    assert (found.forward, found.backward) == ((0.5, 1.5), (1.0, 3.0))
+
+
+def test_a_schedule_that_the_page_does_not_know_comes_with_its_orders():
+    assert facts_of(make().planner, "", BATCH).orders is None
+    actions = [["F0", "B0", "F1", "B1"]] * 2
+    for name in ("mine", "1f1b"):
+        schedule = jpipe.Schedule(actions, slots=("FB",), name=name)
+        found = facts_of(make(schedule=schedule, num_microbatches=2).planner, "", BATCH)
+        assert (found.orders, found.slots) == (actions, ("FB",))

@@ -1,0 +1,248 @@
+"""`jpipe.profile`: stages timed with the others idle, slices that add up, and findings."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from cases import assert_equal
+from jpipe.planning.costs import Cost
+from jpipe.tools.findings import MicrobatchSize, ProcessTime
+from jpipe.tools.measure import LayerTimes, Measured, StageTimes
+from jpipe.tools.profile import prediction_in_words, size_table, stage_table
+from wide import WIDTH, Wide, loss_fn, make
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+KINDS = ("forward", "backward")
+
+
+@pytest.fixture(scope="module")
+def unbalanced():
+    return make()
+
+
+@pytest.fixture(scope="module")
+def found(unbalanced):
+    pipe, state, batch = unbalanced
+    return jpipe.profile(pipe, state, batch, rounds=2)
+
+
+# --- the profile ---
+
+
+def test_the_state_stays_as_it_is(unbalanced, found):
+    pipe, state, batch = unbalanced
+    assert_equal(state.variables, pipe.create_state(jax.random.key(0), batch, state.tx).variables)
+
+
+def test_every_stage_takes_time(found):
+    assert len(found.stages.total) == 2 and min(found.stages.total) > 0  # how long is this machine's business
+
+
+def test_slices_add_up_to_the_step(found):
+    assert list(found.slices) == [
+        "computation", "recomputation", "bubble", "imbalance", "transfer and set-up", "weight update",
+    ]  # fmt: skip
+    assert sum(found.slices.values()) == pytest.approx(found.step, rel=1e-9)
+    assert all(seconds >= 0 for seconds in found.slices.values())
+
+
+def test_it_finds_the_layers_to_move(unbalanced, monkeypatch):
+    """Where times are as on a machine that does nothing else: `found` has those of this one."""
+    pipe, state, batch = unbalanced
+    layers = [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in (1e-6, 0.001, 0.008, 0.008, 0.008, 0.008, 0.001)]
+    stages = [[sum(getattr(cost, name) for cost in part) for part in (layers[:2], layers[2:])] for name in KINDS]
+    measured = Measured(*map(tuple, stages), step=0.14, update=0.001, idle=0.002, setup=0.001, noise=0.01)
+    module = sys.modules["jpipe.tools.profile"]
+    monkeypatch.setattr(module, "measure", lambda *_: measured)
+    monkeypatch.setattr(module, "measure_layers", lambda *_: LayerTimes(layers, layers))
+    found = jpipe.profile(pipe, state, batch, other_sizes=False)
+    balance = [finding for finding in found.findings if "balance" in finding.change]
+    assert len(balance) == 1
+    assert (
+        "stage 1 takes" in balance[0].text and f"balance={balance[0].change['balance']} instead of" in balance[0].text
+    )
+    assert sum(balance[0].change["balance"]) == 7 and balance[0].change["balance"][0] in (3, 4)
+    assert 0.4 < balance[0].promise < 0.97
+
+
+def test_other_numbers_of_micro_batches(found):
+    rows = {row.num_microbatches: row for row in found.sizes}
+    assert sorted(rows) == [1, 2, 4, 8, 16]
+    assert [rows[m].size for m in (1, 4, 16)] == [32, 8, 2]
+    # (K-1)/(M+K-1), GPipe, section 2.3
+    assert [rows[m].bubble for m in rows] == pytest.approx([1 / (m + 1) for m in rows])
+    assert rows[4].step == pytest.approx(found.step, rel=1e-9)
+
+
+def test_memory_is_that_of_the_arrays(unbalanced, found):
+    _, state, _ = unbalanced
+    device = min(state.step.devices(), key=lambda device: device.id)
+    size = lambda tree: sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+    memory = found.memory
+    assert memory.parameters == memory.gradients == size(state.variables["params"])
+    assert memory.optimizer == size(state.opt_state)
+    assert memory.temporaries > 0
+    assert memory.total == sum(memory.values())
+
+
+def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
+    text = str(found)
+    for word in ("stage", "slowest", "computation", "weight update", "predicted", "optimizer", "Findings"):
+        assert word in text, word
+    assert found.findings[0].text in " ".join(text.split())
+    assert repr(found).startswith("<Profile of ") and len(repr(found)) < 120
+    assert max(map(len, text.splitlines())) <= 120
+    html = found._repr_html_()
+    assert html.count("<table>") == 3 and "<li>" in html
+    assert json.loads(json.dumps(found.as_dict()))["slices"] == pytest.approx(found.slices)
+    found.plot(tmp_path / "profile.png")
+    assert (tmp_path / "profile.png").stat().st_size > 20_000
+    titles = [axes.get_title(loc="left") for axes in found.plot(tmp_path / "again.png").axes]
+    assert len(titles) == 3 and "Timeline, predicted" in titles[2]
+
+
+def test_its_page_has_what_was_measured(unbalanced, found, tmp_path):
+    page, facts, pipe = found.view(path=tmp_path / "step.html"), found.facts, unbalanced[0]
+    assert f'"title": "{pipe!r}"' in page.path.read_text()
+    assert facts.unit == "ms" and facts.forward == pytest.approx([1e3 * time for time in found.stages.forward])
+    total = np.add(facts.forward, facts.backward)
+    assert total == pytest.approx([1e3 * time for time in found.stages.total])
+    assert (facts.parameters.room, facts.optimizer.room) == (found.memory.parameters, found.memory.optimizer)
+
+
+def test_a_trace_names_ticks_slots_actions_layers_and_the_update(tmp_path):
+    """What `jax.profiler` saw run are operations of the compiled step, each with the scopes that it comes from."""
+    subprocess.run([sys.executable, HELPERS / "traced_step.py", tmp_path], check=True)
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    lines = [line for plane in jax.profiler.ProfileData.from_file(str(path)).planes for line in plane.lines]
+    ran = {event.name for line in lines for event in line.events}
+    program = (tmp_path / "program.txt").read_text()
+    named = dict(re.findall(r'^ *(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', program, re.MULTILINE))
+    scopes = {named[operation] for operation in ran & named.keys()}
+    for scope in ("/ticks/while/body/", "/slot0/F/while", "/slot1/B/while", "/F/while/body/Wide.2", "/update/"):
+        assert any(scope in name for name in scopes), scope
+        assert scope.encode() in path.read_bytes(), "a viewer takes names from the program in the trace"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_stages": 1},
+        {"num_stages": 3, "schedule": "gpipe", "remat": "stage"},
+        {"num_stages": 2, "num_chunks": 2, "schedule": "interleaved", "balance": "flops"},
+        {"mesh": (2, 2), "remat": "none"},
+        {"num_stages": 3, "schedule": "naive", "remat": "full"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_pipeline_can_be_profiled(options, tmp_path):
+    if "mesh" in options:
+        options = options | {"mesh": jax.make_mesh(options["mesh"], ("stage", "data"))}
+    pipe, state, batch = make(**options)
+    profile = jpipe.profile(pipe, state, batch, rounds=2)
+    assert sum(profile.slices.values()) == pytest.approx(profile.step, rel=1e-9)
+    assert len(profile.stages.total) == pipe.schedule.num_stages
+    assert str(profile) and profile.plot(tmp_path / "profile.png")
+
+
+# --- under a user's own settings ---
+
+
+def halves_apart(x):
+    """Each half of a micro-batch less its own mean: one of a single example has no halves."""
+    parts = x.reshape(2, x.shape[0] // 2, WIDTH)
+    return (parts - parts.mean(1, keepdims=True)).reshape(x.shape)
+
+
+@pytest.mark.slow
+def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(tasks):
+    """NaN of random numbers, no implicit transfers, a pipeline that has seen no batch, sizes that a layer refuses."""
+    layers = [nn.Dense(WIDTH), halves_apart, nn.softplus, jnp.sqrt, Wide(), nn.Dense(1)]
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": "even"}
+    made, pipe = (jpipe.Pipeline(layers, loss_fn, **options) for _ in range(2))
+    batch = {"inputs": np.ones((8, WIDTH), np.float32), "targets": np.ones((8, 1), np.float32)}
+    batch["inputs"][::2] = 2.0
+    state, batch = made.create_state(jax.random.key(0), batch, optax.sgd(0.01)), made.place(batch)
+    tasks.clear()
+    with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
+        found = jpipe.profile(pipe, state, batch, rounds=1)
+    assert [row.num_microbatches for row in found.sizes] == [1, 2, 4]  # a layer refuses 8 of 1, the batch 16
+    begun = [task.description for task in tasks]
+    for what in (
+        "profiling a training step",
+        "compiling the measured step",
+        "timing the step and its parts",
+        "timing layers alone",
+        "measuring costs",
+    ):
+        assert what in begun, what
+    assert all(task.total in (None, task.completed) for task in tasks)
+
+
+# --- wrong arguments ---
+
+
+def test_errors(unbalanced):
+    pipe, state, batch = unbalanced
+    with pytest.raises(TypeError, match=r"takes a jpipe\.Pipeline"):
+        jpipe.profile(state, pipe, batch)
+    with pytest.raises(TypeError, match=r"make it with pipe\.create_state"):
+        jpipe.profile(pipe, state.variables, batch)
+    with pytest.raises(ValueError, match="rounds=0"):
+        jpipe.profile(pipe, state, batch, rounds=0)
+    with pytest.raises(TypeError, match=r"rounds=2\.5"):
+        jpipe.profile(pipe, state, batch, rounds=2.5)
+    with pytest.raises(ValueError, match="batch size 30"):
+        jpipe.profile(pipe, state, jax.tree.map(lambda a: a[:30], batch))
+    with pytest.raises(ValueError, match="structure"):
+        jpipe.profile(pipe, state, (batch["inputs"], batch["targets"]))
+    with pytest.raises(ValueError, match="laid out by another pipeline"):
+        jpipe.profile(pipe, make(balance=[3, 4])[1], batch)
+
+
+# --- its tables, from times that are known ---
+
+
+def test_stages_with_their_layers_and_the_slowest():
+    schedule = jpipe.make_schedule("interleaved", num_stages=2, num_microbatches=4, num_chunks=2)
+    cut = jpipe.partition([1.0] * 6, 2, num_chunks=2)
+    table = stage_table(schedule, cut, StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3)), (3, 2), ())
+    assert table.rows[0][1].count(",") == 1, "two chunks"
+    assert [row[2:] for row in table.rows] == [
+        ("1", "2", "0", "3", "0.50", "3"),
+        ("2", "4", "3", "9", "1.50", "2"),
+    ]
+    assert table.marks == {1: "slowest"}
+    processes = [ProcessTime(p, host, stages, 1.0, 1.0) for p, (host, stages) in enumerate([("a", (0,)), ("b", (1,))])]
+    times = StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3))
+    assert stage_table(schedule, cut, times, (3, 2), processes).marks == {1: "slowest: process 1 on b"}
+    even = stage_table(schedule, cut, StageTimes((1e-3,) * 2, (2e-3,) * 2, (0.0,) * 2), (3, 2), ())
+    assert even.marks == {}
+
+
+def test_the_prediction_beside_the_measured_step():
+    words = "predicted from stages alone: 80 ms, measured 1.25 times that; rounds differ by 2%"
+    assert prediction_in_words(0.1, 0.08, 0.025) == words
+    assert "measured - times" in prediction_in_words(0.1, 0.0, 0.025)
+
+
+def test_sizes_and_which_was_measured():
+    table = size_table([MicrobatchSize(2, 8, 1e-3, 0.5, 0.1), MicrobatchSize(4, 4, 2e-3, 0.25, 0.2)], 4)
+    assert list(table.rows) == [("2", "8", "1", "50.0%", "100"), ("4", "4", "2", "25.0%", "200")]
+    assert table.marks == {0: "predicted", 1: "measured"}

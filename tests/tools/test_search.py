@@ -1,0 +1,347 @@
+"""Searched settings against all settings, and what `plan` says when there is none."""
+
+import importlib.util
+import itertools
+import math
+import warnings
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from gpu_program import needs_gpu_compiler
+from jpipe.planning.request import Offload
+from jpipe.tools import search
+from jpipe.tools.chips import CHIPS, parse_topology
+from jpipe.tools.choices import mesh_of_nowhere
+from jpipe.tools.memory_model import predict_host_memory, predict_memory
+from jpipe.tools.search import measure_chip
+from jpipe.tools.time_model import layer_seconds, predict_time
+
+pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")  # small models, badly balanced
+
+WORDS, WIDTH, BATCH = 512, 64, 8
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def loss_fn(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def layers_of(count, split=False):
+    own = nn.initializers.lecun_normal()
+    make = nn.with_partitioning(own, (None, "tensor")) if split else own
+    return [nn.Embed(WORDS, WIDTH), *[nn.Dense(WIDTH, kernel_init=make) for _ in range(count)], nn.Dense(WORDS)]
+
+
+LAYERS = layers_of(4)
+
+
+def words(size=BATCH):
+    return {name: jax.ShapeDtypeStruct((size, 32), jnp.int32) for name in ("inputs", "targets")}
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    return jpipe.plan(LAYERS, loss_fn, words(), TX, topology="v5e:1x2", num_stages=2, ends="own")
+
+
+def test_its_choices_are_pipelines_that_train(chosen):
+    best = chosen[0]
+    pipe = jpipe.Pipeline(LAYERS, loss_fn, **best.options)
+    assert dict(pipe.mesh.shape) == dict(best.setting.axes)
+    batch = {name: np.ones(a.shape, a.dtype) for name, a in words().items()}
+    state = pipe.create_state(jax.random.key(0), batch, TX)
+    _, metrics = pipe.train_step(state, batch)
+    assert metrics["finite"]
+
+
+def test_what_it_says_is_what_the_models_say(chosen):
+    for choice in chosen:
+        pipe = jpipe.Pipeline(LAYERS, loss_fn, **choice.options)
+        assert choice.seconds == predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX).step
+        held = predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
+        assert choice.total_bytes == sum(choice.bytes.values()) == held.total
+
+
+def test_layers_are_cut_by_their_predicted_times(chosen):
+    best = chosen[0]
+    pipe = jpipe.Pipeline(LAYERS, loss_fn, **best.options)
+    seconds = layer_seconds(pipe.planner, words(), CHIPS["v5e"])
+    cut = jpipe.partition(seconds, 2, num_chunks=best.setting.num_chunks)
+    assert list(cut.counts) == best.options["balance"]
+    kept = jpipe.plan(LAYERS, loss_fn, words(), TX, topology="v5e:1x2", num_stages=2, balance=[1, 5], num_chunks=1)
+    assert {tuple(choice.options["balance"]) for choice in kept} == {(1, 5)}
+    assert best.seconds < kept[0].seconds
+
+
+def test_each_further_choice_is_slower_and_smaller(chosen):
+    for faster, smaller in itertools.pairwise(chosen):
+        assert faster.seconds <= smaller.seconds
+        assert faster.total_bytes > smaller.total_bytes
+
+
+def test_equal_arguments_give_equal_choices(chosen):
+    again = jpipe.plan(layers_of(4), loss_fn, words(), TX, topology="v5e:1x2", num_stages=2, ends="own")
+    assert [choice.setting for choice in again] == [choice.setting for choice in chosen]
+    assert str(again) == str(chosen)
+
+
+@pytest.mark.parametrize("memory", [None, 1_400_000])
+@pytest.mark.slow  # 156 settings
+def test_it_finds_the_best_of_all(memory):
+    """Brute force: no setting that fits is faster; with little memory others fit than with much."""
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="v5e:1x2", memory=memory)[0]
+    seconds = []
+    ways = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("v", 2), ("interleaved", 4)]
+    for stages, count, (schedule, chunks), remat, ends, over in itertools.product(
+        (1, 2), (1, 2, 4, 8), ways, ("none", "layer", "stage", "full"), ("own", "spread", "shared"), ((), ("data",))
+    ):
+        axes = {"stage": stages} if stages == 2 else {"stage": 1, "data": 2}
+        options = {"num_stages": stages, "num_microbatches": count, "schedule": schedule, "num_chunks": chunks}
+        options |= {"remat": remat, "ends": ends, "shard_over": over, "mesh": mesh_of_nowhere(axes)}
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                by_flops = jpipe.Pipeline(layers_of(2), loss_fn, **options)
+                costs = layer_seconds(by_flops.planner, words(), CHIPS["v5e"])
+                pipe = jpipe.Pipeline(layers_of(2), loss_fn, balance=costs, **options)
+                time, held = (
+                    predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX),
+                    predict_memory(pipe.planner, words(), TX, CHIPS["v5e"]),
+                )
+        except ValueError:
+            continue
+        if memory is None or held.total <= memory:
+            seconds.append(time.step)
+    assert len(seconds) > 10
+    assert found.seconds == min(seconds)
+
+
+def test_axes_that_the_layers_name_are_used_where_that_is_all_that_fits():
+    """One Dense layer is too large for a device, and can't be cut into stages."""
+    wide = [nn.Dense(4096, kernel_init=nn.with_partitioning(nn.initializers.zeros, (None, "tensor")))]
+    batch = {"inputs": jax.ShapeDtypeStruct((8, 4096), "float32")}
+    found = jpipe.plan(
+        wide, lambda y, _: jnp.mean(y**2), batch, TX, topology="v5e:1x2", memory=200_000_000, num_microbatches=1
+    )
+    assert dict(found[0].setting.axes) == {"stage": 1, "data": 1, "tensor": 2}
+
+
+def test_axes_that_the_user_names():
+    layers = layers_of(2, split=True)
+    kept = {"num_microbatches": 4, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
+    found = jpipe.plan(layers, loss_fn, words(), TX, topology="v5e:2x4", axes=("replica", "fsdp", "tensor"), **kept)
+    for choice in found:
+        assert [name for name, _ in choice.setting.axes] == ["stage", "replica", "fsdp", "tensor"]
+        assert math.prod(size for _, size in choice.setting.axes) == 8
+        assert choice.options["mesh"].axis_names == ("stage", "replica", "fsdp", "tensor")
+
+
+def test_without_a_topology_the_devices_at_hand_are_planned_for():
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, devices=jax.devices()[:2], remat="layer", schedule="1f1b")
+    assert found[0].options["mesh"].devices.size == 2
+    assert {choice.options["remat"] for choice in found} == {"layer"}
+
+
+def test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for():
+    """Compiled was for what stood for them in the search: one CPU for all of a mesh."""
+    kept = {"num_microbatches": 2, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, compiled=1, num_stages=2, **kept)
+    assert found[0].compiled is not None and found[0].compiled.fits
+    assert found[0].compiled.seconds is None  # of a CPU no cycles are known
+    assert "bytes were off by" in str(found)
+
+
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        {"schedule": "v"},
+        {"schedule": "dualpipe-v"},
+        {"schedule": "gpipe"},
+        {"schedule": jpipe.make_schedule("zb-v", num_stages=2, num_microbatches=4, num_chunks=2)},
+        {"num_chunks": 2},
+        {"shard_over": "data"},
+        {"axes": "fsdp", "shard_over": ["fsdp"]},
+        {"axes": ("stage", "data"), "remat": jax.checkpoint_policies.dots_saveable},
+    ],
+    ids=str,
+)
+def test_what_is_pinned_alone_has_the_rest_chosen_to_fit(pinned):
+    pinned = {"num_microbatches": 4, "ends": "own"} | pinned
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="v5e:1x2", **pinned)
+    for name, value in pinned.items():
+        wanted = (value,) if isinstance(value, str) and name == "shard_over" else value
+        assert name == "axes" or found[0].options[name] == (tuple(wanted) if isinstance(wanted, list) else wanted)
+    assert found[0].options["num_chunks"] == {"v": 2, "dualpipe-v": 2, "gpipe": 1}.get(
+        str(pinned.get("schedule")), found[0].setting.num_chunks
+    )
+    assert "<" not in str(found)  # no repr of an object
+
+
+def test_a_schedule_of_ones_own_is_printed_by_its_name():
+    own = jpipe.Schedule([["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]], name="mine")
+    found = jpipe.plan(LAYERS, loss_fn, words(), TX, topology="v5e:1x2", schedule=own)
+    assert found[0].words.startswith("stage=2, M=2, mine, remat=")
+    assert "mine" in str(found) and "<Schedule" not in str(found)
+
+
+def test_too_little_memory_is_said_with_the_least_that_would_do():
+    said = (
+        r"no plan fits in 97.7 KiB a device on v5e:1x2; the smallest takes [\d.]+ KiB \(stage=2, M=8.*; "
+        r"Dense 3 alone takes [\d.]+ KiB with its gradients and optimiser, so give its weights a tensor axis"
+    )
+    with pytest.raises(ValueError, match=said):
+        jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="v5e:1x2", memory=100_000, num_stages=2, remat="full")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": "v9:2x2"}, "topology='v9:2x2' is unknown; pass a chip and a shape such as one of v2:2x2"),
+        ({"topology": "v5e:1x2", "devices": []}, "topology='v5e:1x2' and devices are both given"),
+        ({"topology": "v5e:1x2", "mesh": None}, "mesh= is what is searched"),
+        ({"devices": []}, r"devices=\[\] has nothing to plan for; pass devices such as jax.devices"),
+        ({"topology": "h100:64"}, "topology='h100:64' has 64 GPUs in a host, .*, such as h100:8x8"),
+        ({"topology": "v5e:1x2", "balance": "time"}, "balance=\"time\" measures .*, and topology='v5e:1x2' has none"),
+        (
+            {"topology": "v5e:1x2", "schedule": "v", "num_chunks": 4},
+            "schedule='v' has 2 chunks a stage, got num_chunks=4",
+        ),
+        ({"topology": "v5e:1x2", "num_microbatches": 3}, "num_microbatches=3, none suits 2 devices"),
+        ({"topology": "v5e:1x2", "num_stages": 3}, "num_stages=3, none suits 2 devices"),
+        ({"topology": "v5e:1x2", "remat": "some"}, "no setting is possible: remat='some' is unknown"),
+    ],
+)
+def test_what_is_not_possible_is_said(options, message):
+    with pytest.raises(ValueError, match=message):
+        jpipe.plan(layers_of(2), loss_fn, words(), TX, **options)
+
+
+@needs_gpu_compiler
+def test_choices_compile_for_gpus_that_are_not_there():
+    """Refused: programs compiled for TPUs alone."""
+    kept = {"num_microbatches": 2, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="h100:2", compiled=1, num_stages=2, **kept)
+    proof = found[0].compiled
+    assert proof.fits and proof.total_bytes > found[0].bytes["parameters"]
+    assert proof.seconds == pytest.approx(found[0].seconds)  # both by the model of time, so it isn't shown
+    assert "compiled bytes" in str(found) and "compiled ms" not in str(found)
+
+
+def test_a_missing_compiler_is_told_before_the_search(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(search.Search, "run", lambda *_: pytest.fail("it searched"))
+    with pytest.raises(ImportError, match=r"topology='h100:8' needs the GPU compiler; pip install 'jpipe\[gpu-compil"):
+        jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="h100:8", compiled=1)
+
+
+def test_on_several_hosts_settings_are_rated_by_their_network():
+    kept = {"num_microbatches": 4, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
+    make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
+    near, far = (
+        search.Search(make, words(), TX, CHIPS["h100"], 10**9, kept, parse_topology(name).stand_ins()).run(4)
+        for name in ("h100:4", "h100:2x2")
+    )
+    assert [choice.setting for choice in near] == [choice.setting for choice in far] and len(near) > 1
+    for one, other in zip(near, far, strict=True):
+        assert other.seconds > one.seconds and other.bytes == one.bytes
+
+
+@pytest.mark.parametrize("kept", [{"num_stages": 1}, {"num_chunks": 1}])
+def test_settings_are_rated_as_if_each_were_the_only_one(kept):
+    """What others had traced was taken over with how their weights lie: FSDP took no less memory."""
+    make = lambda **options: jpipe.Pipeline(layers_of(2, split=True), loss_fn, **options)
+    kept = kept | {"num_microbatches": 2, "remat": "layer", "schedule": "1f1b"}
+    rated = search.Search(make, words(), TX, CHIPS["v5e"], 10**9, kept).run(4)
+    assert {choice.setting.shard_over for choice in rated} == {(), ("data",)}
+    assert len({choice.setting.axes for choice in rated}) == (3 if "num_stages" in kept else 6)
+    for choice in rated:
+        mesh = mesh_of_nowhere(dict(choice.setting.axes))
+        pipe = make(mesh=mesh, **choice.options)
+        assert choice.seconds == predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX).step
+        assert choice.cost.bytes == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
+
+
+def test_a_setting_that_is_refused_is_left_out():
+    """zero_bubble with remat="stage" would compute the forward twice."""
+    make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
+    kept = {"num_stages": 2, "num_microbatches": 4, "ends": "own"}
+    rated = search.Search(make, words(), TX, CHIPS["v5e"], 10**9, kept).run(2)
+    assert {"zero_bubble", "1f1b"} <= {choice.setting.schedule for choice in rated}
+    assert not [c for c in rated if c.setting.schedule == "zero_bubble" and c.setting.remat in ("stage", "full")]
+    assert len({choice.setting for choice in rated}) == len(rated)
+
+
+ONE_WAY = {
+    "num_stages": 4,
+    "num_microbatches": 8,
+    "schedule": "1f1b",
+    "num_chunks": 1,
+    "remat": "none",
+    "ends": "own",
+    "shard_over": (),
+}
+
+
+def planned(memory, bandwidth=1e11, host=10**9, **options):
+    """The choices on four chips whose links to the host have so many bytes/s, where one setting is possible."""
+    chip = replace(CHIPS["v5e"], host=replace(CHIPS["v5e"].host, bandwidth=bandwidth, memory=host))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CHIPS, "v5e", chip)
+        return jpipe.plan(
+            layers_of(8), loss_fn, words(), TX, topology="v5e:2x2", memory=memory, **{**ONE_WAY, **options}
+        )
+
+
+def test_what_would_not_fit_goes_to_the_hosts():
+    (own,) = planned(1e9)
+    assert own.options["offload"] == {} and "offload" not in own.words and "offload" not in own.column()
+    held = own.cost.bytes
+    state = planned(held.total - held.optimizer / 2)[0]
+    assert state.setting.offload == Offload(optimizer=1) and state.options["offload"] == {"optimizer": 1}
+    pipe = jpipe.Pipeline(layers_of(8), loss_fn, **state.options)
+    assert state.cost.bytes == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
+    assert (
+        state.cost.host == predict_host_memory(pipe.planner, words(), TX, CHIPS["v5e"]) == {"optimizer": held.optimizer}
+    )
+    with pytest.raises(ValueError, match="no plan fits"):
+        planned(held.total - held.optimizer / 2, offload=())
+    with pytest.raises(ValueError, match=r"no plan fits in 1.0 KiB .*, offload=residuals, optimizer"):
+        planned(1024)
+    with pytest.raises(ValueError, match="no plan fits"):
+        planned(held.total - held.optimizer / 2, host=held.optimizer)  # nine tenths of that are planned with
+    both = planned(held.total - held.optimizer - 1)[0]
+    assert both.setting.offload == Offload(residuals=1, optimizer=1) and ", offload=residuals, optimizer" in both.words
+    assert {*both.cost.host} == {"residuals", "optimizer"} and both.seconds >= own.seconds
+
+
+def test_no_more_residuals_go_than_the_link_bears():
+    (own,) = planned(1e9)
+    less = own.total_bytes - 1
+    whole = planned(less, offload="residuals")[0]
+    with pytest.raises(ValueError, match="no plan fits"):  # one residual a layer, which the link doesn't bear
+        planned(own.total_bytes - own.cost.bytes.optimizer - 1, bandwidth=1e6)
+    assert whole.setting.offload == Offload(residuals=1)
+
+
+def test_gpus_have_hosts_too():
+    options = {**ONE_WAY, "offload": "optimizer"}
+    best = jpipe.plan(layers_of(8), loss_fn, words(), TX, topology="h100:4", **options)[0]
+    assert best.cost.host == {"optimizer": best.cost.bytes.parameters}
+
+
+# --- measured chip ----------------------------------------------------------------------------------------------------
+
+
+def test_a_device_is_measured():
+    """Bounds that any machine keeps, and no figure that is forgotten (0) or infinite does."""
+    chip = measure_chip(jax.devices()[:2])
+    assert 1e8 < chip.flops < 1e15
+    assert 1e7 < chip.memory_bandwidth < 1e13
+    assert 2**20 < chip.memory < 2**50
+    assert chip.clock is None and chip.name == jax.devices()[0].device_kind

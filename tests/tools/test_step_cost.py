@@ -1,0 +1,51 @@
+"""One table of what a step takes, whoever says so."""
+
+import copy
+
+import pytest
+
+from jpipe.tools.step_cost import Parts, StepCost
+
+
+def test_parts_add_up_and_are_attributes():
+    held = Parts(parameters=16, other_variables=28)
+    assert held.other_variables == held["other_variables"] == 28 and held.total == 44
+    with pytest.raises(AttributeError, match="no part 'residuals'; the parts are parameters, other_variables"):
+        held.residuals  # noqa: B018
+    assert Parts().total == 0 and Parts(held, work=1) == {**held, "work": 1}
+    assert copy.deepcopy(held) == held and Parts(update=0.5).update == 0.5, "no method of a dictionary is in the way"
+
+
+def test_a_row_for_each_part_and_its_share():
+    cost = StepCost(
+        "measured", Parts({"computation": 0.06, "bubble": 0.04}), Parts(other_variables=3 * 2**20, work=2**20)
+    )
+    assert cost.step == pytest.approx(0.1)
+    table = cost._table()
+    assert list(table.header) == ["of a device", "measured", "share"]
+    assert list(table.rows) == [
+        ("ms: computation", "60.000", "60.0%"),
+        ("ms: bubble", "40.000", "40.0%"),
+        ("ms: step", "100.000", "100.0%"),
+        ("other variables", "3.0 MiB", "75.0%"),
+        ("work", "1.0 MiB", "25.0%"),
+        ("all", "4.0 MiB", "100.0%"),
+    ]
+    assert "<table>" in cost._repr_html_() and "computation" in str(cost)
+
+
+def test_what_lies_on_the_host_has_rows_of_its_own():
+    cost = StepCost("predicted", Parts(), Parts(work=2**20), host=Parts(residuals=3 * 2**20, optimizer=2**20))
+    assert cost._table().rows[-2:] == [
+        ("on the host: residuals", "3.0 MiB", "75.0%"),
+        ("on the host: optimizer", "1.0 MiB", "25.0%"),
+    ]
+    assert cost.bytes.total == 2**20
+
+
+def test_what_is_not_known_has_no_row():
+    assert StepCost("predicted", Parts(), Parts(work=5))._table().rows == [
+        ("work", "5 bytes", "100.0%"),
+        ("all", "5 bytes", "100.0%"),
+    ]
+    assert StepCost("compiled", Parts(), Parts(work=0))._table().rows[-1] == ("all", "0 bytes", "-")
