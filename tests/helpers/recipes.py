@@ -108,7 +108,8 @@ def compiled_text(name: str, mesh_name: str) -> tuple[str, Mesh, int]:
     shape, axes = MESHES[mesh_name]
     mesh = Mesh(np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape), axes)
     layers, loss_fn, batch = make_model(name, axes)
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh, balance="even")
+    sizes = {"num_stages": 2, "num_microbatches": 4}
+    pipe = jpipe.Pipeline(layers, loss_fn, **sizes, mesh=mesh, balance="even", loss_over="microbatch")
     state = pipe.abstract_state(batch, optax.sgd(0.1))
     key = jax.random.key(0)
     text = jax.jit(pipe.value_and_grad).lower(state.variables, batch, key).compile().as_text()
