@@ -2,33 +2,48 @@
 
 Under a layout, leaves of many layers lie together in buffers. Elementwise transformations and global norms don't
 notice. Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows them each layer's own
-tree, on the device where it lies. A model that is one module is shown as one tree, and what the transformation does
-is cut by parameters (`jpipe.training.by_parameter`): the layers that were found in it are no matter of the optimiser.
+tree, on the device where it lies.
+
+A model that is one module is shown as one tree, once, as shapes: all paths, masks and labels are those of the model.
+The layers that were found in it are no matter of the optimiser. So each parameter has those equations of the trace that
+its update needs (`_ModelUpdate`), and a layer runs those of its parameters. The slices of a stacked parameter lie on
+several stages: each is shown as a parameter, without the stacked dimension.
+
+    state leaf          whose path ends with that of a parameter: it belongs to this one, and lies with it
+                        other                                           it belongs to none ("shared"), such as a count
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial, reduce
+from itertools import chain, zip_longest
+from operator import getitem
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jpipe.jax.in_place import Index
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.in_place import Index, look_up
+from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import no_mesh, replay
-from jpipe.memory.layout import Layout, PerLayerError, StageTree, add_stage_axis, drop_stage_axis
+from jpipe.jax.trees import nested
+from jpipe.memory.layout import NO_PART, Layout, ModelTree, PerLayerError, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
-from jpipe.memory.storage import Buffers, build_storage
+from jpipe.memory.storage import build_storage
 from jpipe.mesh.axes import on_stages
+from jpipe.model.constants import Constants, differing, scalars_of
+from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated
-from jpipe.training.by_parameter import ByParameter, StateTree, model_shapes
 from jpipe.training.optimizers import check_is_optimizer, not_tried
-from jpipe.types import PyTree, Shapes
+from jpipe.types import Leaf, PyTree, Shapes, Structure
 
 Trees = dict[str, PyTree]
 """One layer's trees by name: its `params`, an optimiser's `state` for it."""
@@ -37,7 +52,8 @@ OnTrees = Callable[[Trees, PyTree], Trees]
 OnDevice = Callable[[int, Index, Leaves, Records, PyTree], Leaves]
 """`(set of variables, layer, a device's parts of its leaves by tree, all records, arguments that are the same for all
 layers) -> parts of its new leaves`."""
-Layouts = dict[str, Layout]
+Room = tuple[int, jax.ShapeDtypeStruct]
+"""A place of a layer's state: (which parameter of the layer it belongs to, shape)."""
 PROGRAM = "jpipe_per_layer"
 """The name of what runs for all layers, in jaxprs."""
 
@@ -68,26 +84,17 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> PyTree:
-        layout = _layout_of(params)
-        if layout.model_tree is not None:
-            return _init_by_parameter(inner, layout, params)
-        layouts = {"params": layout, "state": _state_layout(inner, layout)}
         make = lambda trees, _: {"state": inner.init(trees["params"])}
-        (state,) = _for_each_layer(partial(_on_trees, make), layouts, {"params": params}, {}, ("state",))
-        return state
+        return _updated(inner, make, {"params": params}, {}, ("state",))["state"]
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> tuple[PyTree, PyTree]:
-        if _layout_of(updates).model_tree is not None:
-            return _update_by_parameter(inner, updates, state, params, extra)
-        trees = {"updates": updates, "state": state} | ({} if params is None else {"params": params})
-        layouts = {"updates": _layout_of(updates), "state": _layout_of(state), "params": _layout_of(updates)}
-
         def make(trees: Trees, extra: PyTree) -> Trees:
             updates, state = inner.update(trees["updates"], trees["state"], trees.get("params"), **extra)
             return {"updates": updates, "state": state}
 
-        changes, new = _for_each_layer(partial(_on_trees, make), layouts, trees, extra, ("updates", "state"))
-        return changes, new
+        trees = {"updates": updates, "state": state} | ({} if params is None else {"params": params})
+        new = _updated(inner, make, trees, extra, ("updates", "state"))
+        return new["updates"], new["state"]
 
     return not_tried(optax.GradientTransformationExtraArgs(init, update))
 
@@ -104,46 +111,36 @@ class PerParameterState(NamedTuple):
     own: StageTree
 
 
-def _init_by_parameter(tx: optax.GradientTransformation, layout: Layout, params: StageTree) -> PerParameterState:
-    state = _state_tree(tx, layout)
-    cut = ByParameter(lambda params: (tx.init(params),), state, ("params",), ("state",))
-    layouts = {"params": layout, "state": state.layout_of_own}
-    (own,) = _for_each_layer(cut.on_device, layouts, {"params": params}, [], ("state",))
-    return PerParameterState(state.by_path(cut.of_shared([])), own)
+def _updated(
+    tx: optax.GradientTransformation, make: OnTrees, trees: Trees, extra: PyTree, results: tuple[str, ...]
+) -> Trees:
+    """Calls a function of trees of all layers, each of whose results is a tree for all layers.
 
-
-def _update_by_parameter(
-    tx: optax.GradientTransformationExtraArgs,
-    updates: StageTree,
-    before: PerParameterState,
-    params: StageTree | None,
-    extra: dict[str, PyTree],
-) -> tuple[StageTree, PerParameterState]:
-    layout = _layout_of(updates)
-    state = _state_tree(tx, layout)
-    trees = {"updates": updates, "state": before.own} | ({} if params is None else {"params": params})
-
-    def function(updates: PyTree, old: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        return tx.update(updates, old, rest[0] if params is not None else None, **rest[-1])
-
-    cut = ByParameter(function, state, tuple(trees), ("updates", "state"), jax.eval_shape(lambda x: x, extra))
-    shared = [*state.in_order(before.shared), *jax.tree.leaves(extra)]
-    layouts = {"updates": layout, "state": state.layout_of_own, "params": layout}
-    changes, own = _for_each_layer(cut.on_device, layouts, trees, shared, ("updates", "state"))
-    return changes, PerParameterState(state.by_path(cut.of_shared(shared)), own)
-
-
-def _state_tree(tx: optax.GradientTransformation, layout: Layout) -> StateTree:
-    """The state of a transformation for the tree of a whole model."""
-    with no_mesh():
-        shapes = jax.eval_shape(tx.init, model_shapes(layout))
-    _check_numbers(shapes)
-    return StateTree(layout, shapes)
+    Args:
+      tx: the transformation, which makes the state.
+      make: the function of one layer's trees, or of a whole model's.
+      trees: "params" or "updates" among them.
+      extra: the function's other arguments.
+      results: the names of the trees that it returns.
+    """
+    layout = _layout_of(trees["updates"] if "updates" in trees else trees["params"])
+    if layout.model_tree is None:
+        layouts = {name: _layout_of(tree) for name, tree in trees.items()}
+        layouts.setdefault("state", layouts.get("state") or _state_layout(tx, layout))
+        return _for_each_layer(partial(_on_trees, make), layouts, trees, extra, results)
+    state = _model_state(tx, layout)
+    cut = _ModelUpdate(make, state, tuple(sorted(trees)), tuple(sorted(results)), jax.eval_shape(lambda x: x, extra))
+    before = [] if "state" not in trees else state.in_order(trees["state"].shared)
+    own = {name: tree.own if name == "state" else tree for name, tree in trees.items()}
+    shared = [*before, *jax.tree.leaves(extra)]
+    layouts = dict.fromkeys(own, layout) | {"state": state.own_layout}
+    new = _for_each_layer(cut.on_device, layouts, own, shared, results)
+    return new | {"state": PerParameterState(state.by_path(cut.of_shared(shared)), new["state"])}
 
 
 def _for_each_layer(
-    function: OnDevice, layouts: Layouts, trees: dict[str, StageTree], extra: PyTree, results: tuple[str, ...]
-) -> tuple[StageTree, ...]:
+    function: OnDevice, layouts: dict[str, Layout], trees: dict[str, StageTree], extra: PyTree, results: tuple[str, ...]
+) -> dict[str, StageTree]:
     """Runs a function of one layer's whole trees for all layers, each on the devices of its stage.
 
         buffers of a stage                one layer's leaves           its whole trees, only while tracing
@@ -162,18 +159,18 @@ def _for_each_layer(
     """
     records = Records(layouts)
 
-    def body(arrays: Arrays, extra: PyTree) -> tuple[Buffers, ...]:
+    def body(arrays: Arrays, extra: PyTree) -> Arrays:
         """One device's part: its buffers `[1, size, ...]` by tree -> new ones."""
         taken = drop_stage_axis(arrays)
         carry = {name: layouts[name].zeros_of_state() for name in results if name not in taken} | taken
         updated = records.updated(lambda v, i, leaves: function(v, i, leaves, records, extra), carry, taken)
-        return add_stage_axis(tuple(updated[name] for name in results))
+        return add_stage_axis({name: updated[name] for name in results})
 
     specs = records.specs
     in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
-    run = on_stages(body, records.layout.mesh, in_specs, tuple(specs[name] for name in results))
+    run = on_stages(body, records.layout.mesh, in_specs, {name: specs[name] for name in results})
     new = _program(run)({name: dict(tree) for name, tree in trees.items()}, extra)
-    return tuple(StageTree(tree, layouts[name]) for name, tree in zip(results, new, strict=True))
+    return {name: StageTree(tree, layouts[name]) for name, tree in new.items()}
 
 
 def _program(run: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -184,17 +181,26 @@ def _program(run: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _on_trees(function: OnTrees, v: int, layer: Index, leaves: Leaves, records: Records, extra: PyTree) -> Leaves:
-    """Runs a device's part of `function` for one layer.
+    """Runs a device's part of a function of one layer's trees; arguments as of `OnDevice`."""
+
+    def of_leaves(leaves: Leaves, extra: PyTree) -> Leaves:
+        trees = {name: jax.tree.unflatten(records.layouts[name].treedefs[v], leaves[name]) for name in leaves}
+        return {name: jax.tree.leaves(tree) for name, tree in function(trees, extra).items()}
+
+    return _on_parts(of_leaves, v, records, leaves, extra)
+
+
+def _on_parts(function: Callable[..., Leaves], v: int, records: Records, leaves: Leaves, *extra: PyTree) -> Leaves:
+    """Runs a device's part of a function of one layer's leaves.
 
     The function is written for whole arrays, while a device has parts of them. So it is traced on whole shapes, and the
     partitioner carries out its equations on parts. Its arguments and results are split as their layouts say.
 
     Args:
-      function: `(trees by name, extra) -> trees by name`.
+      function: `(leaves by tree, *extra) -> leaves by tree`.
       v: the index of the layer's set of variables.
-      layer: the layer.
-      leaves: the device's parts of the leaves of the trees that it takes.
       records: the records of all trees, also of those that it returns.
+      leaves: the device's parts of the leaves of the trees that it takes.
       extra: its other arguments, whole on all devices.
 
     Returns:
@@ -202,12 +208,12 @@ def _on_trees(function: OnTrees, v: int, layer: Index, leaves: Leaves, records: 
     """
     axes, lying = records.lying(v)
     shardings_of = lambda names: [sharding for name in sorted(names) for sharding in lying[name]]
-    whole = {name: records.layouts[name].tree_shapes(v) for name in leaves}
+    whole = {name: list(records.layouts[name].storage.record_types[v].leaves) for name in leaves}
     with no_mesh():
-        jaxpr, new = jax.make_jaxpr(function, return_shape=True)(whole, jax.eval_shape(lambda x: x, extra))
+        jaxpr, new = jax.make_jaxpr(function, return_shape=True)(whole, *jax.eval_shape(lambda x: x, extra))
     taken = shardings_of(leaves) + [replicated(axes)] * len(jax.tree.leaves(extra))
     on_parts = jaxpr_per_device(jaxpr, axes, taken, [lambda _, s=s: s for s in shardings_of(new)])
-    return replay(on_parts.jaxpr, {name: jax.tree.leaves(tree) for name, tree in new.items()})(leaves, extra)
+    return replay(on_parts.jaxpr, new)(leaves, *extra)
 
 
 def _layout_of(tree: PyTree) -> Layout:
@@ -222,36 +228,32 @@ def _layout_of(tree: PyTree) -> Layout:
 
 def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     """Where the optimiser's state for each layer lies: with the layer, split as the parameters that it belongs to."""
-    states, specs, types = [], [], layout.storage.record_types
-    for record_type, treedef in zip(types, layout.treedefs, strict=True):
-        params = jax.tree.unflatten(treedef, record_type.leaves)
-        states.append(jax.eval_shape(tx.init, params))
-        _check_numbers(states[-1])
-        specs.append(_state_specs(tx, states[-1], params, jax.tree.unflatten(treedef, record_type.specs)))
-    leaves, owners = list(map(jax.tree.leaves, states)), [record_type.devices for record_type in types]
-    storage = build_storage(leaves, owners, device_of=range(layout.num_stages), specs=specs)
-    return replace(layout, storage=storage, treedefs=tuple(map(jax.tree.structure, states)))
+    states = [jax.eval_shape(tx.init, layout.tree_shapes(v)) for v in range(len(layout.treedefs))]
+    _check_numbers(states)
+    rooms, treedefs = [], tuple(map(jax.tree.structure, states))
+    for state, treedef, of_params in zip(states, treedefs, layout.treedefs, strict=True):
+        rooms.append(list(zip(_owners(_paths(treedef), _paths(of_params)), jax.tree.leaves(state), strict=True)))
+    return _with_rooms(layout, rooms, treedefs, None)
 
 
-def _state_specs(tx: optax.GradientTransformation, state: Shapes, params: Shapes, specs: PyTree) -> list[PartitionSpec]:
-    """The mesh axes of each leaf of an optimiser's state: those of its parameter, if it has its shape.
+def _with_rooms(
+    layout: Layout,
+    rooms: Sequence[Sequence[tuple[int | None, jax.ShapeDtypeStruct]]],
+    treedefs: tuple[Structure, ...],
+    model_tree: ModelTree | None,
+) -> Layout:
+    """The layout of a state, of which each set has these leaves: (which parameter of the layer one belongs to, it).
 
-    Args:
-      tx: the optimiser.
-      state: its state for a layer, as shapes.
-      params: the layer's parameters, as shapes.
-      specs: how these are split, a tree like them.
+    A leaf is split as its parameter if it has its shape; one of none as all parameters of its shape, if these agree.
     """
-    of_param = lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec()
-    of_other = lambda _: PartitionSpec()
-    try:
-        specs_of = optax.tree_utils.tree_map_params
-        return jax.tree.leaves(specs_of(tx, of_param, state, params, specs, transform_non_params=of_other))
-    except Exception:  # optax can't take this state apart
-        # Shapes decide, where all parameters of a shape are split alike.
-        pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True))
-        choices = [{spec for param, spec in pairs if param.shape == leaf.shape} for leaf in jax.tree.leaves(state)]
-        return [specs.pop() if len(specs) == 1 else PartitionSpec() for specs in choices]
+    specs, types = [], layout.storage.record_types
+    for of_set, one in zip(rooms, types, strict=True):
+        params = [*enumerate(zip(one.leaves, one.specs, strict=True))]
+        alike = [{s for k, (p, s) in params if p.shape == leaf.shape and owner in (k, None)} for owner, leaf in of_set]
+        specs.append([found.pop() if len(found) == 1 else PartitionSpec() for found in alike])
+    shapes, devices = [[leaf for _, leaf in of_set] for of_set in rooms], [one.devices for one in types]
+    storage = build_storage(shapes, devices, device_of=range(layout.num_stages), specs=specs)
+    return replace(layout, storage=storage, treedefs=treedefs, model_tree=model_tree)
 
 
 def _check_numbers(state: Shapes) -> None:
@@ -267,3 +269,233 @@ def _check_numbers(state: Shapes) -> None:
                 f"{jax.tree_util.keystr(path)}, and every layer would draw the same numbers; leave that part (noise) "
                 "outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
             )
+
+
+# --- a model that is one module ---------------------------------------------------------------------------------------
+
+Path = tuple[str, ...]
+
+
+def _paths(treedef: Structure) -> list[Path]:
+    """The path of each leaf of a tree."""
+    return ModelTree(treedef, ()).paths
+
+
+def _owners(paths: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
+    """The parameter to which each leaf of a state belongs, if it is in a copy of the parameters' tree.
+
+    All leaves of such a copy are named as parameters are: `hyperparams/b1` beside `hyperparams/learning_rate` isn't the
+    state of a parameter `b1`.
+    """
+    by_path, below = {path: i for i, path in enumerate(params)}, defaultdict[Path, set[Path]](set)
+    cuts = [[(path[:n], path[n:]) for n in range(len(path) + 1)] for path in paths]
+    for start, end in chain.from_iterable(cuts):
+        below[start].add(end)
+    is_copy = lambda start: below[start] <= by_path.keys()
+    return [next((by_path[end] for start, end in of_leaf if is_copy(start)), None) for of_leaf in cuts]
+
+
+def _by_owner(values: Iterable[int], owners: Iterable[int | None]) -> defaultdict[int | None, list[int]]:
+    """The values of each parameter, and of none."""
+    lists = defaultdict[int | None, list[int]](list)
+    for value, owner in zip(values, owners, strict=True):
+        lists[owner].append(value)
+    return lists
+
+
+@dataclass(frozen=True, eq=False)
+class _ModelState:
+    """The state of a transformation for the tree of a whole model.
+
+    Attributes:
+      layout: where the parameters lie.
+      tree: the tree of the parameters.
+      shapes: the state, as the transformation makes it for the tree.
+    """
+
+    layout: Layout
+    tree: ModelTree
+    shapes: Shapes
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        """The path of each leaf of the state."""
+        return _paths(jax.tree.structure(self.shapes))
+
+    @cached_property
+    def owners(self) -> list[int | None]:
+        """The parameter to which each leaf belongs, or None."""
+        return _owners(self.paths, self.tree.paths)
+
+    @cached_property
+    def rooms(self) -> list[tuple[list[Room], list[dict[int, int]]]]:
+        """For each set of variables its layers' room for state, and by instance which leaf lies in which room.
+
+        Leaves of one shape have the same room in all layers of a set, whatever their names: rates may differ.
+        """
+        leaves, sets = jax.tree.leaves(self.shapes), []
+        owned = _by_owner(range(len(leaves)), self.owners)
+        for instances in self.tree.parts:
+            rooms, lying = list[Room](), [dict[int, int]() for _ in instances]
+            for parts, own in zip(instances, lying, strict=True):
+                for k, leaf in ((k, leaf) for k, (owner, _) in enumerate(parts) for leaf in owned[owner]):
+                    wanted = k, jax.ShapeDtypeStruct(leaves[leaf].shape, leaves[leaf].dtype)
+                    free = next((i for i, room in enumerate(rooms) if room == wanted and i not in own), len(rooms))
+                    rooms += [wanted] * (free == len(rooms))
+                    own[free] = leaf
+            sets.append((rooms, lying))
+        return sets
+
+    @cached_property
+    def own_layout(self) -> Layout:
+        """Where the leaves lie that belong to parameters."""
+        parts = []
+        for instances, (rooms, lying) in zip(self.tree.parts, self.rooms, strict=True):
+            slices = [[(k, parts[k][1]) for k, _ in rooms] for parts in instances]
+            pairs = zip(slices, lying, strict=True)
+            parts.append(
+                tuple(
+                    tuple((own[i], at[i][1]) if i in own else NO_PART for i in range(len(rooms))) for at, own in pairs
+                )
+            )
+        rooms = [rooms for rooms, _ in self.rooms]
+        treedefs = tuple(jax.tree.structure([0] * len(of_set)) for of_set in rooms)
+        return _with_rooms(self.layout, rooms, treedefs, ModelTree(jax.tree.structure(self.shapes), tuple(parts)))
+
+    def by_path(self, shared: Sequence[Leaf]) -> PyTree:
+        """The leaves that belong to no parameter, in nested dicts by their paths."""
+        return nested(zip(self._shared_paths, shared, strict=True))
+
+    def in_order(self, tree: PyTree) -> list[Leaf]:
+        """The inverse of `by_path`."""
+        return [reduce(getitem, path, tree) for path in self._shared_paths]
+
+    @cached_property
+    def _shared_paths(self) -> list[Path]:
+        return [path or ("state",) for path, owner in zip(self.paths, self.owners, strict=True) if owner is None]
+
+
+def _model_state(tx: optax.GradientTransformation, layout: Layout) -> _ModelState:
+    tree = layout.model_tree
+    assert tree is not None
+    with no_mesh():
+        shapes = jax.eval_shape(tx.init, _model_shapes(layout, tree))
+    _check_numbers(shapes)
+    return _ModelState(layout, tree, shapes)
+
+
+def _model_shapes(layout: Layout, tree: ModelTree) -> Shapes:
+    """The tree of a whole model as a transformation sees it, of a slice of each stacked parameter."""
+    leaves: dict[int, jax.ShapeDtypeStruct] = {}
+    for instances, record_type in zip(tree.parts, layout.storage.record_types, strict=True):
+        for parts in instances:
+            leaves |= {part[0]: leaf for part, leaf in zip(parts, record_type.leaves, strict=True)}
+    return jax.tree.unflatten(tree.treedef, [leaves[i] for i in range(tree.treedef.num_leaves)])
+
+
+_Kind = list[tuple[tuple[int, ...], ClosedJaxpr, Constants]]
+"""The function of some layers of a set, the same but for numbers: for each parameter, where the layers' state for it
+lies; a jaxpr that takes what belongs to the parameter, then what is shared, and gives what belongs to it; the numbers.
+"""
+
+
+class _ModelUpdate:
+    """A function of trees of the whole model, parameter by parameter.
+
+    Args:
+      function: of trees like the parameters ("updates", "params") or the state ("state"), and of other arguments.
+      state: the state.
+      takes: the names of the trees that it takes, sorted.
+      gives: the names of those that it returns, sorted.
+      extra: the shapes of its other arguments.
+
+    Raises:
+      ValueError: what it gives for one parameter depends on another.
+    """
+
+    def __init__(
+        self, function: OnTrees, state: _ModelState, takes: tuple[str, ...], gives: tuple[str, ...], extra: Shapes
+    ):
+        self._state, self._takes, self._gives = state, takes, gives
+        whole, params = _model_shapes(state.layout, state.tree), range(len(state.tree.paths))
+        trees = {"updates": whole, "params": whole, "state": state.shapes}
+        owners = {"updates": params, "params": params, "state": state.owners}
+        with no_mesh():
+            self._flat = flatten(jax.make_jaxpr(function)({name: trees[name] for name in takes}, extra))
+        of_arguments = (owner for name in takes for owner in owners[name])
+        self._owners = dict(zip_longest(self._flat.arguments, of_arguments))  # other arguments belong to none
+        self._takes_of = _by_owner(self._owners, self._owners.values())
+        self._gives_of = _by_owner(self._flat.results, (owner for name in gives for owner in owners[name]))
+        self._cut, self._part = Kinds(), cache(self._part_of)
+        self._shared = jaxpr_as_fun(self._part(None).closed)
+
+    def of_shared(self, shared: Sequence[Leaf]) -> list[jax.Array]:
+        """Computes the results that belong to no parameter; `shared` as of `on_device`."""
+        return list(map(jnp.asarray, self._shared(*shared)))
+
+    def _part_of(self, owner: int | None) -> PartJaxpr:
+        """Cuts off the equations that the results of one parameter need, or of None, the shared ones."""
+        gives = self._gives_of[owner]
+        equations = [self._flat.equations[i] for i in self._flat.needed_for(gives)]
+        for number in (*gives, *(number for equation in equations for number in equation.reads)):
+            if (other := self._owners.get(number)) not in (owner, None):
+                self._refuse(owner, other)
+        takes = self._takes_of[None] if owner is None else [*self._takes_of[owner], *self._takes_of[None]]
+        return self._cut.part(self._flat, equations, takes, gives)
+
+    def _refuse(self, owner: int | None, other: int) -> None:
+        paths = ["/".join(path) for path in self._state.tree.paths]
+        what = "what it keeps for all parameters" if owner is None else f"the update of {paths[owner]}"
+        raise ValueError(
+            f"jpipe.per_layer: {what} follows from {paths[other]} too, but parameters lie on different stages; keep "
+            "what sums over several parameters, or counts skipped updates, outside: "
+            "optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(...)), optax.apply_if_finite(jpipe.per_layer("
+            "...), 5)"
+        )
+
+    def _kinds(self, v: int) -> tuple[list[_Kind], dict[int, int]]:
+        """(The functions of layers of a set, which of them each layer has)."""
+        found: dict[tuple, dict[int, list[ClosedJaxpr]]] = {}
+        rooms, lying = self._state.rooms[v]
+        for parts, own, (first, *_) in zip(self._state.tree.parts[v], lying, self._state.layout.users[v], strict=True):
+            cut = [self._part(owner) for owner, _ in parts]
+            at = tuple(tuple(i for i in own if rooms[i][0] == k) for k in range(len(parts)))
+            found.setdefault((at, *(part.kind for part in cut)), {})[first] = [part.closed for part in cut]
+        kinds: list[_Kind] = []
+        for (at, *_), layers in found.items():
+            one, scalars = min(layers), lambda k, layers=layers: {i: scalars_of(cut[k]) for i, cut in layers.items()}
+            kinds.append([(rooms, layers[one][k], differing(scalars(k), one)) for k, rooms in enumerate(at)])
+        return kinds, {first: i for i, layers in enumerate(found.values()) for first in layers}
+
+    def on_device(self, v: int, layer: Index, leaves: Leaves, records: Records, shared: Sequence[Leaf]) -> Leaves:
+        """A device's parts of what the function gives for one layer.
+
+        Args:
+          v: the index of the layer's set of variables.
+          layer: the layer.
+          leaves: the device's parts of the leaves of what the function takes.
+          records: the records of all trees.
+          shared: what belongs to no parameter, whole on all devices: leaves of the state, then other arguments.
+        """
+
+        def branch(kind: _Kind) -> Callable[[Leaves, list[Leaf], Index], Leaves]:
+            numbers = lambda layer: [constants.of(layer) for *_, constants in kind]
+            function = partial(self._of_layer, v, kind)
+            return lambda leaves, shared, layer: _on_parts(function, v, records, leaves, shared, numbers(layer))
+
+        kinds, kind_of = self._kinds(v)
+        which = look_up([kind_of.get(i, 0) for i in range(max(kind_of) + 1)], layer)
+        branches, operands = list(map(branch, kinds)), (leaves, list(shared), layer)
+        return branches[which](*operands) if isinstance(which, int) else jax.lax.switch(which, branches, *operands)
+
+    def _of_layer(self, v: int, kind: _Kind, leaves: Leaves, shared: list[Leaf], numbers: list[list[Leaf]]) -> Leaves:
+        """Computes the function for one layer, from its leaves; room in which it has none stays as it is."""
+        before = leaves.get("state") or [jnp.zeros(room.shape, room.dtype) for _, room in self._state.rooms[v][0]]
+        new = {"updates": list[Leaf](), "state": list(before)}
+        for k, (rooms, jaxpr, constants) in enumerate(kind):
+            own = [leaves[name][i] for name in self._takes for i in (rooms if name == "state" else [k])]
+            results = jaxpr_as_fun(constants.put_into(jaxpr, numbers[k]))(*own, *shared)
+            for i, leaf in zip(rooms, results, strict=False):
+                new["state"][i] = leaf
+            new["updates"] += results[len(rooms) :]
+        return {name: new[name] for name in self._gives}

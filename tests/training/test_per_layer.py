@@ -1,5 +1,6 @@
-"""`per_layer`: a transformation sees each layer's own tree, whatever else lies in the buffers."""
+"""`per_layer`: a transformation sees each layer's own tree, of a model that is one module the plain model's own."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,14 +9,17 @@ import optax.contrib
 import pytest
 
 import jpipe
+import whole_models
 from cases import model, pipeline
 from updates import check_updates, check_updates_of, is_kernel, is_matrix, labels, one_by_one, params
 
+KEY = jax.random.key(3)
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
     """Optax itself mixes dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -40,8 +44,7 @@ def pipe():
     "tx", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("lamb", "lars"))) for name in BY_PARAMETER]
 )
 def test_per_layer_shows_each_layer_its_own_tree(pipe, tx):
-    with jax.enable_x64(True):
-        check_updates(pipe, jpipe.per_layer(BY_PARAMETER[tx]()), one_by_one(BY_PARAMETER[tx]()))
+    check_updates(pipe, jpipe.per_layer(BY_PARAMETER[tx]()), one_by_one(BY_PARAMETER[tx]()))
 
 
 def test_muon_turns_each_layers_own_matrices():
@@ -73,3 +76,113 @@ def test_a_transformation_that_sees_stacked_layers_differs():
         with pytest.raises(AssertionError):
             check_updates_of(truth, pipe, optax.lars(1e-2), one_by_one(optax.lars(1e-2)))
         check_updates_of(truth, pipe, jpipe.per_layer(optax.lars(1e-2)), one_by_one(optax.lars(1e-2)))
+
+
+# --- a model that is one module ---------------------------------------------------------------------------------------
+
+
+def by_path(function):
+    return lambda params: jax.tree_util.tree_map_with_path(lambda p, _: function(jax.tree_util.keystr(p)), params)
+
+
+def rate_of(path):
+    """Other rates by block, and a block that isn't trained."""
+    return {"1": "slow", "0": "none"}.get(path.partition("h_")[2][:1], "fast")
+
+
+RATES = {"slow": optax.adamw(1e-3), "fast": optax.sgd(1e-1, 0.9), "none": optax.set_to_zero()}
+TX = {
+    "masked by path": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=by_path(lambda path: "kernel" in path)),
+    "rates by block": lambda: optax.multi_transform(RATES, by_path(rate_of)),
+    "schedules by block": lambda: optax.multi_transform(
+        {i: optax.adam(optax.cosine_decay_schedule(1e-2 * (1 + i), 10)) for i in range(4)},
+        by_path(lambda path: int((path.partition("h_")[2] or "3")[0])),
+    ),
+    "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1, mask=by_path(lambda path: "bias" not in path)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.5),
+    "muon": lambda: optax.contrib.muon(1e-2, weight_decay=0.1),
+}
+PIPES = {
+    "1f1b": {"num_stages": 2},
+    "spread": {"num_stages": 2, "num_chunks": 2, "schedule": "v", "ends": "spread"},
+    "unrolled": {"num_stages": 3, "unroll": True},
+    "model": {"num_stages": 2, "mesh": ((2, 2), ("stage", "model"))},
+}
+BY_DEFAULT = {("masked by path", "model")}
+
+
+def made(model):
+    batch = whole_models.tokens("inputs", "targets")
+    return batch, nn.unbox(dict(jax.jit(model.init)(jax.random.key(0), batch["inputs"])))
+
+
+def drawn(tree):
+    """Gradients, not those of a model: each update is compared, so any will do."""
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: random.normal(size=leaf.shape), tree)
+
+
+@pytest.mark.parametrize(
+    ("tx", "options"),
+    [pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.slow) for case in
+     ((tx, options) for tx in TX for options in PIPES)],
+)  # fmt: skip
+def test_equals_the_transformation_of_the_plain_tree(tx, options, make_mesh):
+    more = dict(PIPES[options])
+    more |= {"mesh": make_mesh(*more["mesh"])} if "mesh" in more else {}
+    module, plain = whole_models.Transformer(tied=options == "spread"), TX[tx]()
+    pipe = jpipe.Pipeline(module, whole_models.cross_entropy, num_microbatches=4, **more)
+    batch, variables = made(module)
+    tree, ours = variables["params"], jpipe.per_layer(plain)
+    placed = pipe.from_model_variables(variables, batch)["params"]
+    state, expected_state = jax.jit(ours.init)(placed), jax.jit(plain.init)(tree)
+    pipe.abstract_state(batch, ours)
+    for _ in range(2):
+        gradients = drawn(tree)
+        updates, expected_state = jax.jit(plain.update)(gradients, expected_state, tree)
+        tree = optax.apply_updates(tree, updates)
+        own = pipe.from_model_variables({"params": gradients})["params"]
+        changes, state = jax.jit(ours.update)(own, state, placed)
+        placed = optax.apply_updates(placed, changes)
+    found = pipe.model_variables({"params": placed})["params"]
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(nn.unbox(found)), jax.tree.leaves(tree), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12, err_msg=jax.tree_util.keystr(path))
+
+
+def test_slices_of_a_scan_are_parameters_of_their_own():
+    """The trust ratio is that of each block's kernel, as with blocks one by one."""
+    loop, scan, updates = whole_models.Transformer(), whole_models.Transformer(style="scan"), []
+    batch, variables = made(loop)
+    params = dict(variables["params"])
+    blocks = [params.pop(f"h_{i}") for i in range(3)]
+    stacked = params | {"blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+    for module, tree in ((loop, variables["params"]), (scan, stacked)):
+        pipe = jpipe.Pipeline(module, whole_models.cross_entropy, num_stages=2, num_microbatches=4)
+        placed = pipe.from_model_variables({"params": tree}, batch)["params"]
+        tx = jpipe.per_layer(optax.lamb(1e-2, weight_decay=0.1))
+        changes, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed), placed)
+        updates.append(nn.unbox(pipe.model_variables({"params": changes})["params"]))
+    for i in range(3):
+        ours = jax.tree.map(lambda leaf, i=i: leaf[i], updates[1]["blocks"])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), ours, updates[0][f"h_{i}"])
+
+
+def test_labels_may_be_a_tree_and_counts_are_those_of_the_plain_state():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, param_dtype=x.dtype)(jnp.tanh(nn.Dense(4, param_dtype=x.dtype)(x)))
+
+    batch = np.ones((4, 4))
+    pipe = jpipe.Pipeline(Two(), lambda y, _: (y**2).mean(), num_stages=2, num_microbatches=2)
+    tree = {"Dense_0": {"kernel": "a", "bias": "b"}, "Dense_1": {"kernel": "b", "bias": "b"}}
+    tx = jpipe.per_layer(optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, tree))
+    state, _ = pipe.train_step(pipe.create_state(KEY, batch, tx), batch)
+    assert state.opt_state.shared["inner_states"]["a"]["inner_state"]["0"]["count"] == 1
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state.own))
+    assert held == 2 * 2 * 16 * 8  # two stages have room for the two moments of a kernel
+
+    with pytest.raises(TypeError, match=r"the update of Dense_./.* follows from Dense_0/bias too, .* outside: optax"):
+        pipe.abstract_state(batch, jpipe.per_layer(optax.clip_by_global_norm(1.0)))
+    with pytest.raises(TypeError, match=r"what it keeps for all parameters follows from Dense_0/bias too"):
+        pipe.abstract_state(batch, jpipe.per_layer(optax.apply_if_finite(optax.sgd(0.1), 3)))
