@@ -28,10 +28,9 @@ from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.simulate import Timeline
 from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, chip_of, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
-from jpipe.tools.compiled_program import Loop, compile_with_text, read
+from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read, with_waits
 from jpipe.tools.memory_model import on_device
 from jpipe.tools.step_cost import Parts, StepCost
-from jpipe.tools.step_cycles import count_cycles, with_waits
 from jpipe.tools.time_model import Network, predict_time
 from jpipe.types import Batch, Device
 
