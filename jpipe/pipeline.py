@@ -40,9 +40,8 @@ from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.communication import Communication, communication
-from jpipe.tools.out_of_memory import notes_on_room
 from jpipe.tools.page import Page, facts_of, show
-from jpipe.tools.summary import summarize
+from jpipe.tools.summary import notes_on_room, summarize
 from jpipe.tools.time_model import rings_of
 from jpipe.training.train_state import TrainState, TrainSteps, Variables, abstract_state, make_opt_state, state_to_place
 from jpipe.types import Batch, Leaf, PyTree
