@@ -14,9 +14,9 @@ from axes_traffic import Program
 from common import on_cpu
 from matplotlib.axes import Axes
 
+from compiled_transfers import has_products, is_product
 from jpipe.tools.chips import chip_of
-from jpipe.tools.compiled_program import is_product
-from jpipe.tools.step_cycles import turn_in_time
+from jpipe.tools.compiled_program import turn_in_time
 from jpipe.tools.time_model import Network
 from tpu_program import compile_with_text, read
 
@@ -44,7 +44,7 @@ def draw(ax: Axes, program: Program, text: str, case: Case) -> None:
     chip = chip_of(case.mesh.devices.flat[0])
     whole = read(text)
     takes = program.takes(whole, Network.of(chip, case.mesh))
-    loops = [loop for loop in whole.find("F", "LinenBlock.1") if loop.has_products]
+    loops = [loop for loop in whole.find("F", "LinenBlock.1") if has_products(loop)]
     begun, transfers = turn_in_time(loops[0], takes, chip)
     bar = lambda row, begin, end, colour: ax.broken_barh([(1e3 * begin, 1e3 * (end - begin))], (row, 0.8), color=colour)
     for begin, operation in begun:

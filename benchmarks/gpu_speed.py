@@ -1,7 +1,7 @@
 """What a training step asks of GPUs that aren't there, as their compiler wrote it down, beside plain JAX.
 
 The compiler for GPUs estimates no cycles. What can be read instead is how often the runtime stops the host
-(`jpipe.tools.compiled_program.host_stops`), how many kernels a layer has and which bytes they read and write,
+(`host_stops`), how many kernels a layer has and which bytes they read and write,
 which transfers have products beside them, and the memory. Plain JAX is that of `tpu_speed.py`: a scan over
 micro-batches of a scan over as many equal blocks as a stage has, its gradients added up, under the same remat, on one
 device with the examples that a device of the pipeline has. Kernels and bytes of a layer are those of all that is done
@@ -39,12 +39,13 @@ from jax.sharding import Mesh
 from tpu_speed import lower_plain
 
 import jpipe
+from compiled_transfers import counted, host_stops, transfers
 from gpu_program import Kernels, compile_with_text, kernels, largest_copy
 from jpipe.jax.inside import absent_cudnn
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run, SlotTable
 from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import COLLECTIVES, PERMUTE, Loop, host_stops, read, transfers
+from jpipe.tools.compiled_program import COLLECTIVES, PERMUTE, Loop, read
 
 BLOCK = "Block.1"
 COLUMNS = (
@@ -216,16 +217,19 @@ class Ticks:
     def __init__(self, step: Step, program: Loop):
         self.step, self.runs = step, list[tuple[Run, Loop]]()
         self.groups = {group.scope(g): g for g, group in enumerate(step.model.groups)}
-        inner = [loop for loop in program.inner if "ticks" in loop.scope.split("/")]
+        whiles = [operation for operation in program.operations if operation.opcode == "while"]
+        inner = [(*each, operation) for each, operation in zip(counted(program), whiles, strict=True)]
+        inner = [each for each in inner if "ticks" in each[0].scope.split("/")]
         for run in step.table.runs:
-            if inner and inner[0].name == "ticks" and inner[0].counted == run.stop - run.start:
-                self.runs.append((run, inner.pop(0)))
+            if inner and inner[0][0].name == "ticks" and inner[0][1] == run.stop - run.start:
+                self.runs.append((run, inner.pop(0)[0]))
             else:  # a single tick, which has no loop of its own; only the loops in it are known
-                own = list(itertools.takewhile(lambda loop: loop.name != "ticks", inner))
-                self.runs.append((run, Loop("", [], own, program.computations)))
+                own = list(itertools.takewhile(lambda each: each[0].name != "ticks", inner))
+                loops, operations = [loop for loop, *_ in own], [operation for *_, operation in own]
+                self.runs.append((run, Loop("", operations, loops, program.computations)))
                 inner = inner[len(own) :]
         if inner:
-            raise SystemExit(f"the table has no ticks for {[loop.scope for loop in inner]}")
+            raise SystemExit(f"the table has no ticks for {[loop.scope for loop, *_ in inner]}")
         self.steady = max(self.runs, key=lambda each: each[0].stop - each[0].start)
 
     def stops(self, run: Run, loop: Loop) -> np.ndarray:

@@ -29,10 +29,10 @@ from jax.sharding import PartitionSpec as P
 
 import gpu_program
 import tpu_program
+from compiled_transfers import transfers
 from jpipe.jax.in_place import take_row
 from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import COLLECTIVES, Loop, read, transfers
-from jpipe.tools.step_cycles import turn_in_time
+from jpipe.tools.compiled_program import COLLECTIVES, Loop, read, turn_in_time
 from jpipe.tools.time_model import Network
 
 LAYERS = 4

@@ -19,12 +19,12 @@ import optax
 from common import Size, batch_shapes, loss_fn, make_layers, mib, on_cpu, settings, show, stage_mesh
 
 import jpipe
+from compiled_transfers import HOST_MOVES, transfers
 from jpipe.jax.inside import absent_cudnn
 from jpipe.jax.trees import bytes_of
 from jpipe.planning.step import Step
 from jpipe.tools.chips import ABSENT, parse_topology
-from jpipe.tools.compiled_program import HOST_MOVES, Loop, compile_with_text, read, transfers
-from jpipe.tools.step_cycles import count_cycles
+from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read
 
 FLAGS = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 """Of XLA for GPUs, which else has two moves under way at a time, and waits for the others."""

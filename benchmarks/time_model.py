@@ -42,12 +42,12 @@ from common import (
 from tpu_speed import Setting, make_pipeline
 
 import jpipe
+from compiled_transfers import counted
 from gpu_program import compile_with_text as compile_for_gpu
 from gpu_program import kernels
 from jpipe.tools.chips import CHIPS, EXAMPLES, Chip, parse_topology
-from jpipe.tools.compiled_program import Loop, Operation, compile_with_text, read
+from jpipe.tools.compiled_program import Loop, Operation, compile_with_text, count_cycles, read
 from jpipe.tools.search import measure_chip
-from jpipe.tools.step_cycles import count_cycles
 from jpipe.tools.time_model import predict_time
 from tpu_program import ARRAY
 
@@ -138,9 +138,9 @@ def kernel_seconds(loop: Loop, chip: Chip) -> float:
     """Seconds of the kernels of one trip, those of loops inside as often as the compiler counts them."""
     bodies = [loop.computations.get(operation.attribute("calls") or "", []) for operation in loop.operations]
     seconds = kernels([loop]).bytes / chip.memory_bandwidth + sum(map(product_flops, bodies)) / chip.flops
-    for inner in loop.inner:
-        assert inner.counted is not None, f"nothing says how often {inner.scope} turns"
-        seconds += inner.counted * kernel_seconds(inner, chip)
+    for inner, count in counted(loop):
+        assert count is not None, f"nothing says how often {inner.scope} turns"
+        seconds += count * kernel_seconds(inner, chip)
     return seconds
 
 

@@ -25,7 +25,7 @@ from jpipe.memory.layout import StageTree, variables_to_place
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
-from jpipe.mesh.users_mesh import as_mesh
+from jpipe.mesh.users_mesh import as_mesh, rings_of
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
 from jpipe.model.random_keys import as_key, key_shape
@@ -40,10 +40,8 @@ from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.communication import Communication, communication
-from jpipe.tools.out_of_memory import notes_on_room
 from jpipe.tools.page import Page, facts_of, show
-from jpipe.tools.summary import summarize
-from jpipe.tools.time_model import rings_of
+from jpipe.tools.summary import notes_on_room, summarize
 from jpipe.training.train_state import TrainState, TrainSteps, Variables, abstract_state, make_opt_state, state_to_place
 from jpipe.types import Batch, Leaf, PyTree
 

@@ -169,7 +169,7 @@ class Timeline:
           path: where to save it as JSON.
           unit_in_seconds: the seconds of one unit of the timeline.
         """
-        from jpipe.tools.perfetto import chrome_trace
+        from jpipe.tools.figures import chrome_trace
 
         return chrome_trace(self, path, unit_in_seconds)
 

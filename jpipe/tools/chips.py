@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+from jpipe.mesh.users_mesh import TPUS, tpu_of
 from jpipe.processes.runtime import register_gpu_compiler
 from jpipe.types import Device
 
@@ -147,8 +148,6 @@ class Chip:
       gpu: of a GPU, what its compiler asks; None of TPUs.
       network_bandwidth: bytes/s one way that one GPU has to other hosts; 0 of TPUs, which have links to all neighbours.
       host: what the device has of its host's memory; all zero if that isn't known (`measure_chip`).
-      ring: the chips along a dimension of the torus whose ends are linked: a multiple of as many. 0 of GPUs.
-      in_cubes: whether ends are linked only in slices of whole cubes of `ring` chips along each dimension.
     """
 
     name: str
@@ -169,8 +168,6 @@ class Chip:
     gpu: Gpu | None = None
     network_bandwidth: float = 0.0
     host: Host = Host()
-    ring: int = 0
-    in_cubes: bool = False
 
     @property
     def room(self) -> int:
@@ -201,10 +198,8 @@ HOSTS = {
     **dict.fromkeys(("h100", "h200", "b200"), Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")),
 }
 """The hosts of the chips."""
-RINGS = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16, "a100": 0, "h100": 0, "h200": 0, "b200": 0}
-"""`Chip.ring`, by How to Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
 CHIPS = {
-    chip.name: replace(chip, host=HOSTS[chip.name], ring=RINGS[chip.name], in_cubes=chip.name in ("v4", "v5p"))
+    chip.name: replace(chip, host=HOSTS[chip.name])
     for chip in [
         Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
         Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
@@ -220,10 +215,6 @@ CHIPS = {
 }
 """The chips by name."""
 
-KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5": "v5p"} | {
-    name: name for name, chip in CHIPS.items() if chip.clock
-}
-"""TPUs by a part of what JAX calls them, those first that begin like others, and JAX's own before others."""
 GPUS = {chip.gpu.kind.lower(): name for name, chip in CHIPS.items() if chip.gpu}
 """SXM modules by what JAX calls them: of a PCIe or NVL card, or of a part of a GPU, memory and links are others."""
 MOST_GPUS = 8
@@ -262,7 +253,7 @@ class Topology:
             return cast("list[Device]", [StandIn(i, i // number, chip.gpu.kind) for i in range(self.num_devices)])
         places = itertools.product(*map(range, (*reversed(self.shape), chip.cores)))  # the first dimension first
         where = [((*reversed(chips), *[0] * (3 - len(chips))), core) for *chips, core in places]
-        kind = "TPU " + next(word for word, name in KINDS.items() if name == chip.name)
+        kind = "TPU " + next(word for word, name in TPUS.items() if name == chip.name)
         return cast("list[Device]", [StandIn(i, 0, kind, "tpu", *place) for i, place in enumerate(where)])
 
     def devices(self) -> list[Device]:
@@ -372,6 +363,4 @@ def stand_ins_of(devices: Sequence[Device]) -> list[Device]:
 
 def chip_of(device: Device) -> Chip | None:
     """The chip of a device of JAX; None if it isn't known."""
-    kind = device.device_kind.lower()
-    names = (name for word, name in KINDS.items() if word in kind)
-    return CHIPS.get(GPUS.get(kind) or next(names, ""))
+    return CHIPS.get(GPUS.get(device.device_kind.lower()) or tpu_of(device))

@@ -1,28 +1,35 @@
-"""Reads a program compiled for a TPU or a GPU: its loops, their cycles, what runs beside transfers, stops of the host.
+"""Reads a compiled program: its loops, the cycles of a step by action, how long a chip waits for its collectives.
 
 The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists; the GPU compiler
-notes none. A loop's own are those of one trip without the loops inside; how often each turns is in tables that only the
-caller knows.
+notes none. A loop's own are those of one trip without the loops inside. How often loops turn follows from the step:
+that over ticks from the table, those over layers from the ranges of each virtual stage, those of a layer's own from
+their conditions.
+
+Each collective takes the time that its bytes take on the links along its mesh axes. Those that the compiler starts and
+ends apart are under way meanwhile; what the operations in between leave of their time is waited for.
 """
 
+from __future__ import annotations
+
 import itertools
+import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
+
+from jpipe.planning.step import Step
+from jpipe.schedules.simulate import Timeline, Work, in_time
+from jpipe.tools.chips import Chip
+from jpipe.tools.time_model import Network
 
 PERMUTE, RAGGED = "collective-permute", "ragged-all-to-all"
 COLLECTIVES = (PERMUTE, "all-gather", "all-reduce", "all-to-all", RAGGED, "reduce-scatter")
-FETCH, SEND = "dynamic-slice", "dynamic-update-slice"
-HOST_MOVES = (FETCH, SEND)
-"""What moves a slice from an array in the host's memory to the device, and back."""
-_ON_HOST = "S(5)"
-"""The mark of the host's memory in the layout of a type."""
-_LIBRARIES = ("__cublas", "__cudnn", "mosaic_gpu", "triton", "tpu_custom_call")
-"""How calls of products and attention begin, which compilers don't make themselves."""
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 
 
@@ -64,17 +71,13 @@ class Loop:
       inner: the loops in its body.
       computations: the operations of all of the program's computations, by name.
       trips: the number of its turns, if the compiler notes it or its condition has it as a number; else None.
-      counted: the number of its turns, if the compiler notes it, as that for GPUs does; else None.
-      branches: for each `conditional` in its body, the branches, which aren't among the inner loops.
     """
 
     scope: str
     operations: list[Operation]
-    inner: list["Loop"]
+    inner: list[Loop]
     computations: dict[str, list[Operation]]
     trips: int | None = None
-    counted: int | None = None
-    branches: list[list["Loop"]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -86,43 +89,15 @@ class Loop:
         """Cycles of one trip, without the loops inside."""
         return sum(operation.cycles for operation in self.operations)
 
-    def walk(self) -> Iterator["Loop"]:
+    def walk(self) -> Iterator[Loop]:
         """This loop and all loops inside."""
         yield self
         for loop in self.inner:
             yield from loop.walk()
 
-    def find(self, *names: str) -> list["Loop"]:
+    def find(self, *names: str) -> list[Loop]:
         """The loops inside that lie in loops of these names, the last their own."""
         return [loop for loop in self.walk() if loop.name == names[-1] and {*names} <= {*loop.scope.split("/")}]
-
-    @property
-    def has_products(self) -> bool:
-        """Whether products are computed in it, in a loop inside or in a branch."""
-        inner = any(loop.has_products for loop in itertools.chain(self.inner, *self.branches))
-        return inner or any(is_product(each, self.computations) for each in self.operations)
-
-
-@dataclass(frozen=True)
-class CompiledTransfer:
-    """A collective, or a move to the host or back, and what is scheduled between its start and its end, in its loop.
-
-    Attributes:
-      operation: the start.
-      loops: the loops in between.
-      products: the products in between, outside of loops.
-      cycles: the cycles of the operations in between, without those of loops.
-    """
-
-    operation: Operation
-    loops: list[Loop]
-    products: list[Operation]
-    cycles: int
-
-    @property
-    def beside_products(self) -> bool:
-        """Whether products are computed meanwhile; an update of a slice hides no transfer."""
-        return bool(self.products) or any(loop.has_products for loop in self.loops)
 
 
 def compile_with_text(lowered: Lowered) -> tuple[Compiled, str]:
@@ -140,53 +115,7 @@ def compile_with_text(lowered: Lowered) -> tuple[Compiled, str]:
 def read(text: str) -> Loop:
     """The loops of a compiled program."""
     computations, entry = _computations(text)
-    return _loop(computations, entry, "")
-
-
-def transfers(loop: Loop, kinds: tuple[str, ...] = (PERMUTE,)) -> list[CompiledTransfer]:
-    """The transfers of these kinds (`COLLECTIVES`, `HOST_MOVES`) in a loop's body, in the order in which they end."""
-    found, operations = [], loop.operations
-    places = {operation.name: i for i, operation in enumerate(operations)}
-    inner = dict(zip((each.name for each in operations if each.opcode == "while"), loop.inner, strict=True))
-    for end, operation in enumerate(operations):
-        is_end = operation.opcode.endswith("-done")
-        start = places[operation.operands[0]] if is_end else end
-        if _transfer(operations[start], loop.computations) in kinds and (is_end or "-start" not in operation.opcode):
-            between = operations[start + 1 : end]
-            loops = [inner[each.name] for each in between if each.opcode == "while"]
-            products = [each for each in between if is_product(each, loop.computations)]
-            found.append(CompiledTransfer(operations[start], loops, products, sum(each.cycles for each in between)))
-    return found
-
-
-def is_product(operation: Operation, computations: dict[str, list[Operation]]) -> bool:
-    """Whether an operation is a product of matrices, a convolution or attention, by itself or fused with others."""
-    if operation.opcode == "custom-call":
-        target = re.search(r'custom_call_target="([^"]*)"', operation.line)
-        return target is not None and target[1].startswith(_LIBRARIES)
-    if operation.opcode == "fusion":
-        called = computations.get(operation.attribute("calls") or "", [])
-        return any(is_product(inner, computations) for inner in called)
-    return operation.opcode in ("dot", "convolution")
-
-
-def host_stops(loop: Loop, trips: Callable[[Loop], int]) -> int:
-    """How often a GPU's runtime stops the host in one trip of a loop: it waits until the GPU has done all before.
-
-    Of a `while` of known count the runtime launches all trips; before each trip of any other, and once more at its end,
-    it copies the condition to the host (`xla/backends/gpu/runtime/while_thunk.cc`). A `conditional` copies the branch's
-    index, once (`conditional_thunk.cc`). That is the most there may be: of a `conditional` without loops and
-    collectives, XLA may make a part of a CUDA graph, which stops nobody.
-
-    Args:
-      loop: the loop.
-      trips: how often a loop turns that the compiler doesn't count.
-    """
-    stops = sum(1 + max(host_stops(branch, trips) for branch in branches) for branches in loop.branches)
-    for inner in loop.inner:
-        turns = trips(inner) if inner.counted is None else inner.counted
-        stops += turns * host_stops(inner, trips) + (turns + 1 if inner.counted is None else 0)
-    return stops
+    return loop_of(computations, entry, "")
 
 
 def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
@@ -211,40 +140,23 @@ def _operation(line: str, name: str, kind: str, opcode: str, rest: str) -> Opera
     return Operation(name, opcode, kind, operands, int(cycles[1]) if cycles else 0, op_name[1] if op_name else "", line)
 
 
-def _loop(computations: dict[str, list[Operation]], body: str, scope: str) -> Loop:
-    operations = list(_flat(computations, body))
-    inner, branches = [], []
+def loop_of(computations: dict[str, list[Operation]], body: str, scope: str, trips: int | None = None) -> Loop:
+    """The loop, the program or the branch whose body is the computation of that name."""
+    operations, inner = list(_flat(computations, body)), []
     for operation in operations:
         if operation.opcode == "while":
             name = operation.attribute("body")
             assert name is not None
-            condition = computations.get(operation.attribute("condition") or "", [])
-            noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.line)
-            counted = int(noted[1]) if noted else None
-            trips = _trips(condition) if counted is None else counted
-            inner.append(replace(_loop(computations, name, operation.op_name), trips=trips, counted=counted))
-        elif operation.opcode == "conditional":
-            words = r"branch_computations=\{[^}]*|true_computation=.*false_computation=[^,]*"
-            called = re.search(words, operation.line)
-            assert called is not None
-            names = re.findall(r"%([\w.\-]+)", called[0])
-            branches.append([_loop(computations, name, operation.op_name) for name in names])
-    return Loop(scope, operations, inner, computations, branches=branches)
+            inner.append(loop_of(computations, name, operation.op_name, _trips(computations, operation)))
+    return Loop(scope, operations, inner, computations, trips)
 
 
-def _transfer(operation: Operation, computations: dict[str, list[Operation]]) -> str:
-    """The transfer that an operation is or starts, also if it starts a computation with one; "" if it isn't one."""
-    kinds = (*COLLECTIVES, *(HOST_MOVES if _ON_HOST in operation.line else ()))
-    if operation.opcode in ("async-start", "fusion-start"):
-        called = computations.get(operation.attribute("calls") or "", [])
-        return next((other.opcode for other in called if other.opcode in kinds), "")
-    kind = operation.opcode.removesuffix("-start")
-    return kind if kind in kinds else ""
-
-
-def _trips(condition: list[Operation]) -> int | None:
-    """The one number that a loop's condition compares with."""
-    numbers = re.findall(r" s32\[\]\S* constant\((\d+)\)", "\n".join(operation.line for operation in condition))
+def _trips(computations: dict[str, list[Operation]], loop: Operation) -> int | None:
+    """The number of a loop's turns that the compiler notes; else the one number that its condition compares with."""
+    condition = computations.get(loop.attribute("condition") or "", [])
+    noted = re.findall(r'"known_trip_count":\{"n":"(\d+)"', loop.line)
+    compared = re.findall(r" s32\[\]\S* constant\((\d+)\)", "\n".join(operation.line for operation in condition))
+    numbers = noted or compared
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
@@ -256,3 +168,329 @@ def _flat(computations: dict[str, list[Operation]], name: str) -> Iterator[Opera
             yield from _flat(computations, called)
         else:
             yield operation
+
+
+# --- device groups ----------------------------------------------------------------------------------------------------
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""The devices that work together in a collective, by their places in the mesh; of a permute (source, target)."""
+
+
+def axes_along(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of a mesh along which the devices of a group differ."""
+    places = [np.stack(np.unravel_index(list(group), mesh.devices.shape)) for group in groups]
+    varies = [any(len(set(place[i])) > 1 for place in places) for i in range(len(mesh.axis_names))]
+    return tuple(name for name, does in zip(mesh.axis_names, varies, strict=True) if does)
+
+
+def groups_of(line: str) -> Groups:
+    """The groups of devices, or pairs, that a collective names; empty if it means all.
+
+    Raises:
+      ValueError: they are written in another way.
+    """
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\s*\d+\},?\s*)*)\}", line)
+    listed = pairs or re.search(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}", line)
+    if listed:
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]*)\}", listed[1]))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line)
+    if iota:
+        return tuple(map(tuple, _in_order(iota[2]).reshape(_numbers(iota[1])).tolist()))
+    order = r"(?:, device_ids=\(([^()]*(?:\([\d,]*\))?)\))?"
+    named = re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} *\{{([^{{}}]*)\}}", line)
+    if named:
+        places = _places_by_axes(named[1], named[3])
+        return tuple(map(tuple, (_in_order(named[2])[places] if named[2] else places).tolist()))
+    if "replica_groups=" in line or "source_target_pairs=" in line:
+        raise ValueError(f"groups of devices written in an unknown way: {line.strip()[:300]}")
+    return ()
+
+
+def _in_order(text: str) -> np.ndarray:
+    """Devices in the order that a text gives, listed or as those of a mesh whose axes are turned.
+
+    >>> _in_order("[2,2]T(1,0)").tolist(), _in_order("0,2,1,3").tolist()
+    ([0, 2, 1, 3], [0, 2, 1, 3])
+    """
+    if not text.startswith("["):
+        return np.asarray(_numbers(text))
+    sizes, _, axes = text.partition("T")
+    devices = np.arange(np.prod(_numbers(sizes), dtype=int)).reshape(_numbers(sizes))
+    return (devices.transpose(_numbers(axes)) if axes else devices).reshape(-1)
+
+
+def _places_by_axes(axes: str, over: str) -> np.ndarray:
+    """`[groups, devices of a group]`: the groups over some axes of a mesh, as places in it.
+
+    Args:
+      axes: names and sizes, such as "'a'=2,'b'=4".
+      over: names, such as "'b'"; or parts of one, "'b':(2)2" the part of size 2 inside of the first 2.
+
+    >>> _places_by_axes("'a'=2,'b'=4", "'a','b':(2)2").tolist()
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
+    cuts = {name: {1, size} for name, size in sizes.items()}
+    for name, before, size in parts:
+        cuts[name] |= {int(before), int(before) * int(size)} if size else set()
+    pieces = [(name, a, b) for name, ends in cuts.items() for a, b in itertools.pairwise(sorted(ends))]
+    taken = [(name, int(before or 1), int(before or 1) * int(size or sizes[name])) for name, before, size in parts]
+    inside = [any(name == n and a <= start and end <= b for n, a, b in taken) for name, start, end in pieces]
+    shape = [end // start for _, start, end in pieces]
+    order = sorted(range(len(pieces)), key=lambda i: inside[i])
+    width = int(np.prod([size for size, is_in in zip(shape, inside, strict=True) if is_in]))
+    return np.arange(np.prod(shape, dtype=int)).reshape(shape).transpose(order).reshape(-1, width)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+# --- waits ------------------------------------------------------------------------------------------------------------
+
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+
+
+@dataclass(frozen=True)
+class TransferInTime:
+    """A collective in time.
+
+    Attributes:
+      name: the collective's.
+      begin, end: in seconds, from when it is on its way to when it has arrived.
+      waited: how many of them the chip waits for its end.
+      at: the operation at which it waits.
+    """
+
+    name: str
+    begin: float
+    end: float
+    waited: float
+    at: str
+
+
+def with_waits(program: Loop, network: Network, mesh: Mesh) -> Loop:
+    """The same program, in which an operation that waits for a collective takes as many cycles more.
+
+    Args:
+      program: as compiled for a TPU.
+      network: the links.
+      mesh: the devices that it runs on.
+    """
+    takes, clock = transfer_seconds(program, network, mesh), network.chip.clock or 0.0
+    waits = {one.at: one.waited for loop in program.walk() for one in turn_in_time(loop, takes, network.chip)[1]}
+
+    def later(loop: Loop) -> Loop:
+        operations = [replace(o, cycles=o.cycles + round(waits.get(o.name, 0.0) * clock)) for o in loop.operations]
+        return replace(loop, operations=operations, inner=[later(inner) for inner in loop.inner])
+
+    return later(program)
+
+
+def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tuple[str, ...] = ()) -> dict[str, float]:
+    """The seconds that each collective of a program takes by itself, by its name.
+
+    A permute goes over one link, others over all that there are along their axes. Of a ragged all-to-all, whose rows
+    follow from the data, every device is taken to send as much to each.
+
+    Args:
+      program: as compiled for a TPU.
+      network: the links.
+      mesh: the devices that it runs on.
+      beside: those along just these axes are left out.
+    """
+    found = {}
+    for computation, operations in program.computations.items():
+        types = {operation.name: operation.type for operation in operations}
+        for operation in operations:
+            kind = operation.opcode.removesuffix("-start")
+            if kind not in COLLECTIVES:
+                continue
+            if computation.startswith("all-reduce-scatter"):  # a fusion with the slice that a device keeps
+                kind = "reduce-scatter"
+            groups = tuple(filter(None, groups_of(operation.line))) or (tuple(range(mesh.size)),)
+            axes, p = axes_along(groups, mesh), max(map(len, groups))
+            sizes = [type_bytes(types.get(name, "")) for name in operation.operands]
+            taken, given = sum(sizes), type_bytes(operation.type)
+            if operation.opcode.endswith("-start") and kind != "all-reduce":
+                given -= taken  # the operands are in the tuple too
+            share = 1.0 if kind == PERMUTE else (p - 1) / p * (2 if kind == "all-reduce" else 1)
+            moved = taken if kind == PERMUTE else min(sizes[0], given) if kind == RAGGED else max(taken, given)
+            if axes and axes != beside:
+                links = network.chip.link_bandwidth if kind == PERMUTE else network.bandwidth(axes)
+                found[operation.name] = share * moved / links
+    return found
+
+
+def turn_in_time(
+    loop: Loop, takes: dict[str, float], chip: Chip
+) -> tuple[list[tuple[float, Operation]], list[TransferInTime]]:
+    """When the operations of one turn of a loop begin, and its transfers.
+
+    The operations follow each other in time, by the compiler's cycles. A transfer begins with its start, when the one
+    before it that goes the same way has ended; one that has no start is waited for in full. A loop within the loop
+    hides what is under way. A v5e's compiler cuts a gather into steps that it joins to products: it begins with the
+    first of them, and ends with the last.
+
+    Args:
+      loop: of a compiled program.
+      takes: by collective, its seconds; those without are left out.
+      chip: whose clock counts the cycles.
+    """
+    now, free, under_way = 0.0, dict[str, float](), dict[str, TransferInTime]()
+    begun, found, clock = list[tuple[float, Operation]](), list[TransferInTime](), chip.clock or 1.0
+    for operation in loop.operations:
+        collective = _collective(operation, loop, takes)
+        name, key = (collective.name, _gather_of(collective, operation)) if collective else ("", "")
+        begins, ends = (operation.name.startswith(f"async-collective-{word}") for word in ("start", "done"))
+        if collective and (operation.opcode.endswith("-start") or begins):
+            way = re.search(r"source_target_pairs=({{\d+,\d+)", operation.line)
+            begin = max(free.get(way[1] if way else "", 0.0), now)
+            end = free[way[1] if way else ""] = begin + takes[name]
+            under_way[key or operation.name] = TransferInTime(name, begin, end, 0.0, "")
+        elif collective and key not in under_way and (ends or not key):
+            found.append(TransferInTime(name, now, now + takes[name], takes[name], operation.name))
+            now += takes[name]
+        elif operation.opcode == "async-update" and operation.operands[0] in under_way:
+            under_way[operation.name] = under_way[operation.operands[0]]
+        elif (ends or operation.opcode.endswith("-done")) and (key or operation.operands[0]) in under_way:
+            one = under_way[key or operation.operands[0]]
+            found.append(replace(one, waited=max(0.0, one.end - now), at=operation.name))
+            now = max(now, one.end)
+        elif operation.opcode == "while":
+            now = max(now, *free.values(), 0.0)
+        begun.append((now, operation))
+        now += operation.cycles / clock
+    return begun, found
+
+
+def _gather_of(step: Operation, holder: Operation) -> str:
+    """Which gather a step belongs to that a fusion holds; empty for what isn't a step of one."""
+    match = re.search(r"channel_id=\d+(?=.*chain_id)", step.line) if holder.opcode == "fusion" else None
+    return match[0] if match else ""
+
+
+def _collective(operation: Operation, loop: Loop, takes: dict[str, float]) -> Operation | None:
+    """Which collective an operation is, or holds, as a fusion does; None for none."""
+    called = loop.computations.get(operation.attribute("calls") or "", ())
+    return next((one for one in (operation, *called) if one.name in takes), None)
+
+
+def type_bytes(text: str) -> int:
+    """Bytes of a type, or of a tuple of them.
+
+    >>> type_bytes("(f32[2,8]{1,0:T(8,128)}, bf16[], pred[3])")
+    69
+    """
+    found = re.findall(r"(\w+)\[([\d,<=]*)\]", text)
+    return sum(_bits(name) * math.prod(map(int, re.findall(r"\d+", dims))) for name, dims in found) // 8
+
+
+def _bits(name: str) -> int:
+    digits = re.search(r"\d+", name)  # f8e4m3fn has 8
+    return _BITS[name] if name in _BITS else int(digits[0]) if digits else 0
+
+
+# --- cycles -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepCycles:
+    """Cycles of a step.
+
+    Attributes:
+      actions: by kind, the cycles of one action of each virtual stage `[K*V]`.
+      ticks: the cycles of all ticks, beyond their actions.
+      ends: the cycles of the first and the last layer where all stages compute them together.
+      update: the cycles outside of ticks: the optimiser's update above all.
+      timeline: the schedule with these actions, in cycles.
+    """
+
+    actions: dict[str, tuple[float, ...]]
+    ticks: float
+    ends: float
+    update: float
+    timeline: Timeline
+
+    @property
+    def total(self) -> float:
+        """All cycles of the step."""
+        return self.timeline.makespan + self.ticks + self.ends + self.update
+
+    @property
+    def of_layers(self) -> float:
+        """The cycles of a stage's actions, the mean of all stages."""
+        return sum(self.timeline.busy) / len(self.timeline.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The cycles in which a stage idles, the mean of all stages."""
+        return self.timeline.makespan - self.of_layers
+
+
+def count_cycles(step: Step, program: Loop) -> StepCycles:
+    """The cycles of a training step.
+
+    Args:
+      step: the step.
+      program: the step's compiled program.
+
+    Raises:
+      ValueError: the program has no loop over ticks.
+    """
+    loops = program.find("ticks")
+    if len(loops) != 1:
+        raise ValueError(f"the compiled program has {len(loops)} loops over ticks; a step has 1")
+    (ticks,), schedule = loops, step.schedule
+    virtual_stages = range(schedule.placement.num_virtual_stages)
+    actions = {kind: tuple(_action(step, ticks, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
+    others = sum(_turned(loop) for loop in program.inner if loop is not ticks)
+    between = step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))
+    timeline = in_time(schedule, Work(actions, [0.0] * len(virtual_stages)))
+    return StepCycles(actions, float(between), _ends(step, ticks), float(program.own + others), timeline)
+
+
+def _action(step: Step, ticks: Loop, kind: str, virtual_stage: int) -> float:
+    """Cycles of one action, the mean of the slots that have a loop for it; 0 of a W that has nothing to do."""
+    names = {group.scope(g): g for g, group in enumerate(step.model.groups)}
+    layers = (step.ranges.stop - step.ranges.start)[virtual_stage].sum(axis=0)
+    passes = int(step.ranges.passes_of[virtual_stage])
+
+    def turned(loop: Loop) -> float:
+        if loop.name in names:
+            trips = layers[names[loop.name]] / passes
+        elif any(inner.name in names for inner in loop.walk()):
+            trips = passes
+        else:
+            return _turned(loop)
+        return float(trips * (loop.own + sum(map(turned, loop.inner))))
+
+    if loops := ticks.find(kind):
+        return sum(loop.own + sum(map(turned, loop.inner)) for loop in loops) / len(loops)
+    inner = [loop for loop in ticks.inner if kind in loop.scope.split("/")]
+    return (_unlooped(ticks, kind) + sum(map(turned, inner))) / sum(kind in slot.kinds for slot in step.table.slots)
+
+
+def _unlooped(ticks: Loop, kind: str) -> float:
+    """Cycles of actions that each tick has exactly once (K=1), and no loop around them."""
+    if ticks.find(kind):
+        return 0.0
+    return sum(operation.cycles for operation in ticks.operations if kind in operation.op_name.split("/"))
+
+
+def _ends(step: Step, ticks: Loop) -> float:
+    """Cycles of the first and the last layer, where all stages compute them together."""
+    total = 0.0
+    for name in ("enter", "leave", "back") if step.ends.shared else ():
+        turns = sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns)
+        loops = ticks.find(name)
+        total += turns * sum(loop.own + sum(map(_turned, loop.inner)) for loop in loops) / max(1, len(loops))
+    return total
+
+
+def _turned(loop: Loop) -> float:
+    """Cycles of a loop whose condition says how often it turns; once, if it doesn't."""
+    return (1 if loop.trips is None else loop.trips) * (loop.own + sum(map(_turned, loop.inner)))

@@ -21,6 +21,7 @@ from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
 from jpipe.planning.planner import Planner
+from jpipe.planning.request import Request
 from jpipe.planning.step import Step
 from jpipe.processes.progress import task
 from jpipe.processes.runtime import found_no_room, found_no_tiles
@@ -28,10 +29,10 @@ from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.simulate import Timeline
 from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, chip_of, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
-from jpipe.tools.compiled_program import Loop, compile_with_text, read
+from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read, with_waits
 from jpipe.tools.memory_model import on_device
 from jpipe.tools.step_cost import Parts, StepCost
-from jpipe.tools.step_cycles import count_cycles, with_waits
+from jpipe.tools.summary import remedies
 from jpipe.tools.time_model import Network, predict_time
 from jpipe.types import Batch, Device
 
@@ -256,7 +257,7 @@ def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTr
         used, most = bytes_in_words(held.total), bytes_in_words(room)
         message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
         rest = held.total - held.temporaries
-        return replace(known, fits=False, message=message, advice=_advice(pipe, rest, held.temporaries))
+        return replace(known, fits=False, message=message, advice=_advice(pipe.planner.request, rest, held.temporaries))
     share = held.total / chip.memory
     message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
     time = predict_time(pipe.planner, batch, chip, tx=tx)
@@ -296,7 +297,9 @@ def _without_room(predicted: Forecast, pipe: Pipeline, error: str) -> Forecast:
     used = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", error)  # the first number before one of these words
     left = max(0, int(float(used[1]) * UNITS[used[2]]) - held.total) if used else 0
     cost = replace(predicted.cost, bytes=Parts(held, temporaries=left))
-    return replace(predicted, fits=False, cost=cost, message=message, advice=_advice(pipe, held.total, left))
+    return replace(
+        predicted, fits=False, cost=cost, message=message, advice=_advice(pipe.planner.request, held.total, left)
+    )
 
 
 def _without_room_on_hosts(predicted: Forecast, room: int) -> Forecast:
@@ -347,15 +350,8 @@ def _collectives(planner: Planner, batch: Batch, title: str) -> dict[tuple[str, 
     return sent
 
 
-def _advice(pipe: Pipeline, held: int, temporaries: int) -> tuple[str, ...]:
-    """Settings that would take less memory, by the largest part first."""
-    request, remedies = pipe.planner.request, []
-    if temporaries > held:
-        remedies += ['remat="stage" keeps less from forward to backward'] * (not request.remat.keep_inputs)
-        remedies += ["more micro-batches of fewer examples each"]
-    remedies += [f"more stages than {request.schedule.num_stages}, so that each has fewer layers"]
-    if request.splits.batch_axes and request.splits.num_shards > 1:
-        remedies += [f"shard_over={request.splits.batch_axes!r} splits parameters and their optimiser over data axes"]
-    remedies += ['cast="use" keeps no narrow copy of the weights'] * (request.options.cast == "step")
-    remedies += ['ends="spread" lays the weights of the ends on all stages'] * (request.options.ends == "own")
-    return tuple(f"would help: {remedy}" for remedy in remedies)
+def _advice(request: Request, held: int, temporaries: int) -> tuple[str, ...]:
+    """Settings that would take less memory; what makes temporaries smaller first, if those are most of it."""
+    smaller = remedies(request)
+    parts = ["residuals"] * (temporaries > held) + ["parameters", "casts"]
+    return tuple(dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part]))

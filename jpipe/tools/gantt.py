@@ -1,6 +1,8 @@
-"""Draws the parts of a figure: a row of bars for each stage, what stages hold, and the legend."""
+"""Draws figures with matplotlib: timelines as rows of bars, one for each stage, over what stages hold; and profiles."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,10 @@ from matplotlib.text import Text
 from jpipe.schedules.actions import Action
 from jpipe.schedules.simulate import Span, Timeline
 from jpipe.tools import palette
+from jpipe.tools.measure import MILLISECONDS, StageTimes
 
+Target = str | os.PathLike[str] | BytesIO | None
+"""Where a picture is saved; None for a figure of pyplot's, which isn't."""
 HEIGHT = 0.86
 """The height of a stage's bars; stages are 1 apart."""
 
@@ -134,3 +139,167 @@ def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: 
         handles["micro-batches in flight"] = Patch(facecolor=palette.MEMORY)
     look |= {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}, "frameon": False, "fontsize": palette.TEXT}
     where.legend(list(handles.values()), list(handles), **look)
+
+
+# --- figures of timelines ---------------------------------------------------------------------------------------------
+
+
+def draw_timelines(
+    timelines: Sequence[Timeline], path: Target, unit: str | None, *, width: float | None = None, memory: bool = True
+) -> Figure:
+    """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
+    panels = []
+    for timeline in timelines:
+        panels += [("bars", timeline), *[("memory", timeline)] * (memory and timeline.schedule.trains)]
+    heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]
+    size = (width or _width(timelines), sum(heights) + 0.25 * len(timelines) + 0.06 * len(panels) + 0.7)
+    figure = _new_figure(path, size)
+    figure.get_layout_engine().set(h_pad=0.04, w_pad=0.06, hspace=0.0)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    column[0].set_xlim(0, max(timeline.makespan for timeline in timelines))
+    scale = max(1.0, *map(peak, timelines))
+    for axes, (draw, timeline) in zip(column, panels, strict=True):
+        if draw == "bars":
+            draw_gantt(axes, timeline)
+            _title(axes, f"{timeline.schedule.title}; {timeline.in_numbers}")
+        else:
+            draw_memory(axes, timeline, scale=scale)
+            axes.set_ylabel("memory", fontsize=palette.TEXT)
+        axes.spines["bottom"].set_visible(axes is column[-1])
+        axes.tick_params(bottom=axes is column[-1])
+    column[-1].set_xlabel(_time_label(timelines, unit), fontsize=palette.TEXT)
+    return _finish(figure, timelines, path, memory=any(draw == "memory" for draw, _ in panels))
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize=palette.TITLE, fontweight="bold", loc="left", pad=4)
+    axes.tick_params(labelsize=palette.TEXT)
+
+
+def draw_alone(axes: Axes, timeline: Timeline, unit: str | None) -> None:
+    """Draws a timeline's bars into axes of the caller's, with a legend beside them."""
+    axes.set_xlim(0, timeline.makespan)
+    draw_gantt(axes, timeline)
+    axes.set_title(str(timeline), fontsize=palette.TEXT)
+    axes.set_xlabel(_time_label([timeline], unit))
+    draw_legend(axes, [timeline], loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _finish(figure: Figure, timelines: Sequence[Timeline], path: Target, *, memory: bool = False) -> Figure:
+    """The figure with a legend of its timelines below it; saved, if it has a path."""
+    columns = 5 if figure.get_figwidth() > 7.5 else 2
+    draw_legend(figure, timelines, memory=memory, loc="outside lower center", ncols=columns)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _new_figure(path: Target, size: tuple[float, float]) -> Figure:
+    """A figure of pyplot's, for a window or a notebook, unless it is to be saved."""
+    if path is not None:
+        return Figure(figsize=size, layout="constrained")
+    from matplotlib import pyplot
+
+    return pyplot.figure(figsize=size, layout="constrained")
+
+
+def _width(timelines: Sequence[Timeline]) -> float:
+    """Inches: bars as wide as two digits; at least half a page, and at most a screen (a page, for several)."""
+    lengths = [span.end - span.start for timeline in timelines for span in timeline.spans]
+    narrowest = min(length for length in lengths if length > 0)  # a W may take no time
+    longest = max(timeline.makespan for timeline in timelines)
+    return 1.2 + min(8.0 if len(timelines) > 1 else 13.0, max(5.0, 0.11 * longest / narrowest))
+
+
+def _height(draw: str, timeline: Timeline, num_timelines: int) -> float:
+    """Inches of a panel; the more stages and the more timelines, the less for each stage."""
+    num_stages = timeline.schedule.num_stages
+    most, least = (0.25, 0.165) if draw == "bars" else (0.23, 0.15)
+    return num_stages * (least if num_timelines > 2 else max(least, most - 0.01 * max(0, num_stages - 4)))
+
+
+def _time_label(timelines: Sequence[Timeline], unit: str | None) -> str:
+    """The label of the axis of time: the user's unit, or a forward where all take 1, or just "time"."""
+    if unit is not None:
+        return f"time ({unit})"
+    forwards = [(s, t.schedule.num_chunks) for t in timelines for s in t.spans if s.action.kind == "F"]
+    if all(abs((span.end - span.start) * num_chunks - 1.0) < 1e-9 for span, num_chunks in forwards):
+        return "time (1 = the forward of one micro-batch on one stage)"
+    return "time (unit of the simulated times)"
+
+
+# --- figures of profiles ----------------------------------------------------------------------------------------------
+
+
+SLICE_COLOURS: dict[str, palette.RGB] = {
+    "computation": palette.COLOURS["F"],
+    "recomputation": palette.COLOURS["R"],
+    "bubble": palette.BUBBLE,
+    "imbalance": (0.62, 0.62, 0.62),
+    "transfer and set-up": palette.MEMORY,
+    "weight update": palette.COLOURS["W"],
+}
+NARROWEST = 0.045
+"""The share of the step from which on a slice has its number in it."""
+
+
+def draw_profile(
+    slices: Mapping[str, float], stages: StageTimes, timeline: Timeline, path: str | os.PathLike[str] | None
+) -> Figure:
+    """Draws a profile; see `Profile.plot`.
+
+    Args:
+      slices: seconds of the step by `SLICES`.
+      stages: seconds of the stages.
+      timeline: the timeline that follows from these.
+      path: where to save the picture; None draws into a new pyplot figure.
+    """
+    num_stages = len(stages.forward)
+    line = max(0.16, 0.3 - 0.02 * num_stages)
+    heights = [0.85, line * num_stages + 0.25, line * num_stages + 0.25]
+    figure = _new_figure(path, (7.0, sum(heights) + 0.55 * len(heights) + 0.3))
+    figure.get_layout_engine().set(h_pad=0.05, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    column = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    _draw_slices(column[0], slices)
+    _draw_stages(column[1], stages)
+    column[2].set_xlim(0, timeline.makespan)
+    draw_gantt(column[2], timeline)
+    in_numbers = f"{timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}"
+    _title(column[2], f"Timeline, predicted from the stages' times: {in_numbers}")
+    column[2].set_xlabel("ms", fontsize=palette.TEXT)
+    return _finish(figure, [timeline], path)
+
+
+def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
+    """One bar as long as the step, in its slices."""
+    left, step = 0.0, sum(slices.values())
+    for name, colour in SLICE_COLOURS.items():
+        width, share = slices[name] * MILLISECONDS, slices[name] / step
+        bar = axes.barh(0, width, left=left, color=colour, edgecolor="white", lw=0.6, label=f"{name} {share:.1%}")
+        if share >= NARROWEST:
+            look = {"color": palette.text_colour(colour), "fontsize": palette.TEXT}
+            axes.bar_label(bar, [f"{share:.0%}"], label_type="center", **look)
+        left += width
+    _title(axes, f"A step of {step * MILLISECONDS:.3g} ms, by what its time goes into")
+    axes.set_xlim(0, left)
+    axes.set_yticks([])
+    axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize=palette.TEXT)
+
+
+def _draw_stages(axes: Axes, stages: StageTimes) -> None:
+    """A bar for each stage: forward, what is computed anew, backward; a line at the mean."""
+    positions = np.arange(len(stages.forward))
+    left = np.zeros(len(positions))
+    for kind, times in (("F", stages.forward), ("R", stages.recompute), ("B", stages.backward)):
+        widths = np.asarray(times) * MILLISECONDS
+        hatch = palette.HATCH.get(kind)
+        axes.barh(positions, widths, left=left, color=palette.COLOURS[kind], hatch=hatch, edgecolor="white", lw=0.6)
+        left += widths
+    mean = float(left.mean())
+    axes.axvline(mean, color="black", linewidth=0.8, linestyle=":")
+    for stage, end in enumerate(left):
+        write_beside(axes, f"{end / mean:.2f} of the mean", (end, stage))
+    _title(axes, "Stages alone: ms for one micro-batch (dotted: the mean)")
+    axes.set_xlim(0, 1.15 * float(left.max()))
+    label_stages(axes, len(positions))

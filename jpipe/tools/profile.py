@@ -111,9 +111,9 @@ class Profile:
         from jpipe.tools.figures import check_matplotlib
 
         check_matplotlib()
-        from jpipe.tools.picture import draw
+        from jpipe.tools.gantt import draw_profile
 
-        return draw(self.slices, self.stages, self.predicted, path)
+        return draw_profile(self.slices, self.stages, self.predicted, path)
 
     def view(self, *, path: str | os.PathLike[str] | None = None) -> Page:
         """The page of `pipe.view()` with the stages' times as measured, and the bytes of this state's optimiser."""

@@ -15,10 +15,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jpipe
+from compiled_transfers import HOST_MOVES, counted, transfers
 from gpu_program import needs_gpu_compiler
 from jpipe.schedules.ticks import lower
 from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import HOST_MOVES, read, transfers
+from jpipe.tools.compiled_program import read
 
 pytestmark = needs_gpu_compiler
 
@@ -104,9 +105,9 @@ def test_no_loop_of_a_steady_tick_stops_the_host(schedule, chunks, remat):
     steady = max(run.stop - run.start for run in runs if all(run.together))
     (loop,) = [loop for loop in program.find("ticks") if loop.trips == steady]
     ends = {"Dense.0", f"Dense.{len(pipe.planner.plan.traced.groups) - 1}"}  # as large as blocks here: loops of 0 or 1
-    inner = [one for one in loop.walk() if one is not loop]
-    assert {one.name for one in inner if not one.counted} <= ends
-    assert any(one.counted for one in inner)
+    inner = [each for one in loop.walk() for each in counted(one)]
+    assert {one.name for one, count in inner if not count} <= ends
+    assert any(count for _, count in inner)
 
 
 def test_residuals_of_an_end_that_all_stages_compute_are_written_in_place():

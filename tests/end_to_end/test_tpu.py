@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpipe
-from jpipe.tools.compiled_program import FETCH, HOST_MOVES, SEND
+from compiled_transfers import FETCH, HOST_MOVES, SEND
 from tpu_program import Loop, compile_with_text, large_moves, needs_tpu_compiler, read, tpu_devices, transfers
 
 pytestmark = needs_tpu_compiler

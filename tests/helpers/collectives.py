@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.tools.compiled_program import RAGGED
-from jpipe.tools.step_cycles import axes_along, groups_of
+from jpipe.tools.compiled_program import RAGGED, axes_along, groups_of
 
 KINDS = (
     "collective-permute",

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from compiled_transfers import transfers as transfers
 from jpipe.tools.compiled_program import Loop as Loop
 from jpipe.tools.compiled_program import Operation as Operation
 from jpipe.tools.compiled_program import compile_with_text as compile_with_text
 from jpipe.tools.compiled_program import read as read
-from jpipe.tools.compiled_program import transfers as transfers
 
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"

@@ -19,7 +19,7 @@ OTHERS = (
     # `test_amoebanet_d_has_the_parameters_of_table_1` counts those of the same cells.
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
     # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
-    "test_step_cycles.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
+    "test_compiled_program.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
     # `test_whole_decoding` has outputs that no loss reads.
     "test_registry_models.py::test_outputs_that_the_loss_does_not_read_are_none",
     "test_fuzz.py::test_a_call_that_hangs_dies_or_raises_is_a_result",

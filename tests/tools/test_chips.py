@@ -10,9 +10,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from gpu_program import needs_gpu_compiler
-from jpipe.mesh.users_mesh import make_mesh
+from jpipe.mesh.users_mesh import make_mesh, rings_of
 from jpipe.tools.chips import CHIPS, EXAMPLES, HOSTS, chip_of, parse_topology, stand_ins_of
-from jpipe.tools.time_model import rings_of
 from tpu_program import needs_tpu_compiler
 
 

@@ -1,11 +1,12 @@
-"""The bars of stages; that they are the timeline's is in `test_figures.py`."""
+"""The bars of stages, which are the timeline's (`test_figures.py`); and the picture of a profile."""
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import jpipe
-from jpipe.tools.gantt import HEIGHT, corners, draw_legend, draw_memory, peak
+from jpipe.tools.gantt import HEIGHT, corners, draw_legend, draw_memory, draw_profile, peak
+from jpipe.tools.measure import SLICES, StageTimes
 
 
 def make(name, num_chunks=1, **times):
@@ -58,3 +59,19 @@ def test_a_bar_lies_around_its_stage():
     bar = next(make("interleaved", 2).bars)
     low, high = bar.stage - HEIGHT / 2, bar.stage + HEIGHT / 2
     assert corners(bar)[::2] == [(bar.start, low), (bar.end, high)]
+
+
+def test_bars_of_a_profile_are_as_long_as_its_times(tmp_path):
+    stages = StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3))
+    timeline = stages.timeline(jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=4))
+    slices = dict(zip(SLICES, (0.05, 0.02, 0.02, 0.005, 0.003, 0.002), strict=True))
+    figure = draw_profile(slices, stages, timeline, tmp_path / "profile.png")
+    assert (tmp_path / "profile.png").stat().st_size > 10_000
+    step, alone, gantt = figure.axes
+    assert [bar.get_width() for bar in step.patches] == pytest.approx([50, 20, 20, 5, 3, 2])
+    assert [text.get_text() for text in step.texts] == ["50%", "20%", "20%", "5%"], "no numbers in narrow slices"
+    assert [bar.get_width() for bar in alone.patches] == pytest.approx([1, 2, 0, 3, 2, 4])
+    assert [text.get_text() for text in alone.texts] == ["0.50 of the mean", "1.50 of the mean"]
+    assert gantt.get_title(loc="left").startswith(
+        f"Timeline, predicted from the stages' times: {timeline.makespan:.3g} ms"
+    )

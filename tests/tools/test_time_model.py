@@ -11,14 +11,13 @@ import pytest
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe.mesh.users_mesh import make_mesh
+from jpipe.mesh.users_mesh import Torus, make_mesh
 from jpipe.partitioner.conversions import Sent
 from jpipe.partitioner.rings import HIDDEN
 from jpipe.tools.chips import CHIPS, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP
 from jpipe.tools.memory_model import predict_host_memory
-from jpipe.tools.time_model import Network, bearable_share, layer_seconds, predict_time, rings_of
-from tpu_program import needs_tpu_compiler, tpu_devices
+from jpipe.tools.time_model import Network, bearable_share, layer_seconds, predict_time
 
 LINKS, ADAPTER = CHIPS["h100"].link_bandwidth, CHIPS["h100"].network_bandwidth
 
@@ -57,7 +56,7 @@ def test_a_ring_along_several_axes_has_the_adapters_of_all_its_devices_on_a_host
 
 
 def test_no_ring_is_faster_than_links():
-    wide = Network(CHIPS["h100"], (("data", 32),), (0,) * 16 + (1,) * 16)
+    wide = Network(CHIPS["h100"], Torus("h100", (("data", 32),)), (0,) * 16 + (1,) * 16)
     assert wide.bandwidth(["data"]) == LINKS < 16 * ADAPTER
 
 
@@ -80,7 +79,8 @@ def test_seconds_are_those_of_each_collective_along_its_axes():
 def on_torus(chip, *shape, **sizes):
     """The network of TPUs in a slice of this shape, in the order of their coordinates."""
     places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), -1)
-    return Network(CHIPS[chip], tuple(sizes.items()), coordinates=tuple(tuple(map(int, place)) for place in places))
+    coordinates = tuple(tuple(map(int, place)) for place in places)
+    return Network(CHIPS[chip], Torus(chip, tuple(sizes.items()), coordinates))
 
 
 @pytest.mark.parametrize(
@@ -93,52 +93,12 @@ def test_a_collective_has_the_links_of_the_torus(chip, shape, links):
     assert found.bandwidth(["model"]) == links * CHIPS[chip].link_bandwidth
 
 
-@pytest.mark.parametrize(
-    ("chip", "shape"), [("v5p", (2, 1, 1)), ("v5e", (2, 2)), ("v5e", (2, 4)), ("v5p", (2, 2, 2)), ("v5e", (3, 2))]
-)
-def test_neighbours_on_a_ring_have_a_link(chip, shape):
-    found = on_torus(chip, *shape, stage=1, model=math.prod(shape))
-    order = found.ring("model")
-    assert sorted(order) == list(range(math.prod(shape)))
-    places = np.asarray(found.coordinates)[[*order, order[0]]]
-    assert (np.abs(np.diff(places, axis=0)).sum(1) == 1).all()
-
-
-def test_a_ring_goes_round_the_torus():
-    cube = on_torus("v5p", 4, 4, 4, stage=16, model=4)
-    assert cube.ring("model") == (0, 1, 2, 3) and cube.ring("stage") == ()
-
-
-@pytest.mark.parametrize(("chip", "shape"), [("v5e", (4, 1)), ("v5e", (3, 3)), ("v5e", (4, 4)), ("h100", (4,))])
-def test_no_ring(chip, shape):
-    """A line, devices of which one is left over, too many; and GPUs."""
-    found = on_torus(chip, *shape, model=math.prod(shape))
-    assert (replace(found, coordinates=()) if chip == "h100" else found).ring("model") == ()
-
-
 def test_what_goes_by_a_ring_is_mostly_hidden():
     found = on_torus("v5e", 2, 2, stage=1, model=4)
     (permuted, gathered) = (
         Sent(kind, ("model",), 4, (), "float32", 1e9, (3,), (), "") for kind in ("permute", "all_gather")
     )
     assert found.seconds([permuted]) == pytest.approx((1 - HIDDEN) * found.seconds([gathered]))
-
-
-def test_rings_are_those_of_tpus():
-    assert rings_of(make_mesh(stage=2, model=4)) == ()
-
-
-@needs_tpu_compiler
-def test_a_pipeline_has_rings_along_axes_that_split_weights():
-    mesh = make_mesh(stage=2, data=1, model=4, devices=tpu_devices("v5p:2x2x2"))
-
-    def rings(**options):
-        layers = [jnp.sin, jnp.cos]
-        pipe = jpipe.Pipeline(layers, None, num_stages=2, num_microbatches=2, mesh=mesh, **options)
-        return dict(pipe.planner.request.splits.rings)
-
-    assert rings().keys() == {"model"} and sorted(rings()["model"]) == [0, 1, 2, 3]
-    assert rings(rings=False) == {}
 
 
 # --- the time of a step -----------------------------------------------------------------------------------------------
