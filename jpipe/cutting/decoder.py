@@ -9,7 +9,8 @@ from itertools import pairwise
 import jax
 
 from jpipe.cutting.module import Read, WholeModel, told_of, without_unread
-from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, places_again, unused_parts
+from jpipe.cutting.pieces import Cutting, NoSuchPlace, places_again, unused_parts
+from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part
 from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import AnyLayer, describe
@@ -110,7 +111,7 @@ def places_of(model: CutModel, traced: Traced) -> list[int]:
     except NoSuchPlace as error:
         raise ValueError(
             f"generate: {model.whole.layer.name} does in decode mode other things than in training behind the piece "
-            f"{model.names[error.index]}: no place there bears arrays of the same dtypes behind the same parameters; "
+            f"{model.names[error.args[0]]}: no place there bears arrays of the same dtypes behind the same parameters; "
             "mark places that both have by x = jpipe.cut(x)"
         ) from None
 
