@@ -108,7 +108,9 @@ def compiled_ms(setting: Setting) -> float:
     _, text = compile_with_text(lowered_step(pipe, TX, batch))
     clock = CHIPS[setting.chip].clock
     assert clock is not None
-    return 1e3 * count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text)).total / clock
+    return (
+        1e3 * count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text)).parts.total / clock
+    )
 
 
 # --- counted in programs for GPUs -------------------------------------------------------------------------------------

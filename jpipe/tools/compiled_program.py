@@ -26,6 +26,7 @@ from jax.stages import Compiled, Lowered
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Timeline, Work, in_time
 from jpipe.tools.chips import Chip
+from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import Network
 
 PERMUTE, RAGGED = "collective-permute", "ragged-all-to-all"
@@ -403,32 +404,15 @@ class StepCycles:
 
     Attributes:
       actions: by kind, the cycles of one action of each virtual stage `[K*V]`.
-      ticks: the cycles of all ticks, beyond their actions.
-      ends: the cycles of the first and the last layer where all stages compute them together.
-      update: the cycles outside of ticks: the optimiser's update above all.
+      parts: the cycles of the step: of a stage's actions ("layers") and those in which it idles ("bubble"), each the
+        mean of all stages; of all ticks beyond their actions ("ticks"); of the first and the last layer where all
+        stages compute them together ("ends"); and those outside of ticks, of the optimiser's update above all.
       timeline: the schedule with these actions, in cycles.
     """
 
     actions: dict[str, tuple[float, ...]]
-    ticks: float
-    ends: float
-    update: float
+    parts: Parts[float]
     timeline: Timeline
-
-    @property
-    def total(self) -> float:
-        """All cycles of the step."""
-        return self.timeline.makespan + self.ticks + self.ends + self.update
-
-    @property
-    def of_layers(self) -> float:
-        """The cycles of a stage's actions, the mean of all stages."""
-        return sum(self.timeline.busy) / len(self.timeline.busy)
-
-    @property
-    def bubble(self) -> float:
-        """The cycles in which a stage idles, the mean of all stages."""
-        return self.timeline.makespan - self.of_layers
 
 
 def count_cycles(step: Step, program: Loop) -> StepCycles:
@@ -447,10 +431,13 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
     (ticks,), schedule = loops, step.schedule
     virtual_stages = range(schedule.placement.num_virtual_stages)
     actions = {kind: tuple(_action(step, ticks, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
-    others = sum(_turned(loop) for loop in program.inner if loop is not ticks)
-    between = step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))
     timeline = in_time(schedule, Work(actions, [0.0] * len(virtual_stages)))
-    return StepCycles(actions, float(between), _ends(step, ticks), float(program.own + others), timeline)
+    layers = sum(timeline.busy) / len(timeline.busy)
+    between = step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))
+    update = program.own + sum(_turned(loop) for loop in program.inner if loop is not ticks)
+    parts = {"layers": layers, "bubble": timeline.makespan - layers}
+    parts |= {"ticks": float(between), "ends": _ends(step, ticks), "update": float(update)}
+    return StepCycles(actions, Parts(parts), timeline)
 
 
 def _action(step: Step, ticks: Loop, kind: str, virtual_stage: int) -> float:

@@ -276,15 +276,14 @@ def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
 def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | None, mesh: Mesh) -> Forecast:
     """Adds cycles, and seconds if the chip's clock is known; transfers take as long as the chip waits for them."""
     cycles = count_cycles(step, program)
-    by_kind = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}
-    others = {"ticks": cycles.ticks, "ends": cycles.ends, "update": cycles.update}
+    by_kind, parts = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}, cycles.parts
+    others = {name: parts[name] for name in ("ticks", "ends", "update")}
     seconds, timeline = Parts(), cycles.timeline
     if chip is not None and chip.clock is not None:
-        whole = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
-        timeline = whole.timeline
-        slices = {"layers": cycles.of_layers, "bubble": whole.bubble, "between layers": cycles.ticks + cycles.ends}
-        links = (whole.total - whole.bubble) - (cycles.total - cycles.bubble)
-        slices |= {"update": cycles.update, "links": links}
+        waits = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
+        timeline, bubble = waits.timeline, waits.parts.bubble
+        slices = {"layers": parts.layers, "bubble": bubble, "between layers": parts.ticks + parts.ends}
+        slices |= {"update": parts.update, "links": waits.parts.total - bubble - (parts.total - parts.bubble)}
         seconds = Parts({name: count / chip.clock for name, count in slices.items()})
     cost = replace(predicted.cost, seconds=seconds, timeline=timeline)
     return replace(predicted, cycles=by_kind | others, cost=cost)
