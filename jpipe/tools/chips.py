@@ -59,28 +59,16 @@ class Gpu:
         major, minor = self.capability
         return f"""
             gpu_device_info {{
-              threads_per_block_limit: 1024
-              threads_per_warp: 32
-              shared_memory_per_block: 49152
+              threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+              shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_memory}
               shared_memory_per_block_optin: {self.shared_memory - self.reserved}
-              shared_memory_per_core: {self.shared_memory}
-              threads_per_core_limit: 2048
-              core_count: {self.multiprocessors}
-              fpus_per_core: {self.cores}
-              block_dim_limit_x: 2147483647
-              block_dim_limit_y: 65535
-              block_dim_limit_z: 65535
-              memory_bandwidth: {self.memory_bandwidth}
-              l2_cache_size: {self.cache}
-              clock_rate_ghz: {self.clock / 1e9}
-              device_memory_size: {self.memory}
+              core_count: {self.multiprocessors} fpus_per_core: {self.cores} clock_rate_ghz: {self.clock / 1e9}
+              block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+              device_memory_size: {self.memory} memory_bandwidth: {self.memory_bandwidth} l2_cache_size: {self.cache}
               cuda_compute_capability {{ major: {major} minor: {minor} }}
-              registers_per_core_limit: 65536
-              registers_per_block_limit: 65536
+              registers_per_core_limit: 65536 registers_per_block_limit: 65536
             }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 8 }}
-            device_description_str: "{self.kind}"
+            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{self.kind}"
         """
 
 

@@ -116,18 +116,14 @@ class Space:
         splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
         over = [replace(setting, shard_over=names) for names in dict.fromkeys([(), splitting])]
         yield [other for one in over for other in self.ends(one)]
-        yield [*self.fewer(setting), setting, *self._beside(setting, 1)]
+        yield [*self.beside(setting, -1), setting, *self.beside(setting, 1)]
         yield [
             self._with_pinned(replace(setting, schedule=name, num_chunks=V, remat=remat))
             for name, V in self._ways(setting.num_stages)
             for remat in MODES
         ]
 
-    def fewer(self, setting: Setting) -> list[Setting]:
-        """The setting with the next smaller M; none below."""
-        return self._beside(setting, -1)
-
-    def _beside(self, setting: Setting, steps: int) -> list[Setting]:
+    def beside(self, setting: Setting, steps: int) -> list[Setting]:
         """The setting with the M that is so many divisors of the batch further; none beyond the last."""
         counts = self._counts(setting)
         at = counts.index(setting.num_microbatches) + steps

@@ -181,11 +181,11 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     """
     step = planner.training_step(planner.for_training(batch))
     by_kind, _ = _by_layer(step, Network.of(chip, planner.request.mesh))
-    return sum(by_kind[kind].sum(axis=1) for kind in "FBR").tolist()
+    return np.sum([by_kind[kind].sum(axis=1) for kind in "FBR"], axis=0).tolist()
 
 
 def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
-    """The times of the stages' actions, those of their transfers alone; and those of the ends, as `_by_layer` has them."""
+    """The times of the stages' actions, those of their transfers alone; and those of the ends, as of `_by_layer`."""
     by_kind, ends = _by_layer(step, network)
     if step.paired_group is not None:
         _hide(step, by_kind, [*step.model.groups[step.paired_group].indices])
