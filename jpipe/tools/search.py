@@ -55,7 +55,7 @@ def measure_chip(devices: Sequence[Device]) -> Chip:
     memory = reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     name, speed = devices[0].device_kind, 8 * COPIED / copied
     flops, counted = 2 * WIDTH**3 / product, 8 * COPIED / passed
-    return Chip(name, flops, memory, speed, speed, clock=None, source="measured now", counted=counted)
+    return Chip(name, flops, memory, speed, speed, clock=None, counted=counted)
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Sequence[Device]) -> float:
