@@ -5,8 +5,6 @@ GPUs are described to their compiler, which compiles for a GPU whether or not it
 in its repository: a device says them of itself.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import math

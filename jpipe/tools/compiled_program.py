@@ -11,7 +11,6 @@ ends apart are under way meanwhile; what the operations in between leave of thei
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import tempfile
@@ -232,17 +231,14 @@ def _places_by_axes(axes: str, over: str) -> np.ndarray:
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
-    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
-    cuts = {name: {1, size} for name, size in sizes.items()}
-    for name, before, size in parts:
-        cuts[name] |= {int(before), int(before) * int(size)} if size else set()
-    pieces = [(name, a, b) for name, ends in cuts.items() for a, b in itertools.pairwise(sorted(ends))]
-    taken = [(name, int(before or 1), int(before or 1) * int(size or sizes[name])) for name, before, size in parts]
-    inside = [any(name == n and a <= start and end <= b for n, a, b in taken) for name, start, end in pieces]
-    shape = [end // start for _, start, end in pieces]
-    order = sorted(range(len(pieces)), key=lambda i: inside[i])
-    width = int(np.prod([size for size, is_in in zip(shape, inside, strict=True) if is_in]))
-    return np.arange(np.prod(shape, dtype=int)).reshape(shape).transpose(order).reshape(-1, width)
+    shape = tuple(sizes.values())
+    places = dict(zip(sizes, np.unravel_index(np.arange(np.prod(shape, dtype=int)), shape), strict=True))
+    for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over):
+        size = int(part or sizes[name])
+        inside = sizes[name] // (int(before or 1) * size)
+        places[name] = places[name] - places[name] // inside % size * inside  # the first of its group along this part
+    firsts = np.ravel_multi_index(tuple(places.values()), shape)
+    return np.argsort(firsts, kind="stable").reshape(len(np.unique(firsts)), -1)
 
 
 def _numbers(text: str) -> list[int]:

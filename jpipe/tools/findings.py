@@ -6,8 +6,6 @@ on a device of its own, and waits for no other. The times of stages can't tell t
 once, and a stage may lie on several hosts.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -235,7 +235,7 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
     """(compiled, its text if it is a TPU's)."""
     if device.platform == "tpu":
         return compile_with_text(lowered)
-    options = ABSENT if device.platform == "gpu" and _is_absent(device) else {}
+    options = ABSENT if device.platform == "gpu" and device not in jax.devices() else {}
     try:
         return lowered.compile(options), ""
     except jax.errors.JaxRuntimeError as error:
@@ -244,15 +244,11 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
         return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 
 
-def _is_absent(device: Device) -> bool:
-    """Whether programs only compile for a device."""
-    return device not in jax.devices()
-
-
 def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip) -> Forecast:
     """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
     device, held = pipe.mesh.devices.flat[0], known.cost.bytes
-    room = chip.room if _is_absent(device) else (device.memory_stats() or {}).get("bytes_limit", chip.room)
+    stats = device.memory_stats() if device in jax.devices() else None  # of a device that isn't there there are none
+    room = (stats or {}).get("bytes_limit", chip.room)
     if held.total > room:
         used, most = bytes_in_words(held.total), bytes_in_words(room)
         message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"

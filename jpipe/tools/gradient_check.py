@@ -6,8 +6,6 @@ parameters that are off by the last bit of the narrowest type that it computes i
 may differ from it by as much as it then differs from itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """`jpipe.plan`: searches for the settings that train a model fastest, by the models of time and memory."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -3,8 +3,6 @@
 The error of a step that finds no room gets a note: what the step holds, and what makes each part smaller.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -43,7 +43,7 @@ from jpipe.tools.chips import Chip
 from jpipe.tools.memory_model import holdings, optimizer_bytes
 from jpipe.tools.roofline import pass_seconds, roofline
 from jpipe.tools.step_cost import Parts, StepCost
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch
 
 ALONE = frozenset(["permute", "all_to_all"])
 """Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
@@ -151,7 +151,7 @@ def predict_time(
     timeline = in_time(schedule, work, hop, moves, paired=_paired_ticks(step))
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
-    passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
+    passes = _update_passes(step)
     held, hosted = optimizer_bytes(planner, batch, tx)
     update = (passes * holdings(plan).device["params"].bytes + 2 * (held + hosted)) / chip.pass_bandwidth
     goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
@@ -295,11 +295,12 @@ def _sent_to_all(step: Step) -> float:
     return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
 
 
-def _update_passes(planner: Planner, activations: PyTree) -> int:
+def _update_passes(step: Step) -> int:
     """How often the parameters' bytes are read or written once a step.
 
     Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
     with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
     """
-    narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(activations))
-    return 7 + 2 * (narrow and planner.request.options.cast == "step")
+    activations = jax.tree.leaves([layer.forward.results.outputs for layer in step.layers])
+    narrow = any(leaf.dtype.itemsize < 4 for leaf in activations)
+    return 7 + 2 * (narrow and step.plan.request.options.cast == "step")
