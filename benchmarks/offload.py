@@ -58,7 +58,7 @@ def cycles_of_tick(step: Step, program: Loop) -> str:
     if not program.own:
         return "-"
     cycles = count_cycles(step, program)
-    return f"{(sum(map(max, cycles.actions.values())) + cycles.ticks / step.table.num_ticks) / 1e6:.3f}"
+    return f"{(sum(map(max, cycles.actions.values())) + cycles.parts.ticks / step.table.num_ticks) / 1e6:.3f}"
 
 
 def row(size: Size, topology: str, offload: str, options: argparse.Namespace) -> tuple[list[str], int]:

@@ -109,7 +109,8 @@ def throughput(times: StageTimes, num_microbatches: int) -> float:
 
 def slices(times: StageTimes, num_microbatches: int) -> dict[str, float]:
     """Shares of the stages' time in a step, in percent, as `jpipe.profile` has them where only stages take time."""
-    model = StepModel(gpipe(times, num_microbatches), times, idle=0.0, setup=0.0, update=0.0, contention=1.0)
+    schedule = gpipe(times, num_microbatches)
+    model = StepModel(schedule, times, measured=times.makespan(schedule), update=0.0, idle=0.0)
     return {name: 100 * seconds / model.step() for name, seconds in zip(COMPARED, model.slices.values(), strict=False)}
 
 

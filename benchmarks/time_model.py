@@ -45,7 +45,7 @@ import jpipe
 from compiled_transfers import counted
 from gpu_program import compile_with_text as compile_for_gpu
 from gpu_program import kernels
-from jpipe.tools.chips import CHIPS, EXAMPLES, Chip, parse_topology
+from jpipe.tools.chips import CHIPS, Chip, parse_topology
 from jpipe.tools.compiled_program import Loop, Operation, compile_with_text, count_cycles, read
 from jpipe.tools.search import measure_chip
 from jpipe.tools.time_model import predict_time
@@ -108,7 +108,9 @@ def compiled_ms(setting: Setting) -> float:
     _, text = compile_with_text(lowered_step(pipe, TX, batch))
     clock = CHIPS[setting.chip].clock
     assert clock is not None
-    return 1e3 * count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text)).total / clock
+    return (
+        1e3 * count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text)).parts.total / clock
+    )
 
 
 # --- counted in programs for GPUs -------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def rates() -> None:
     for name, chip in CHIPS.items():
         if chip.clock is None:
             continue
-        device = jax.sharding.SingleDeviceSharding(parse_topology(f"{name}:{EXAMPLES[name]}").devices()[0])
+        device = jax.sharding.SingleDeviceSharding(parse_topology(f"{name}:{chip.example}").devices()[0])
         x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=device)
         small = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=device)
         one_pass, product, start = (

@@ -146,13 +146,11 @@ def check_context(mesh: Mesh) -> None:
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-TPUS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5": "v5p"} | {
-    name: name for name in ("v2", "v3", "v4", "v5p", "v6e")
-}
-"""TPUs by a part of what JAX calls them, those first that begin like others, and JAX's own before others."""
 CLOSED_AT = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16}
-"""The chips along a dimension of the torus whose ends are linked: a multiple of as many. By How to Scale Your Model,
-'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
+"""By version of TPUs, the chips along a dimension of the torus whose ends are linked: a multiple of as many. By How to
+Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
+TPUS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5": "v5p"} | {name: name for name in CLOSED_AT}
+"""TPUs by a part of what JAX calls them, those first that begin like others, and JAX's own before others."""
 IN_CUBES = ("v4", "v5p")
 """TPUs whose ends are linked only in slices of whole cubes of as many chips along each dimension."""
 LARGEST_RING = 8

@@ -5,8 +5,6 @@ GPUs are described to their compiler, which compiles for a GPU whether or not it
 in its repository: a device says them of itself.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import math
@@ -23,6 +21,8 @@ from jpipe.types import Device
 
 ABSENT: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 """The compiler's option for a GPU that isn't there: it would time kernels on it."""
+RESERVED = 1024
+"""The bytes of a multiprocessor's shared memory that the system keeps for each block."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Gpu:
       memory: bytes.
       memory_bandwidth: bytes/s.
       cache: bytes of the L2 cache.
-      shared_memory: bytes of a multiprocessor's shared memory; a block may have all but `reserved`.
-      reserved: bytes of it that the system keeps for each block.
+      shared_memory: bytes of a multiprocessor's shared memory; a block may have all but `RESERVED`.
     """
 
     kind: str
@@ -51,7 +50,6 @@ class Gpu:
     memory_bandwidth: int
     cache: int
     shared_memory: int
-    reserved: int = 1024
 
     @property
     def description(self) -> str:
@@ -59,28 +57,16 @@ class Gpu:
         major, minor = self.capability
         return f"""
             gpu_device_info {{
-              threads_per_block_limit: 1024
-              threads_per_warp: 32
-              shared_memory_per_block: 49152
-              shared_memory_per_block_optin: {self.shared_memory - self.reserved}
-              shared_memory_per_core: {self.shared_memory}
-              threads_per_core_limit: 2048
-              core_count: {self.multiprocessors}
-              fpus_per_core: {self.cores}
-              block_dim_limit_x: 2147483647
-              block_dim_limit_y: 65535
-              block_dim_limit_z: 65535
-              memory_bandwidth: {self.memory_bandwidth}
-              l2_cache_size: {self.cache}
-              clock_rate_ghz: {self.clock / 1e9}
-              device_memory_size: {self.memory}
+              threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+              shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_memory}
+              shared_memory_per_block_optin: {self.shared_memory - RESERVED}
+              core_count: {self.multiprocessors} fpus_per_core: {self.cores} clock_rate_ghz: {self.clock / 1e9}
+              block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+              device_memory_size: {self.memory} memory_bandwidth: {self.memory_bandwidth} l2_cache_size: {self.cache}
               cuda_compute_capability {{ major: {major} minor: {minor} }}
-              registers_per_core_limit: 65536
-              registers_per_block_limit: 65536
+              registers_per_core_limit: 65536 registers_per_block_limit: 65536
             }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 8 }}
-            device_description_str: "{self.kind}"
+            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{self.kind}"
         """
 
 
@@ -95,15 +81,8 @@ B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965e9, 191514411008, 767232000000
 
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
-DOCUMENTATION = "Cloud TPU documentation, system architecture of the version"
-CLOUD = f"{DOCUMENTATION}: FLOP/s, memory"
-BOOK = f"{CLOUD}; How to Scale Your Model, 'TPU specs': links"
-PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
-BOTH = f"{CLOUD}; {PAPER}"
-NVIDIA = "NVIDIA data sheets: of the SXM module, without sparsity; of the DGX or HGX host, its network"
 FRACTION, DEFAULT, MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75, 0.9
 """The variable that says which part of a GPU's memory JAX takes, its default, and the most that is commonly set."""
-PAIR = (("chip_config_name", "megacore"),)  # both cores are a device
 
 
 @dataclass(frozen=True)
@@ -114,12 +93,10 @@ class Host:
       bandwidth: bytes/s one way, of the device's link or its part of a chip's; the other way has as much besides.
       memory: bytes: the host's memory over the number of its devices. Programs get less: by default JAX pins at most
         64 GiB a process on GPUs (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`).
-      source: where the numbers are written, and what is only assumed.
     """
 
     bandwidth: float = 0.0
     memory: int = 0
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +110,6 @@ class Chip:
       memory_bandwidth: bytes/s.
       link_bandwidth: bytes/s one way, of one link between TPUs, of all links of a GPU.
       clock: cycles/s that a TPU compiler's estimates count; None for others.
-      source: where the numbers are written. The clock, if no source has it, is the peak over the products a cycle.
       example: a shape of a slice, which has as many numbers as all its shapes; empty if it has no slices.
       cores: the number of JAX's devices that one chip is.
       tile: rows and columns of a matrix unit, to which products are padded; 1 of others than TPUs. As
@@ -156,7 +132,6 @@ class Chip:
     memory_bandwidth: float
     link_bandwidth: float
     clock: float | None
-    source: str
     example: str = ""
     cores: int = 1
     tile: int = 1
@@ -185,32 +160,39 @@ class Chip:
         return self.tile > 1
 
 
-LINK = "How to Scale Your Model, 'TPU specs': typically 15 GB/s a chip"
-DGX = "NVIDIA's DGX systems in MLPerf inference 4.1, DGX B200 user guide: 2 TB of 8 GPUs. PCI Express x16, its peak"
-TPU_V2_HOST = Host(7.5e9, 334 * GB // 8, f"{LINK}: of two cores; v2 assumed alike. gpuhunt (dstack): 334 GB of 8 cores")
+# "How to Scale Your Model", 'TPU specs', has the links of TPUs: typically 15 GB/s a chip (two cores of v2 and v3; v2 is
+# assumed to be as v3), of v6e 32 GB/s. Those of GPUs are the peaks of PCI Express x16, generations 4 and 5. Memory by
+# gpuhunt (dstack) for v2 and v3; MLPerf training 0.7 (tpu-v4-16) for v4, of which no VM type was found; the Cloud TPU
+# documentation for v5e (ct5lp-hightpu-4t) and v5p; MLPerf inference 4.1 for v6e (tpu-v6-4) and NVIDIA's DGX systems;
+# the user guide of DGX B200. The host of 8 A100s has four switches, so that they may get less.
 HOSTS = {
-    **dict.fromkeys(("v2", "v3"), TPU_V2_HOST),
-    "v4": Host(15e9, 512 * GB // 8, f"{LINK}. MLPerf training 0.7, tpu-v4-16: 512 GB of 8 chips; no VM type was found"),
-    "v5e": Host(15e9, 192 * GB // 4, f"{LINK}. {DOCUMENTATION}, ct5lp-hightpu-4t: 192 GB of 4 chips"),
-    "v5p": Host(15e9, 448 * GB // 4, f"{LINK}. {DOCUMENTATION}, properties of a host: 448 GB of 4 chips"),
-    "v6e": Host(32e9, 720 * GB // 4, f"{LINK}, v6e 32 GB/s. MLPerf inference 4.1, tpu-v6-4: 720 GB of 4 chips"),
-    "a100": Host(31.5e9, 2000 * GB // 8, f"{DGX}, generation 4; 8 GPUs have four switches, and may get less"),
-    **dict.fromkeys(("h100", "h200", "b200"), Host(63e9, 2000 * GB // 8, f"{DGX}, generation 5: 504 GB/s of 8 GPUs")),
+    **dict.fromkeys(("v2", "v3"), Host(7.5e9, 334 * GB // 8)),
+    "v4": Host(15e9, 512 * GB // 8),
+    "v5e": Host(15e9, 192 * GB // 4),
+    "v5p": Host(15e9, 448 * GB // 4),
+    "v6e": Host(32e9, 720 * GB // 4),
+    "a100": Host(31.5e9, 2000 * GB // 8),
+    **dict.fromkeys(("h100", "h200", "b200"), Host(63e9, 2000 * GB // 8)),
 }
 """The hosts of the chips."""
+PAIR = (("chip_config_name", "megacore"),)  # both cores of a v4 are one device
+# FLOP/s and memory of TPUs are by the Cloud TPU documentation, "system architecture" of the version; clock and links of
+# v2 and v3 by Norrie et al., IEEE Micro 2021; links of others by "How to Scale Your Model", 'TPU specs'. A clock that
+# no source has is the peak over the products a cycle. GPUs are NVIDIA's SXM modules by its data sheets, without
+# sparsity, and have the network of their DGX or HGX host.
 CHIPS = {
     chip.name: replace(chip, host=HOSTS[chip.name])
     for chip in [
-        Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
-        Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
-        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK, "2x2x2", 1, 128, 16 * MIB, 0, 925e9, 0.59e-6, PAIR),
-        Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK, "2x4", 1, 128, 128 * MIB, 64 * MIB, 664e9, 1.22e-6),
-        Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK, "2x2x2", 1, 128, 64 * MIB, 0, 1988e9, 1.22e-6),
-        Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK, "2x4", 1, 256, 128 * MIB, 64 * MIB, 1316e9, 1.21e-6),
-        Chip("a100", 312e12, 80 * GB, 2.04e12, 300e9, None, NVIDIA, "8", gpu=A100, network_bandwidth=25e9),
-        Chip("h100", 989e12, 80 * GB, 3.35e12, 450e9, None, NVIDIA, "8", gpu=H100, network_bandwidth=50e9),
-        Chip("h200", 989e12, 141 * GB, 4.8e12, 450e9, None, NVIDIA, "8", gpu=H200, network_bandwidth=50e9),
-        Chip("b200", 2250e12, 180 * GB, 8e12, 900e9, None, NVIDIA, "8", gpu=B200, network_bandwidth=50e9),
+        Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
+        Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
+        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, "2x2x2", 1, 128, 16 * MIB, 0, 925e9, 0.59e-6, PAIR),
+        Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, "2x4", 1, 128, 128 * MIB, 64 * MIB, 664e9, 1.22e-6),
+        Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, "2x2x2", 1, 128, 64 * MIB, 0, 1988e9, 1.22e-6),
+        Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, "2x4", 1, 256, 128 * MIB, 64 * MIB, 1316e9, 1.21e-6),
+        Chip("a100", 312e12, 80 * GB, 2.04e12, 300e9, None, "8", gpu=A100, network_bandwidth=25e9),
+        Chip("h100", 989e12, 80 * GB, 3.35e12, 450e9, None, "8", gpu=H100, network_bandwidth=50e9),
+        Chip("h200", 989e12, 141 * GB, 4.8e12, 450e9, None, "8", gpu=H200, network_bandwidth=50e9),
+        Chip("b200", 2250e12, 180 * GB, 8e12, 900e9, None, "8", gpu=B200, network_bandwidth=50e9),
     ]
 }
 """The chips by name."""
@@ -221,9 +203,6 @@ MOST_GPUS = 8
 """The GPUs of one host, whose links are those of the table."""
 CUDA = (12, 13)
 """The versions of CUDA for which JAX has a compiler."""
-
-EXAMPLES = {name: chip.example for name, chip in CHIPS.items()}
-"""A shape of each."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +297,7 @@ def parse_topology(name: str) -> Topology:
     shape = [int(number) for number in match[2].split("x")] if match else []
     dimensions = chip.example.count("x") + 1 if chip else 0
     if chip is None or len(shape) not in ((1, 2) if chip.gpu else (dimensions,)):
-        names = ", ".join(f"{name}:{shape}" for name, shape in EXAMPLES.items())
+        names = ", ".join(f"{name}:{chip.example}" for name, chip in CHIPS.items())
         raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {names}")
     if chip.gpu and shape[-1] > MOST_GPUS:
         hosts = math.ceil(math.prod(shape) / MOST_GPUS)

@@ -1,7 +1,5 @@
 """The settings that a search may change, and its choices among them: how they are sorted, shown and advised on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,9 +93,9 @@ class Space:
         starts = []
         for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
             setting = Setting(axes, 1)
-            counts, ways = self._counts(setting), self._ways(setting.num_stages)
-            most = MICROBATCHES_A_STAGE * setting.num_stages
-            if setting.num_stages in self._allowed("num_stages", range(1, self.num_layers + 1)) and counts and ways:
+            num_stages, counts, ways = setting.num_stages, self._counts(setting), self._ways(setting.num_stages)
+            most = MICROBATCHES_A_STAGE * num_stages
+            if self.pinned.get("num_stages", num_stages) == num_stages and counts and ways:
                 count, (name, V) = max([m for m in counts if m <= most] or counts[:1]), ways[0]
                 starts.append(self._with_pinned(replace(setting, num_microbatches=count, schedule=name, num_chunks=V)))
         return sorted(starts, key=lambda start: math.prod(dict(start.axes)[name] for name in self.others))
@@ -116,18 +114,14 @@ class Space:
         splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
         over = [replace(setting, shard_over=names) for names in dict.fromkeys([(), splitting])]
         yield [other for one in over for other in self.ends(one)]
-        yield [*self.fewer(setting), setting, *self._beside(setting, 1)]
+        yield [*self.beside(setting, -1), setting, *self.beside(setting, 1)]
         yield [
             self._with_pinned(replace(setting, schedule=name, num_chunks=V, remat=remat))
             for name, V in self._ways(setting.num_stages)
             for remat in MODES
         ]
 
-    def fewer(self, setting: Setting) -> list[Setting]:
-        """The setting with the next smaller M; none below."""
-        return self._beside(setting, -1)
-
-    def _beside(self, setting: Setting, steps: int) -> list[Setting]:
+    def beside(self, setting: Setting, steps: int) -> list[Setting]:
         """The setting with the M that is so many divisors of the batch further; none beyond the last."""
         counts = self._counts(setting)
         at = counts.index(setting.num_microbatches) + steps
@@ -161,12 +155,8 @@ class Space:
     def _counts(self, setting: Setting) -> list[int]:
         """The M that there can be."""
         shards = math.prod(dict(setting.axes)[name] for name in self.data_axes)
-        counts = self._allowed("num_microbatches", divisors(self.batch_size))
+        counts = (m for m in divisors(self.batch_size) if self.pinned.get("num_microbatches", m) == m)
         return [m for m in counts if self.batch_size % (m * shards) == 0]
-
-    def _allowed(self, name: str, values: Iterable[int]) -> list[int]:
-        """The values that an argument may have: the user's alone, if it is pinned."""
-        return [value for value in values if self.pinned.get(name, value) == value]
 
     def _with_pinned(self, setting: Setting) -> Setting:
         """Replaces the searched settings that the user gave."""

@@ -1,7 +1,5 @@
 """`pipe.communication`: lists what devices send in a step, by loop, layer, axis and the user's line."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, replace

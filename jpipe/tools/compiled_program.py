@@ -11,7 +11,6 @@ ends apart are under way meanwhile; what the operations in between leave of thei
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import tempfile
@@ -26,6 +25,7 @@ from jax.stages import Compiled, Lowered
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Timeline, Work, in_time
 from jpipe.tools.chips import Chip
+from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import Network
 
 PERMUTE, RAGGED = "collective-permute", "ragged-all-to-all"
@@ -231,17 +231,14 @@ def _places_by_axes(axes: str, over: str) -> np.ndarray:
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
-    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
-    cuts = {name: {1, size} for name, size in sizes.items()}
-    for name, before, size in parts:
-        cuts[name] |= {int(before), int(before) * int(size)} if size else set()
-    pieces = [(name, a, b) for name, ends in cuts.items() for a, b in itertools.pairwise(sorted(ends))]
-    taken = [(name, int(before or 1), int(before or 1) * int(size or sizes[name])) for name, before, size in parts]
-    inside = [any(name == n and a <= start and end <= b for n, a, b in taken) for name, start, end in pieces]
-    shape = [end // start for _, start, end in pieces]
-    order = sorted(range(len(pieces)), key=lambda i: inside[i])
-    width = int(np.prod([size for size, is_in in zip(shape, inside, strict=True) if is_in]))
-    return np.arange(np.prod(shape, dtype=int)).reshape(shape).transpose(order).reshape(-1, width)
+    shape = tuple(sizes.values())
+    places = dict(zip(sizes, np.unravel_index(np.arange(np.prod(shape, dtype=int)), shape), strict=True))
+    for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over):
+        size = int(part or sizes[name])
+        inside = sizes[name] // (int(before or 1) * size)
+        places[name] = places[name] - places[name] // inside % size * inside  # the first of its group along this part
+    firsts = np.ravel_multi_index(tuple(places.values()), shape)
+    return np.argsort(firsts, kind="stable").reshape(len(np.unique(firsts)), -1)
 
 
 def _numbers(text: str) -> list[int]:
@@ -403,32 +400,15 @@ class StepCycles:
 
     Attributes:
       actions: by kind, the cycles of one action of each virtual stage `[K*V]`.
-      ticks: the cycles of all ticks, beyond their actions.
-      ends: the cycles of the first and the last layer where all stages compute them together.
-      update: the cycles outside of ticks: the optimiser's update above all.
+      parts: the cycles of the step: of a stage's actions ("layers") and those in which it idles ("bubble"), each the
+        mean of all stages; of all ticks beyond their actions ("ticks"); of the first and the last layer where all
+        stages compute them together ("ends"); and those outside of ticks, of the optimiser's update above all.
       timeline: the schedule with these actions, in cycles.
     """
 
     actions: dict[str, tuple[float, ...]]
-    ticks: float
-    ends: float
-    update: float
+    parts: Parts[float]
     timeline: Timeline
-
-    @property
-    def total(self) -> float:
-        """All cycles of the step."""
-        return self.timeline.makespan + self.ticks + self.ends + self.update
-
-    @property
-    def of_layers(self) -> float:
-        """The cycles of a stage's actions, the mean of all stages."""
-        return sum(self.timeline.busy) / len(self.timeline.busy)
-
-    @property
-    def bubble(self) -> float:
-        """The cycles in which a stage idles, the mean of all stages."""
-        return self.timeline.makespan - self.of_layers
 
 
 def count_cycles(step: Step, program: Loop) -> StepCycles:
@@ -447,10 +427,13 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
     (ticks,), schedule = loops, step.schedule
     virtual_stages = range(schedule.placement.num_virtual_stages)
     actions = {kind: tuple(_action(step, ticks, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
-    others = sum(_turned(loop) for loop in program.inner if loop is not ticks)
-    between = step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))
     timeline = in_time(schedule, Work(actions, [0.0] * len(virtual_stages)))
-    return StepCycles(actions, float(between), _ends(step, ticks), float(program.own + others), timeline)
+    layers = sum(timeline.busy) / len(timeline.busy)
+    between = step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))
+    update = program.own + sum(_turned(loop) for loop in program.inner if loop is not ticks)
+    parts = {"layers": layers, "bubble": timeline.makespan - layers}
+    parts |= {"ticks": float(between), "ends": _ends(step, ticks), "update": float(update)}
+    return StepCycles(actions, Parts(parts), timeline)
 
 
 def _action(step: Step, ticks: Loop, kind: str, virtual_stage: int) -> float:

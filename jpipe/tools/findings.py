@@ -6,11 +6,9 @@ on a device of its own, and waits for no other. The times of stages can't tell t
 once, and a stage may lie on several hosts.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 import numpy as np
@@ -26,7 +24,7 @@ from jpipe.planning.planner import Planner
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.orders import has_its_name, make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.tools.measure import LayerTimes, Measured, StageTimes, StepModel, by_stage, stage_of_layers
+from jpipe.tools.measure import LayerTimes, StageTimes, StepModel, by_stage, stage_of_layers
 from jpipe.types import Batch
 
 FACTORS = (0.25, 0.5, 2, 4)
@@ -52,11 +50,11 @@ class MicrobatchSize:
     step: float
 
 
-def recomputation_apart(planner: Planner, times: LayerTimes, measured: Measured) -> StageTimes:
+def recomputation_apart(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
     """The stages' times as measured, with recomputation apart from the rest of the backward."""
-    backward = np.asarray(measured.backward)
+    backward = np.asarray(stages.backward)
     again = backward * recomputed(planner, times)
-    return StageTimes(measured.forward, tuple((backward - again).tolist()), tuple(again.tolist()), measured.weight)
+    return replace(stages, backward=tuple((backward - again).tolist()), recompute=tuple(again.tolist()))
 
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
@@ -126,15 +124,13 @@ def microbatch_sizes(
       times: the times of the layers, at the micro-batches at hand and at others.
       others: schedules with other numbers of micro-batches; those count that layers were timed for.
     """
-    variants = {model.schedule.num_microbatches: (model.schedule, model.stages)}
-    for num_microbatches, costs in times.others.items():
-        stages = model.stages.scaled(_factors(planner, costs, times.here))
-        variants[num_microbatches] = others[num_microbatches], stages
-    sizes = []
-    for num_microbatches, (schedule, stages) in sorted(variants.items(), key=lambda item: item[0]):
-        size, bubble = batch_size(batch) // num_microbatches, stages.even.timeline(schedule).bubble_fraction
-        step = model.step(stages, schedule)
-        sizes.append(MicrobatchSize(num_microbatches, size, sum(stages.total) / size, bubble, step))
+    here, sizes = model.schedule.num_microbatches, []
+    for count in sorted({here, *times.others}):
+        schedule, stages, size = model.schedule, model.stages, batch_size(batch) // count
+        if count != here:
+            schedule, stages = others[count], stages.scaled(_factors(planner, times.others[count], times.here))
+        bubble, step = stages.even.timeline(schedule).bubble_fraction, model.step(stages, schedule)
+        sizes.append(MicrobatchSize(count, size, sum(stages.total) / size, bubble, step))
     return tuple(sizes)
 
 
@@ -178,11 +174,9 @@ def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) ->
         return ()
     stages = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
     processes_of = [{device.process_index for device in devices.flat} for devices in stages]
-    times = []
-    for p, (host, alone) in enumerate(zip(hosts, seconds, strict=True)):
-        stages_of_p = tuple(k for k, processes in enumerate(processes_of) if p in processes)
-        times.append(ProcessTime(p, host, stages_of_p, alone, alone / median_low(seconds)))
-    return tuple(times)
+    stages_of = lambda p: tuple(k for k, processes in enumerate(processes_of) if p in processes)
+    times = enumerate(zip(hosts, seconds, strict=True))
+    return tuple(ProcessTime(p, host, stages_of(p), alone, alone / median_low(seconds)) for p, (host, alone) in times)
 
 
 def host_names() -> list[str]:
@@ -234,7 +228,6 @@ def find(
     model: StepModel,
     times: LayerTimes,
     sizes: Sequence[MicrobatchSize],
-    noise: float = 0.0,
     processes: Sequence[ProcessTime] = (),
 ) -> tuple[Finding, ...]:
     """All findings, those that promise the most first.
@@ -246,14 +239,14 @@ def find(
       model: the model of the step's time.
       times: the times of the layers.
       sizes: other numbers of micro-batches, and the one at hand.
-      noise: the difference of the step's time from round to round, relative to that time.
       processes: the time of each of several processes for the same layers.
     """
-    findings = [*_slow_process(processes), *_around(model, noise)]
+    findings = list[Finding]()
     if _works(model):
-        changes = [*_balance(planner, model, times, max(WORTH, noise)), *_microbatches(model, sizes)]
+        changes = [*_balance(planner, model, times), *_microbatches(model, sizes)]
         changes += _recomputation(planner, model, times)
-        findings = [change for change in changes if change.promise is None or change.promise < 1 - noise] + findings
+        findings = [one for one in changes if one.promise is None or one.promise < 1 - model.noise]
+    findings += [*_slow_process(processes), *_around(model)]
     return tuple(sorted(findings, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
 
 
@@ -267,9 +260,9 @@ def _percent(promise: float) -> str:
     return f"{100 * (promise - 1):+.0f} %"
 
 
-def _balance(planner: Planner, model: StepModel, times: LayerTimes, worth: float) -> Iterator[Finding]:
+def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
     """Advises another cut, or other layers, if stages that take equally long would gain enough."""
-    total = np.asarray(model.stages.total)
+    total, worth = np.asarray(model.stages.total), max(WORTH, model.noise)
     slowest = int(total.argmax())
     if model.step(model.stages.even) / model.step() > 1 - worth:
         return
@@ -344,9 +337,9 @@ def _slow_process(processes: Sequence[ProcessTime]) -> Iterator[Finding]:
         )
 
 
-def _around(model: StepModel, noise: float) -> Iterator[Finding]:
+def _around(model: StepModel) -> Iterator[Finding]:
     """Names what takes long besides the stages' own work, and why the measurement may not be trusted."""
-    step = model.step()
+    step, noise = model.step(), model.noise
     set_up, update = (model.slices[name] / step for name in ("transfer and set-up", "weight update"))
     if noise > NOISY:
         yield Finding(

@@ -235,7 +235,7 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
     """(compiled, its text if it is a TPU's)."""
     if device.platform == "tpu":
         return compile_with_text(lowered)
-    options = ABSENT if device.platform == "gpu" and _is_absent(device) else {}
+    options = ABSENT if device.platform == "gpu" and device not in jax.devices() else {}
     try:
         return lowered.compile(options), ""
     except jax.errors.JaxRuntimeError as error:
@@ -244,15 +244,11 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
         return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 
 
-def _is_absent(device: Device) -> bool:
-    """Whether programs only compile for a device."""
-    return device not in jax.devices()
-
-
 def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip) -> Forecast:
     """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
     device, held = pipe.mesh.devices.flat[0], known.cost.bytes
-    room = chip.room if _is_absent(device) else (device.memory_stats() or {}).get("bytes_limit", chip.room)
+    stats = device.memory_stats() if device in jax.devices() else None  # of a device that isn't there there are none
+    room = (stats or {}).get("bytes_limit", chip.room)
     if held.total > room:
         used, most = bytes_in_words(held.total), bytes_in_words(room)
         message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
@@ -276,15 +272,14 @@ def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
 def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | None, mesh: Mesh) -> Forecast:
     """Adds cycles, and seconds if the chip's clock is known; transfers take as long as the chip waits for them."""
     cycles = count_cycles(step, program)
-    by_kind = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}
-    others = {"ticks": cycles.ticks, "ends": cycles.ends, "update": cycles.update}
+    by_kind, parts = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}, cycles.parts
+    others = {name: parts[name] for name in ("ticks", "ends", "update")}
     seconds, timeline = Parts(), cycles.timeline
     if chip is not None and chip.clock is not None:
-        whole = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
-        timeline = whole.timeline
-        slices = {"layers": cycles.of_layers, "bubble": whole.bubble, "between layers": cycles.ticks + cycles.ends}
-        links = (whole.total - whole.bubble) - (cycles.total - cycles.bubble)
-        slices |= {"update": cycles.update, "links": links}
+        waits = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
+        timeline, bubble = waits.timeline, waits.parts.bubble
+        slices = {"layers": parts.layers, "bubble": bubble, "between layers": parts.ticks + parts.ends}
+        slices |= {"update": parts.update, "links": waits.parts.total - bubble - (parts.total - parts.bubble)}
         seconds = Parts({name: count / chip.clock for name, count in slices.items()})
     cost = replace(predicted.cost, seconds=seconds, timeline=timeline)
     return replace(predicted, cycles=by_kind | others, cost=cost)

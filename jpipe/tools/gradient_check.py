@@ -6,8 +6,6 @@ parameters that are off by the last bit of the narrowest type that it computes i
 may differ from it by as much as it then differs from itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -167,9 +165,7 @@ def check_gradients(
     typed = jax.random.key(0) if key is None else as_key(key)
     with no_mesh(), jax.default_device(planner.request.mesh.devices.flat[0]):
         typed = jax.random.wrap_key_data(jax.device_get(jax.random.key_data(typed)), impl=jax.random.key_impl(typed))
-        plain = (
-            _of_reference(reference, planner, model) if reference else _of_layers(planner, model, trees, batch, typed)
-        )
+        plain = _of_reference(reference, planner, model) if reference else _of_layers(planner, trees, batch, typed)
         results, narrowest = _with_rounding(plain, params, trees, batch, typed)
     layers = {i: f"{i} ({planner.request.layers[i].name})" for i in sorted(grads)}
     paths = {i: parameter_paths(grads[i]) for i in layers}
@@ -189,11 +185,9 @@ def _couples(planner: Planner, micro: MicroBatch) -> tuple[str, ...]:
     assert loss is not None
     if micro.count > 1 and loss.at_once is None:
         try:
-            lying = planner.outputs_lie(micro)
+            gives, lying = model.groups[-1].gives, planner.outputs_lie(micro)
             with planner.tracing():
-                trace_loss(
-                    loss.function, model.groups[-1].gives, micro.shapes, lying=lying, count=micro.count, pairs=True
-                )
+                trace_loss(loss.function, gives, micro.shapes, lying=lying, count=micro.count, pairs=True)
         except ValueError as error:
             lines = [*lines, str(error).partition(". ")[0]]
     return tuple(lines)
@@ -240,14 +234,14 @@ def _of_reference(reference: Reference, planner: Planner, model: Model) -> Plain
     return jax.value_and_grad(loss)
 
 
-def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, key: jax.Array) -> Plain:
+def _of_layers(planner: Planner, trees: LayerTrees, batch: Batch, key: jax.Array) -> Plain:
     """The layers one after the other, or a model that is one module as it is, each as its library has it.
 
     They take the whole mini-batch, as does the loss. If they draw random numbers, each micro-batch draws its own: then
     they take one after the other, and the loss takes all outputs.
     """
     micro, request = planner.for_training(batch), planner.request
-    loss, cut, count = planner.loss(micro), planner.cut, micro.count
+    model, loss, cut, count = planner.model(micro), planner.loss(micro), planner.cut, micro.count
     own = request.layers if cut is None else [replace(cut.whole.layer, has_model_key=True)]
     layers = with_inputs(own, request.read_inputs)
     assert loss is not None, "without one there are no gradients"

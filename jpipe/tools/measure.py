@@ -19,11 +19,10 @@ share cores, so it is more. A stage's V chunks count as equally long.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 
 import jax
@@ -45,6 +44,7 @@ from jpipe.processes.progress import task
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
 from jpipe.schedules.ticks import TickTable
+from jpipe.tools.memory_model import on_device
 from jpipe.tools.step_cost import Parts
 from jpipe.training.train_state import TrainState, apply_update
 from jpipe.types import Batch, PyTree
@@ -91,9 +91,14 @@ class StageTimes:
         """Times multiplied by a factor for each stage, `[K]`."""
         return self.each(lambda times: (np.asarray(times) * np.asarray(factors)).tolist())
 
+    @property
+    def in_ms(self) -> StageTimes:
+        """The same in milliseconds."""
+        return self.scaled([MILLISECONDS] * len(self.forward))
+
     def timeline(self, schedule: Schedule) -> Timeline:
         """The schedule with these times, in milliseconds."""
-        unit = self.scaled([MILLISECONDS] * len(self.forward))
+        unit = self.in_ms
         weight = (schedule.splits and unit.weight) or None
         return simulate(schedule, unit.forward, unit.backward, weight=weight, recompute=unit.recompute)
 
@@ -109,18 +114,36 @@ class StepModel:
     Attributes:
       schedule: the schedule it was measured under.
       stages: what the stages take alone.
-      idle: seconds of a step without actions and without update.
+      measured: seconds of a training step, its batch on the devices before it begins.
+      update: seconds of the optimiser's update in it, compiled on its own.
+      idle: seconds of loss and gradients without any action: transfers, and what is done once a step (set-up, sums).
       setup: the seconds of `idle` that remain without ticks.
-      update: seconds of the optimiser's update.
-      contention: how many times as long stages take when all run at once.
+      noise: by how much the step differs from round to round: the middle half of the rounds, over their median.
     """
 
     schedule: Schedule
     stages: StageTimes
-    idle: float
-    setup: float
+    measured: float
     update: float
-    contention: float
+    idle: float
+    setup: float = 0.0
+    noise: float = 0.0
+
+    @cached_property
+    def contention(self) -> float:
+        """How many times as long stages take when all run at once.
+
+        Raises:
+          ValueError: the step took less than what was measured around the stages' work: it is too short.
+        """
+        contention = (self.measured - self.update - self.idle) / self.stages.makespan(self.schedule)
+        if contention <= 0:
+            raise ValueError(
+                f"the step takes {self.measured * 1e3:.3g} ms, what isn't work of stages "
+                f"{(self.idle + self.update) * 1e3:.3g} ms: it is too short to be taken apart on this machine; use a "
+                "larger batch or model, or more rounds"
+            )
+        return contention
 
     def step(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> float:
         """Seconds that a step would take with other times of stages, or another schedule of as many stages.
@@ -138,38 +161,14 @@ class StepModel:
         Imbalance is the time that stages wait beyond what they would if all took equally long; the bubble is the rest
         of their waiting. (Stages of unlike forwards and backwards may wait less: then there is no imbalance.)
         """
-        num_microbatches, stages = self.schedule.num_microbatches, self.stages
-        even = stages.even
-        computation = num_microbatches * (even.forward[0] + even.backward[0])
-        recomputation = num_microbatches * even.recompute[0]
-        makespan = stages.makespan(self.schedule)
+        count, even = self.schedule.num_microbatches, self.stages.even
+        computation = count * (even.forward[0] + even.backward[0])
+        recomputation = count * even.recompute[0]
+        makespan = self.stages.makespan(self.schedule)
         imbalance = max(0.0, makespan - even.makespan(self.schedule))
         bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
         of_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
         return dict(zip(SLICES, [*of_stages, self.idle, self.update], strict=True))
-
-
-def fit(
-    schedule: Schedule, stages: StageTimes, *, idle: float, setup: float = 0.0, update: float, step: float
-) -> StepModel:
-    """Fits the model that takes as long as the measured step.
-
-    Args:
-      schedule: the schedule of the step.
-      stages: what the stages take alone.
-      idle, setup, update: seconds, as in `StepModel`.
-      step: seconds of the whole step.
-
-    Raises:
-      ValueError: the step took less than what was measured around the stages' work: it is too short to be taken apart.
-    """
-    contention = (step - update - idle) / stages.makespan(schedule)
-    if contention <= 0:
-        raise ValueError(
-            f"the step takes {step * 1e3:.3g} ms, what isn't work of stages {(idle + update) * 1e3:.3g} ms: "
-            "it is too short to be taken apart on this machine; use a larger batch or model, or more rounds"
-        )
-    return StepModel(schedule, stages, idle, setup, update, contention)
 
 
 # --- layers alone -----------------------------------------------------------------------------------------------------
@@ -207,8 +206,7 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
     variants = [(model, layers)]
     if planner.request.remat is not MODES["none"]:
         with planner.tracing():
-            kept = [trace_layer(replace(layer.function, remat=MODES["none"])) for layer in layers]
-            variants.append((model, kept))
+            variants.append((model, [trace_layer(replace(one.function, remat=MODES["none"])) for one in layers]))
     tried = {}
     for num_microbatches in others:
         with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
@@ -218,9 +216,8 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
     except jax.errors.JaxRuntimeError:
         tried, timed = {}, timed_costs(variants, planner.request.mesh)
     by_process = tuple(sum(cost.total for cost in costs[0]) for costs in timed)
-    first = timed[0]
-    others_timed = dict(zip(tried, first[len(variants) :], strict=True))
-    return LayerTimes(first[0], first[len(variants) - 1], others_timed, by_process)
+    of_variants, of_others = timed[0][: len(variants)], timed[0][len(variants) :]
+    return LayerTimes(of_variants[0], of_variants[-1], dict(zip(tried, of_others, strict=True)), by_process)
 
 
 def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
@@ -250,31 +247,6 @@ def stage_of_layers(planner: Planner, cut: Partition | None = None) -> np.ndarra
 
 SHORTEST = 1e-9
 """Seconds that a stage takes at least: a run can come out shorter than the one without its actions, by noise."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The measured seconds of a step and of its parts.
-
-    Attributes:
-      forward: `[K]`, one micro-batch's forward on each stage, all its chunks.
-      backward: `[K]`, the same of its backward, with what remat computes again.
-      step: a training step, its batch on the devices before it begins.
-      update: the optimiser's update in it, compiled on its own.
-      idle: loss and gradients without any action: transfers, and what is done once a step (set-up, reductions).
-      setup: the latter alone, without a tick.
-      weight: `[K]`, of the part of the backward that W takes; empty where no backward is split.
-      noise: by how much the step differs from round to round: the middle half of the rounds, over their median.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    step: float
-    update: float
-    idle: float
-    setup: float
-    noise: float
-    weight: tuple[float, ...] = ()
 
 
 class Program:
@@ -326,8 +298,8 @@ class Program:
         return self._compiled(*self._arguments, only)
 
 
-def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> Measured:
-    """Times the whole step and its parts.
+def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> StepModel:
+    """Times the whole step and its parts; what a backward computes anew isn't apart yet.
 
     Args:
       pipe: the pipeline.
@@ -348,12 +320,13 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
         above_idle = [float(np.median(seconds[f"{kinds}{k}"] - seconds["idle"])) for k in range(num_stages)]
         return tuple(max(SHORTEST, total / num_microbatches) for total in above_idle)
 
-    around = {name: medians[name] for name in ("step", "update", "idle")}
-    around |= {"setup": min(medians["setup"], medians["idle"]), "noise": noise_of(seconds["step"])}
-    weight = of_stages("W") if pipe.schedule.splits else ()
-    measured = Measured(of_stages("F"), of_stages("RBIW"), **around, weight=weight)
+    whole = {name: medians[name] for name in ("update", "idle")} | {"measured": medians["step"]}
+    whole |= {"setup": min(medians["setup"], medians["idle"]), "noise": noise_of(seconds["step"])}
+    none = (0.0,) * num_stages
+    stages = StageTimes(of_stages("F"), of_stages("RBIW"), none, of_stages("W") if pipe.schedule.splits else ())
     # All processes go on with the times of the first: they have to reach the same findings.
-    return Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(measured))))
+    stages, whole = jax.tree.map(float, multihost_utils.broadcast_one_to_all((asdict(stages), whole)))
+    return StepModel(pipe.schedule, StageTimes(**stages), **whole)
 
 
 def noise_of(seconds: Sequence[float] | np.ndarray) -> float:
@@ -398,7 +371,7 @@ def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, C
 
 
 def memory_of(program: Program, state: TrainState) -> Parts[int]:
-    """The bytes that a step of this program holds with this state, on the fullest device of this process.
+    """The bytes that a step of this program holds with this state, on a device.
 
     `temporaries` are what the program holds besides while it runs, as its compiler says: residuals and activations of
     the micro-batches in flight, sums of gradients, whatever a layer needs.
@@ -407,13 +380,4 @@ def memory_of(program: Program, state: TrainState) -> Parts[int]:
     rest = {name: tree for name, tree in state.variables.items() if name != "params"}
     held = {"parameters": params, "other_variables": rest, "optimizer": state.opt_state}
     held["gradients"] = params  # laid out and typed like them
-    return Parts({name: _on_a_device(tree) for name, tree in held.items()}, temporaries=program.temporary_bytes)
-
-
-def _on_a_device(tree: PyTree) -> int:
-    """The bytes of a pytree of arrays on the device of this process that has the most of them."""
-    held: Counter[int] = Counter()
-    for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
-            held[shard.device.id] += shard.data.nbytes
-    return max(held.values(), default=0)
+    return Parts({name: on_device(tree) for name, tree in held.items()}, temporaries=program.temporary_bytes)

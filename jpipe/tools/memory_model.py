@@ -5,8 +5,6 @@ them. So the result of an elementwise operation, or of a move of elements, is an
 reads it, such as a product on CPU. Until then its operands live on.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

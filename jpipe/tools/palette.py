@@ -39,8 +39,7 @@ def shade(kind: str, chunk: int, num_chunks: int) -> RGB:
 
 def text_colour(background: RGB) -> str:
     """Black or white, whichever is easier to read on a background (WCAG's contrast of luminances)."""
-    luminance = relative_luminance(background)
-    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
+    return "white" if (relative_luminance(background) + 0.05) ** 2 < 1.05 * 0.05 else "black"
 
 
 def relative_luminance(colour: RGB) -> float:

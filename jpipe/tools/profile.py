@@ -21,7 +21,7 @@ from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.tools import findings
 from jpipe.tools.findings import Finding, MicrobatchSize, ProcessTime
-from jpipe.tools.measure import MILLISECONDS, Program, StageTimes, fit, measure, measure_layers, memory_of
+from jpipe.tools.measure import Program, StageTimes, measure, measure_layers, memory_of
 from jpipe.tools.page import Page, PipelineFacts, facts_of, show
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.training.train_state import TrainState
@@ -153,26 +153,25 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         others = findings.other_schedules(planner, batch) if other_sizes else {}
         with task("timing layers alone"):
             times = measure_layers(planner, batch, list(others))
-        stages = findings.recomputation_apart(planner, times, measured)
-        around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
-        model = fit(pipe.schedule, stages, **around, step=measured.step)
+        stages = findings.recomputation_apart(planner, times, measured.stages)
+        model = replace(measured, stages=stages)
         sizes = findings.microbatch_sizes(planner, batch, model, times, others)
         memory = memory_of(program, state)
         processes = findings.process_times(times.by_process, findings.host_names(), pipe.mesh)
-        predicted_step = replace(model, contention=1.0).step()
-        notes = (prediction_in_words(measured.step, predicted_step, measured.noise),)
+        predicted_step = stages.makespan(pipe.schedule) + model.idle + model.update
+        notes = (prediction_in_words(model.measured, predicted_step, model.noise),)
         return Profile(
             schedule=pipe.schedule,
             partition=pipe.partition,
             stages=stages,
-            step=measured.step,
+            step=model.measured,
             predicted_step=predicted_step,
             cost=StepCost("measured", Parts(model.slices), memory, notes=notes),
             contention=model.contention,
-            noise=measured.noise,
+            noise=model.noise,
             sizes=sizes,
             processes=processes,
-            findings=findings.find(planner, model, times, sizes, measured.noise, processes),
+            findings=findings.find(planner, model, times, sizes, processes),
             predicted=stages.timeline(pipe.schedule),
             facts=_measured(facts_of(planner, repr(pipe), batch), stages, memory),
         )
@@ -180,7 +179,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
 
 def _measured(facts: PipelineFacts, stages: StageTimes, memory: Parts[int]) -> PipelineFacts:
     """A pipeline's numbers with times and an optimiser's bytes as measured."""
-    unit = stages.scaled([MILLISECONDS] * facts.num_stages)
+    unit = stages.in_ms
     backward = tuple(map(sum, zip(unit.backward, unit.recompute, strict=True)))
     facts = replace(facts, unit="ms", times="Times are measured, of each stage alone.", forward=unit.forward)
     optimizer = facts.parameters.scaled(memory.optimizer)

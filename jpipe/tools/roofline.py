@@ -14,8 +14,6 @@ the kernels that read them, but on chips whose products are calls of a library. 
 - However small, a product or a reduction takes the time that a kernel takes to start.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """`jpipe.plan`: searches for the settings that train a model fastest, by the models of time and memory."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -55,7 +53,7 @@ def measure_chip(devices: Sequence[Device]) -> Chip:
     memory = reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     name, speed = devices[0].device_kind, 8 * COPIED / copied
     flops, counted = 2 * WIDTH**3 / product, 8 * COPIED / passed
-    return Chip(name, flops, memory, speed, speed, clock=None, source="measured now", counted=counted)
+    return Chip(name, flops, memory, speed, speed, clock=None, counted=counted)
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Sequence[Device]) -> float:
@@ -143,7 +141,8 @@ def plan(
     room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     targets = away.stand_ins() if away else stand_ins_of(at_hand)
-    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options, targets)
+    unsearched = {name: value for name, value in options.items() if name not in (*choices.PINNED, "balance")}
+    search = Search(partial(Pipeline, layers, loss_fn, **unsearched), shapes, tx, chip, room, options, targets)
     rated = search.run(number, axes)
     fitting = [choice for choice in rated if choice.fits]
     if not fitting:
@@ -203,7 +202,7 @@ class Search:
     """Rates settings by the models, each once.
 
     Attributes:
-      make: makes a pipeline of options.
+      make: makes a pipeline of the options that are searched.
       batch: the shapes of a batch, `[B, ...]`.
       tx: the optimiser.
       chip: one device.
@@ -281,17 +280,12 @@ class Search:
         """The pipeline of a setting, on devices that aren't there."""
         axes = dict(setting.axes)
         mesh = make_mesh(devices=self.devices, axis_types=None, **axes) if self.devices else mesh_of_nowhere(axes)
-        return self.make(mesh=mesh, balance=balance, **setting.options, **self._unsearched)
-
-    @property
-    def _unsearched(self) -> dict[str, object]:
-        """The user's arguments that every setting leaves as they are."""
-        return {name: value for name, value in self.options.items() if name not in (*choices.PINNED, "balance")}
+        return self.make(mesh=mesh, balance=balance, **setting.options)
 
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
         """All settings; which axes there may be follows from the layers' metadata, if the user names none."""
         mesh = mesh_of_nowhere({AXIS: 1, **dict.fromkeys(axes, 1)})
-        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh, **self._unsearched)
+        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh)
         with warnings.catch_warnings(action="ignore"):
             self._groups = whole.planner.plan_for(self.batch).traced.groups
         named = {name for group in self._groups for name in group.asked_axes | group.constrained}
@@ -309,10 +303,9 @@ class Search:
         It is left where it stays far behind the best so far: with fewer, larger micro-batches, which small layers need,
         and wherever its parameters lie.
         """
-        before = None
-        while before != setting:
-            before = setting
-            setting = min([setting, *self._possible(space.fewer(setting), space)], key=self._rank)
+        is_better = lambda one, than: self._rank(one) < self._rank(than)
+        while fewer := [one for one in self._possible(space.beside(setting, -1), space) if is_better(one, setting)]:
+            (setting,) = fewer
         before = None
         while before != setting:
             before = setting

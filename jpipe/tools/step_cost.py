@@ -1,7 +1,5 @@
 """`StepCost`: what a step of training takes, seconds by slice and bytes by part, and the table that shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType

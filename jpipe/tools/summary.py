@@ -3,10 +3,8 @@
 The error of a step that finds no room gets a note: what the step holds, and what makes each part smaller.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import groupby
 
@@ -26,7 +24,6 @@ from jpipe.processes.tables import Table, bytes_in_words
 from jpipe.schedules.simulate import simulate
 from jpipe.tools.chips import chip_of
 from jpipe.tools.memory_model import Holdings, holdings, predict_host_memory, predict_memory
-from jpipe.tools.step_cost import Parts
 from jpipe.types import Batch, PyTree
 
 SHOWN_DEVICES = 4
@@ -122,13 +119,13 @@ def _memory(planner: Planner, plan: Plan) -> list[str]:
         return [f"no step of training can be planned: {error}"]
     said = "a training step holds {} {} (predicted, without the optimiser's state): {}"
     places = [("a device", memory)] + [("of the host for each device", hosted)] * bool(hosted)
-    return [said.format(bytes_in_words(parts.total), where, _by_size(parts)) for where, parts in places]
+    texts = lambda parts: [f"{name.replace('_', ' ')} {bytes_in_words(size)}" for size, name in _largest(parts)]
+    return [said.format(bytes_in_words(parts.total), where, ", ".join(texts(parts))) for where, parts in places]
 
 
-def _by_size(parts: Parts[int]) -> str:
-    """The parts in words, the largest first."""
-    largest = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in largest if size)
+def _largest(parts: Mapping[str, int]) -> list[tuple[int, str]]:
+    """The parts that aren't empty, the largest first."""
+    return sorted(((size, name) for name, size in parts.items() if size), key=lambda part: -part[0])
 
 
 def _shared(plan: Plan, held: Holdings) -> list[str]:
@@ -215,9 +212,8 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
         rest = _on_host(predict_host_memory(planner, batch, tx).total, planner.request)
     room = _room(planner.request.mesh)
     has = f", which has {bytes_in_words(room)}" if room else ""
-    largest = sorted(((size, name) for name, size in parts.items() if size), reverse=True)[:MOST]
     lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
-    for size, name in largest:
+    for size, name in _largest(parts)[:MOST]:
         settings = ", ".join(smaller.get(name, smaller["others"]))
         lines.append(f"  {name.replace('_', ' ')} {bytes_in_words(size)}; smaller by {settings}")
     return "\n".join([*lines, *rest, f"What each of these costs: {PAGE}"])

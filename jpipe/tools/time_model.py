@@ -43,7 +43,7 @@ from jpipe.tools.chips import Chip
 from jpipe.tools.memory_model import holdings, optimizer_bytes
 from jpipe.tools.roofline import pass_seconds, roofline
 from jpipe.tools.step_cost import Parts, StepCost
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch
 
 ALONE = frozenset(["permute", "all_to_all"])
 """Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
@@ -114,6 +114,10 @@ class Network:
         return sum(waited(one) / self.bandwidth(one.axes, one.collective) for one in sent)
 
 
+ByKind = dict[str, np.ndarray]
+"""By kind of action the seconds of kernels and those of transfers, `[2]`; of all layers `[N, 2]`."""
+
+
 # --- the time of a step -----------------------------------------------------------------------------------------------
 
 
@@ -137,17 +141,17 @@ def predict_time(
     """
     step = planner.training_step(planner.for_training(batch))
     plan, schedule, network = step.plan, step.schedule, Network.of(chip, planner.request.mesh)
-    work, links, by_layer = _work(step, network)
-    shared, apart = 0.0, _sent_once(step, network)
+    work, links, ends = _work(step, network)
+    shared, of_ends = schedule.num_microbatches * ends
+    apart = of_ends + _sent_once(step, network)
     if step.ends.shared:
-        shared, of_ends = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
-        apart += of_ends + schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
+        apart += schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     hop, moves = bytes_of(crossing) / network.hop, _moves(step, chip)
     timeline = in_time(schedule, work, hop, moves, paired=_paired_ticks(step))
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
-    passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
+    passes = _update_passes(step)
     held, hosted = optimizer_bytes(planner, batch, tx)
     update = (passes * holdings(plan).device["params"].bytes + 2 * (held + hosted)) / chip.pass_bandwidth
     goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
@@ -176,30 +180,23 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     0 of a first and a last layer that all stages compute together.
     """
     step = planner.training_step(planner.for_training(batch))
-    seconds = _by_layer(step, Network.of(chip, planner.request.mesh))[:, :, :3].sum(axis=(1, 2))
-    if step.ends.shared:
-        seconds[[0, -1]] = 0.0
-    return seconds.tolist()
+    by_kind, _ = _by_layer(step, Network.of(chip, planner.request.mesh))
+    return np.sum([by_kind[kind].sum(axis=1) for kind in "FBR"], axis=0).tolist()
 
 
 def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
-    """The times of the stages' actions, those of their transfers alone; and `_by_layer`, with ends of all stages."""
-    by_layer = _by_layer(step, network)
-    of_actions = by_layer.copy()
-    if step.ends.shared:
-        of_actions[[0, -1]] = 0.0
+    """The times of the stages' actions, those of their transfers alone; and those of the ends, as of `_by_layer`."""
+    by_kind, ends = _by_layer(step, network)
     if step.paired_group is not None:
-        layers = [*step.model.groups[step.paired_group].indices]
-        of_actions[layers, 1, :2] *= 1 - _hidden_share(step, of_actions[layers, :, :2].sum(axis=0))
-    by_stage = np.array([of_actions[start:stop].sum(axis=0) for start, stop in step.plan.partition.bounds])
+        _hide(step, by_kind, [*step.model.groups[step.paired_group].indices])
+    by_kind["I"] = by_kind["B"] - by_kind["W"] + by_kind.pop("stash")
 
-    def work(seconds: np.ndarray) -> Work:
-        """Makes it of `[stages, 5]`."""
-        forward, backward, again, weight, stashing = seconds.T
-        times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
-        return Work({kind: of_stages.tolist() for kind, of_stages in times.items()}, again.tolist())
+    def work(columns: slice) -> Work:
+        sums = lambda seconds: [float(seconds[slice(*bound), columns].sum()) for bound in step.plan.partition.bounds]
+        times = {kind: sums(seconds) for kind, seconds in by_kind.items()}
+        return Work(times, times["R"])
 
-    return work(by_stage.sum(axis=1)), work(by_stage[:, 1]), by_layer
+    return work(slice(2)), work(slice(1, 2)), ends
 
 
 def _paired_ticks(step: Step) -> set[int]:
@@ -208,17 +205,14 @@ def _paired_ticks(step: Step) -> set[int]:
     return {tick for run in runs for tick in range(run.start, run.stop)}
 
 
-def _hidden_share(step: Step, seconds: np.ndarray) -> np.ndarray:
-    """`[2]`: the part of what layers in pairs send, in forwards and in backwards, that the other pass's products hide.
-
-    Args:
-      step: the step.
-      seconds: `[2, 2]`: of the kernels and of the transfers, those of a forward and of a backward.
-    """
-    kernels, transfers = seconds
+def _hide(step: Step, times: ByKind, layers: list[int]) -> None:
+    """Takes off what layers in pairs send while the products of the other pass run."""
     forwards = sum((run.stop - run.start) * run.together.count("F") for run in step.table.runs)
     pairs = sum((run.stop - run.start) * len(run.pairs) for run in step.table.runs)
-    return pairs / forwards * np.minimum(1.0, kernels[::-1] / np.maximum(transfers, np.finfo(float).tiny))
+    sums = {kind: times[kind][layers].sum(axis=0) for kind in "FB"}
+    for kind, other in ("FB", "BF"):
+        (beside, _), (_, sent) = sums[other], sums[kind]
+        times[kind][layers, 1] *= 1 - pairs / forwards * min(1.0, beside / max(sent, np.finfo(float).tiny))
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:
@@ -241,19 +235,25 @@ def _on_link(size: int, chip: Chip) -> float:
     return size / chip.host.bandwidth if chip.host.bandwidth else 0.0
 
 
-def _by_layer(step: Step, network: Network) -> np.ndarray:
-    """Returns `_layer_seconds` of each layer, `[N, 2, 5]`."""
+def _by_layer(step: Step, network: Network) -> tuple[ByKind, np.ndarray]:
+    """`_layer_seconds` of all layers; and, `[2]`, those of the two ends, where all stages compute them together."""
     layers = zip(step.model.traced_as, step.layers, strict=True)
     of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
-    return np.array([of_group[g] for g in step.plan.traced.group_of])
+    of_layers, ends = [of_group[g] for g in step.plan.traced.group_of], np.zeros(2)
+    by_kind = {kind: np.stack([seconds[kind] for seconds in of_layers]) for kind in of_layers[0]}
+    if step.ends.shared:
+        ends += sum(by_kind[kind][[0, -1]].sum(axis=0) for kind in "FBR")
+        for seconds in by_kind.values():
+            seconds[[0, -1]] = 0.0
+    return by_kind, ends
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: bool) -> np.ndarray:
-    """`[2, 5]`: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
+def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: bool) -> ByKind:
+    """`[2]` by kind: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
 
-    The five are its forward, its backward, what is computed anew before that where stages keep their inputs alone, that
-    part of the backward which only gradients of parameters need, and what a split backward writes down in between.
+    R is what is computed anew before a backward where stages keep their inputs alone, W that part of the backward which
+    only gradients of parameters need, and "stash" what a split backward writes down in between.
     """
     forward, backward = on_device.forward, on_device.backward_jaxpr
     results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
@@ -268,10 +268,9 @@ def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: b
         again = np.zeros(2)
     else:  # only what computes it again keeps residuals
         first = seconds(forward.jaxpr, [i < results for i in numbers])
-    whole = seconds(backward, [True] * len(gradients))
-    weight = whole - seconds(backward, [i >= params for i in gradients])
+    whole, inputs = (seconds(backward, [i >= start for i in gradients]) for start in (0, params))
     stash = pass_seconds(on_device.split.stash if on_device.split is not None else (), network.chip)
-    return np.stack([first, whole, again, weight, np.array([stash, 0.0])], axis=1)
+    return {"F": first, "R": again, "B": whole, "W": whole - inputs, "stash": np.array([stash, 0.0])}
 
 
 def _sent_once(step: Step, network: Network) -> float:
@@ -296,11 +295,12 @@ def _sent_to_all(step: Step) -> float:
     return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
 
 
-def _update_passes(planner: Planner, activations: PyTree) -> int:
+def _update_passes(step: Step) -> int:
     """How often the parameters' bytes are read or written once a step.
 
     Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
     with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
     """
-    narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(activations))
-    return 7 + 2 * (narrow and planner.request.options.cast == "step")
+    activations = jax.tree.leaves([layer.forward.results.outputs for layer in step.layers])
+    narrow = any(leaf.dtype.itemsize < 4 for leaf in activations)
+    return 7 + 2 * (narrow and step.plan.request.options.cast == "step")

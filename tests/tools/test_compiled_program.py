@@ -245,9 +245,9 @@ def test_loops_count_as_often_as_they_turn(step):
     program = loop("", 1000, loop(ticks, 5, action("F", 10), action("B", 20, scan)))
     found = count_cycles(step, program)
     assert found.actions == {"F": (31.0, 31.0), "B": (1 + 3 * 27, 1 + 3 * 27)}
-    assert (found.ticks, found.update) == (5 * step.table.num_ticks, 1000)
+    assert (found.parts.ticks, found.parts.update) == (5 * step.table.num_ticks, 1000)
     assert found.timeline.makespan == (4 + 1) * (31 + 82)
-    assert found.total == found.timeline.makespan + found.ticks + found.update
+    assert found.parts.total == found.timeline.makespan + found.parts.ticks + found.parts.update
 
 
 def test_a_program_without_ticks_is_no_step(step):

@@ -22,7 +22,7 @@ from jpipe.tools.findings import (
     process_times,
     without_remat,
 )
-from jpipe.tools.measure import LayerTimes, StageTimes, fit
+from jpipe.tools.measure import LayerTimes, StageTimes, StepModel
 from jpipe.tools.profile import process_table
 
 LAYERS = 8
@@ -68,14 +68,14 @@ def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1
         total[schedule.placement.stage_of(virtual_stage)] += sum(of_layers[start:stop])
     stages = StageTimes(tuple(total / 3), tuple(2 * total / 3), (0.0,) * len(total))
     step = contention * stages.makespan(schedule) + idle + update
-    model = fit(schedule, stages, idle=idle, update=update, step=step)
+    model = StepModel(schedule, stages, idle=idle, update=update, measured=step, noise=noise)
     times = LayerTimes(
         costs(of_layers),
         costs(of_layers, kept, residual_bytes=2**20),
         {m: costs(of_layers, scale) for m, scale in (others or {}).items()},
     )
     sizes = microbatch_sizes(pipe.planner, BATCH, model, times, other_schedules(pipe.planner, BATCH))
-    return find(pipe.planner, model, times, sizes, noise)
+    return find(pipe.planner, model, times, sizes)
 
 
 def with_change(found):

@@ -20,7 +20,6 @@ from jpipe.tools.measure import (
     StageTimes,
     StepModel,
     by_stage,
-    fit,
     measure_layers,
     memory_of,
     noise_of,
@@ -126,7 +125,7 @@ def gpipe(num_stages=4, num_microbatches=8):
 def test_equal_stages_wait_for_the_bubble_alone():
     """K=4, M=8 leaves 3/11 of the stages' time (GPipe, section 2.3)."""
     stages = StageTimes((1.0,) * 4, (2.0,) * 4, (1.0,) * 4)
-    model = fit(gpipe(), stages, idle=5.0, update=3.0, step=52.0)
+    model = StepModel(gpipe(), stages, idle=5.0, update=3.0, measured=52.0)
     assert model.contention == pytest.approx(1.0)  # (8 + 3) * 4 = 44
     expected = {"computation": 24, "recomputation": 8, "bubble": 12, "imbalance": 0}
     assert model.slices == pytest.approx(expected | {"transfer and set-up": 5, "weight update": 3}, abs=1e-9)
@@ -138,7 +137,7 @@ def test_unequal_stages_wait_more():
     forward, backward = (1.0, 2.0, 4.0, 1.0), (3.0, 2.0, 5.0, 2.0)
     stages = StageTimes(forward, backward, (0.0,) * 4)
     total = sum(forward) + 7 * 4 + sum(backward) + 7 * 5
-    model = fit(gpipe(), stages, idle=1.0, update=1.0, step=2.0 + 3 * total)
+    model = StepModel(gpipe(), stages, idle=1.0, update=1.0, measured=2.0 + 3 * total)
     assert model.contention == pytest.approx(3.0)
     mean = np.mean(forward) + np.mean(backward)
     assert model.slices["computation"] == pytest.approx(3 * 8 * mean)
@@ -161,7 +160,7 @@ def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbat
     waited = sum(timeline.makespan - busy for busy in timeline.busy)
     equal = stages.even.timeline(made)
     waited_if_equal = sum(equal.makespan - busy for busy in equal.busy)
-    model = fit(made, stages, idle=0.5, update=0.25, step=0.75 + 2 * timeline.makespan / 1e3)
+    model = StepModel(made, stages, idle=0.5, update=0.25, measured=0.75 + 2 * timeline.makespan / 1e3)
     expected = [computed, recomputed, waited_if_equal, waited - waited_if_equal]
     expected = [2 * each / num_stages / 1e3 for each in expected] + [0.5, 0.25]
     assert list(model.slices.values()) == pytest.approx(expected, abs=1e-12)
@@ -172,7 +171,7 @@ def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbat
 def test_another_number_of_micro_batches_has_other_ticks():
     """Half as long micro-batches, twice as many of them; transfers grow with the ticks, what is done once doesn't."""
     stages = StageTimes((2.0,) * 4, (4.0,) * 4, (0.0,) * 4)
-    model = fit(gpipe(), stages, idle=11.0, setup=4.0, update=0.0, step=11.0 + 66.0)
+    model = StepModel(gpipe(), stages, idle=11.0, setup=4.0, update=0.0, measured=11.0 + 66.0)
     more = gpipe(num_microbatches=16)
     ticks = more.ticks.num_ticks / gpipe().ticks.num_ticks
     assert model.step(stages.scaled([0.5] * 4), more) == pytest.approx(19 * 3 + 4 + 7 * ticks)
@@ -181,7 +180,7 @@ def test_another_number_of_micro_batches_has_other_ticks():
 def test_a_step_too_short_to_be_taken_apart_is_an_error():
     stages = StageTimes((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
     with pytest.raises(ValueError, match="too short to be taken apart"):
-        fit(gpipe(), stages, idle=5.0, update=3.0, step=7.0)
+        StepModel(gpipe(), stages, idle=5.0, update=3.0, measured=7.0).step()
 
 
 def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
@@ -189,6 +188,6 @@ def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
     schedule = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
     stages = StageTimes((2.0, 2.0), (3.0, 1.0), (0.0, 0.0))
     assert (stages.makespan(schedule), stages.even.makespan(schedule)) == pytest.approx((11, 12))
-    model = StepModel(schedule, stages, idle=0.5, setup=0.0, update=0.25, contention=1.0)
+    model = StepModel(schedule, stages, idle=0.5, update=0.25, measured=0.75 + 11)
     assert list(model.slices.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])
     assert sum(model.slices.values()) == pytest.approx(model.step())

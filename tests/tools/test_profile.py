@@ -17,7 +17,7 @@ import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
 from jpipe.tools.findings import MicrobatchSize, ProcessTime
-from jpipe.tools.measure import LayerTimes, Measured, StageTimes
+from jpipe.tools.measure import LayerTimes, StageTimes, StepModel
 from jpipe.tools.profile import prediction_in_words, size_table, stage_table
 from wide import WIDTH, Wide, loss_fn, make
 
@@ -61,7 +61,8 @@ def test_it_finds_the_layers_to_move(unbalanced, monkeypatch):
     pipe, state, batch = unbalanced
     layers = [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in (1e-6, 0.001, 0.008, 0.008, 0.008, 0.008, 0.001)]
     stages = [[sum(getattr(cost, name) for cost in part) for part in (layers[:2], layers[2:])] for name in KINDS]
-    measured = Measured(*map(tuple, stages), step=0.14, update=0.001, idle=0.002, setup=0.001, noise=0.01)
+    seconds = {"measured": 0.14, "update": 0.001, "idle": 0.002, "setup": 0.001, "noise": 0.01}
+    measured = StepModel(pipe.schedule, StageTimes(*map(tuple, stages), (0.0, 0.0)), **seconds)
     module = sys.modules["jpipe.tools.profile"]
     monkeypatch.setattr(module, "measure", lambda *_: measured)
     monkeypatch.setattr(module, "measure_layers", lambda *_: LayerTimes(layers, layers))

@@ -8,7 +8,7 @@ from jpipe.tools.chips import CHIPS, Chip
 from jpipe.tools.roofline import roofline
 
 V5E = replace(CHIPS["v5e"], start=0.0)  # of kernels' starts there is a test of its own
-CPU = Chip("cpu", 50e9, 2**34, 10e9, 10e9, None, "none")
+CPU = Chip("cpu", 50e9, 2**34, 10e9, 10e9, None)
 ENDLESS = replace(V5E, counted=1e30)  # nothing but FLOPs
 
 

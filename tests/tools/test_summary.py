@@ -211,7 +211,7 @@ def test_an_error_of_a_program_that_is_refused_keeps_its_type_and_words(monkeypa
         pipe.train_step(state, ROWS)
     (text,) = notes_of(caught.value)
     held = predict_memory(pipe.planner, ROWS, TX)
-    sizes = sorted((size, name) for name, size in held.items() if size)[: -summary.MOST - 1 : -1]
+    sizes = sorted(((size, name) for name, size in held.items() if size), key=lambda part: -part[0])[: summary.MOST]
     shown = [line for line in text.splitlines() if line.startswith("  ")]
     assert len(shown) == len(sizes) == summary.MOST
     for line, (size, name) in zip(shown, sizes, strict=True):
