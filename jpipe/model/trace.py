@@ -28,7 +28,7 @@ from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.frozen import FROZEN
 from jpipe.layers.functions import MODE_NAMES
 from jpipe.layers.shared import how_to_share
-from jpipe.mesh.splits import WHOLE, Splits
+from jpipe.mesh.axes import WHOLE, Splits
 from jpipe.model.alike import Alike
 from jpipe.model.groups import (
     DEFAULT_RULES,

@@ -30,7 +30,7 @@ from jpipe.jax.tracing import no_mesh, replay
 from jpipe.memory.layout import NO_PART, Layout, ModelPart, ModelTree
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import build_storage
-from jpipe.model.constants import Constants, differing, scalars_of
+from jpipe.model.groups import Constants, differing, scalars_of
 from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated

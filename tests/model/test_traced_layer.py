@@ -12,7 +12,7 @@ import jpipe
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.memory.rows import default_inputs
-from jpipe.mesh.splits import Splits
+from jpipe.mesh.axes import Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import key_shape
@@ -59,12 +59,12 @@ def layer_of(function):
 
 @pytest.mark.parametrize(("mesh", "dimensions"), [(("stage",), 1), ((), 2)])
 def test_on_cpus_gradients_of_weights_are_summed_over_one_dimension(mesh, dimensions):
-    """Which `jpipe.model.weight_products` is for; of devices that aren't known, as JAX has them."""
+    """Which `jpipe.jax.rewrites` is for; of devices that aren't known, as JAX has them."""
     devices = Mesh(np.array(jax.devices()[:1]), mesh) if mesh else AbstractMesh((), ())
     layers, shapes = as_layers([nn.Dense(4), nn.Dense(5), nn.Dense(3)]), jax.ShapeDtypeStruct((2, 6, 4), jnp.float32)
     group = trace_model(layers, lambda batch: batch, shapes).groups[1]
     layer = trace_layer(LayerFunction(group, key_shape(), as_remat("none"), shapes))
-    (*_, product) = products_in(partition_layer(layer, Splits(devices, ())).backward_program.jaxpr)
+    (*_, product) = products_in(partition_layer(layer, Splits(devices, ())).backward_jaxpr.jaxpr)
     assert len(product[0]) == dimensions
 
 
