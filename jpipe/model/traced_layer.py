@@ -17,7 +17,7 @@ code runs once for both. Names that end in `_at` hold shardings: how arrays lie 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal as OneOf
@@ -229,8 +229,9 @@ class DeviceLayer:
     Attributes:
       forward: the layer's forward that also returns its residuals.
       remake: variables -> the leaves of the vjp that are remade.
-      backward_jaxpr: leaves of the vjp, cotangents -> the leaves of `gradients`; all flat. What this kind of device
-        computes faster in another way is rewritten (`_as_computed`).
+      backward_jaxpr: leaves of the vjp, cotangents -> the leaves of `gradients`; all flat. Plans and predictions read
+        it, and it is the same for every kind of device.
+      rewrite: makes of a backward one that this kind of device runs faster (`jpipe.jax.rewrites`).
       gradients: the structure of `Gradients`, with whole shapes.
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of the device's parts of the residuals.
@@ -243,12 +244,18 @@ class DeviceLayer:
     forward: DeviceForward
     remake: ClosedJaxpr
     backward_jaxpr: ClosedJaxpr
+    rewrite: Callable[[ClosedJaxpr], ClosedJaxpr]
     gradients: Gradients
     sources: tuple[Source, ...]
     residuals: Structs
     gradients_at: list[Sharding]
     split: SplitBackward | None
     unsplit: list[Unsplit]
+
+    @cached_property
+    def backward_program(self) -> ClosedJaxpr:
+        """The backward as this kind of device runs it."""
+        return self.rewrite(self.backward_jaxpr)
 
     @cached_property
     def waits(self) -> tuple[bool, ...]:
@@ -258,7 +265,7 @@ class DeviceLayer:
 
     def backward(self, arguments: LayerArguments, residuals: list[Leaf], cotangents: list[Leaf]) -> Gradients:
         """Computes the whole backward."""
-        return replay(self.backward_jaxpr, self.gradients)(self._vjp_leaves(arguments, residuals), cotangents)
+        return replay(self.backward_program, self.gradients)(self._vjp_leaves(arguments, residuals), cotangents)
 
     def backward_inputs(
         self, arguments: LayerArguments, residuals: list[Leaf], cotangents: list[Leaf]
@@ -318,7 +325,8 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
     return DeviceLayer(
         forward=forward,
         remake=remake.jaxpr,
-        backward_jaxpr=_as_computed(backward.jaxpr, splits),
+        backward_jaxpr=backward.jaxpr,
+        rewrite=weight_products_as_they_lie if splits.on_cpu else row_additions_by_comparison,
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residual_indices)),
@@ -335,12 +343,8 @@ def in_two_parts(layer: DeviceLayer) -> DeviceLayer:
     """
     urgent = range(len(layer.gradients.params), len(layer.backward_jaxpr.jaxpr.outvars))
     residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
-    return replace(layer, split=split_in_two(layer.backward_jaxpr, urgent, residuals, len(layer.sources)))
-
-
-def _as_computed(backward: ClosedJaxpr, splits: Splits) -> ClosedJaxpr:
-    """A backward as this kind of device computes it."""
-    return weight_products_as_they_lie(backward) if splits.on_cpu else row_additions_by_comparison(backward)
+    split = split_in_two(layer.backward_program, urgent, residuals, len(layer.sources))
+    return replace(layer, split=split)
 
 
 class DevicePrograms:

@@ -37,11 +37,10 @@ from jpipe.mesh.users_mesh import check_context
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import LayerTrace, Model
 from jpipe.model.layer_function import LayerFunction
-from jpipe.model.loss import TracedLoss, trace_loss
+from jpipe.model.loss import AVERAGED, TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
-from jpipe.model.whole_loss import AVERAGED
 from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard
 from jpipe.planning.partition import Partition, as_balance, measure_of
 from jpipe.planning.plan import Plan, early_partition, make_plan

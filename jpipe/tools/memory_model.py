@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -446,6 +446,7 @@ def _working(
     layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
 ) -> tuple[int, int]:
     """The bytes that a layer's forward holds, and its backward, if the weights of these indices are slices."""
+    layer = replace(layer, rewrite=lambda closed: closed)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
     arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
     outputs = function.differentiated(layer.forward.results.outputs)
