@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from common import in_turns, on_cpu, settings, show
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.model.weight_products import weight_products_as_they_lie
+from jpipe.jax.rewrites import weight_products_as_they_lie
 
 COUNT = 4  # micro-batches
 WEIGHTS = [(256, 256), (256, 1024), (1024, 256), (768, 3072), (3072, 768)]

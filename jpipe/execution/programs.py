@@ -29,8 +29,7 @@ from jpipe.memory.records import Leaves, Records
 from jpipe.memory.rows import split_microbatches
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import on_stages, shapes_only
-from jpipe.model.constants import Constants
-from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, LayerGroup
+from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, Constants, LayerGroup
 from jpipe.model.layer_function import trace_group_init
 from jpipe.model.random_keys import init_key, key_shape
 from jpipe.partitioner.per_device import jaxpr_per_device

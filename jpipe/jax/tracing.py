@@ -1,4 +1,4 @@
-"""Rewrites jaxprs, traces functions on shapes, with random keys as plain data, and runs small jaxprs in NumPy.
+"""Rewrites jaxprs, traces functions on shapes, and computes small jaxprs at once.
 
 A jaxpr is a function as JAX traced it: a list of equations, each with a primitive, operands, results and parameters.
 The parameters of some equations hold jaxprs themselves: calls (`jit`), loops, branches.
@@ -19,12 +19,19 @@ from numpy.typing import ArrayLike
 
 from jpipe.jax import primitives
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import axes_of, called_by, carry_out, needed_part, replaced, scan_counts, with_named_axes
+from jpipe.jax.inside import (
+    axes_of,
+    called_by,
+    needed_part,
+    replaced,
+    scan_counts,
+    with_named_axes,
+)
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.types import PyTree, Shapes
 
-Change = Callable[[JaxprEqn], JaxprEqn | None]
-"""From an equation to the one in its place; None to drop it, so that its operands stand for its results, if any."""
+Change = Callable[[JaxprEqn], Sequence[JaxprEqn]]
+"""From an equation to those in its place; none to drop it, so that its operands stand for its results, if any."""
 Origins = Mapping[int, frozenset[object]]
 """The inputs of a trace that a value follows from, by numbers of the caller's, -1 for those that aren't told apart.
 With each the values that don't follow from it, but from others, and were mixed in on the way."""
@@ -95,7 +102,7 @@ def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def without(closed: ClosedJaxpr, unwanted: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
     """Takes out equations that give their operands back, in the jaxprs inside too."""
-    change = lambda equation: None if unwanted(equation) else equation
+    change = lambda equation: () if unwanted(equation) else (equation,)
     return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
 
@@ -105,9 +112,7 @@ def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
     Dead code elimination keeps those, and with them whatever they show.
     """
 
-    def change(equation: JaxprEqn) -> JaxprEqn | None:
-        return replaced(equation, effects=frozenset()) if equation.outvars else None
-
+    change = lambda equation: (replaced(equation, effects=frozenset()),) if equation.outvars else ()
     return ClosedJaxpr(replaced(changed(closed.jaxpr, change), effects=frozenset()), closed.consts)
 
 
@@ -118,14 +123,14 @@ def unrounded(closed: ClosedJaxpr) -> ClosedJaxpr:
     the same. Those of others are copies that nobody needs.
     """
 
-    def change(equation: JaxprEqn) -> JaxprEqn | None:
+    def is_copy(equation: JaxprEqn) -> bool:
         if equation.primitive.name != "reduce_precision":
-            return equation
+            return False
         dtype = shapes_of(equation.outvars)[0].dtype
         full = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
-        return None if dtype.itemsize >= 4 and equation.params == full else equation
+        return dtype.itemsize >= 4 and equation.params == full
 
-    return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
+    return without(closed, is_copy)
 
 
 def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
@@ -138,38 +143,29 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
     def resolve(v: Var | Literal) -> Var | Literal:
         return v if isinstance(v, Literal) else standing_for.get(v, v)
 
-    equations = []
+    equations: list[JaxprEqn] = []
     for equation in jaxpr.eqns:
-        operands, new = list(map(resolve, equation.invars)), change(equation)
-        if new is None:
-            if equation.outvars:
-                standing_for.update(zip(equation.outvars, operands, strict=True))
-            continue
-        params = new.params
-        if new.primitive.name != "shard_map":
-            inside = lambda jaxpr: changed(jaxpr, change)
-            params = {name: changed_inside(value, inside) for name, value in params.items()}
-        equations.append(replaced(new, invars=operands, params=params))
+        new = change(equation)
+        if not new and equation.outvars:
+            standing_for.update(zip(equation.outvars, map(resolve, equation.invars), strict=True))
+        for one in new:
+            params = one.params
+            if one.primitive.name != "shard_map":
+                params = {name: _changed_inside(value, change) for name, value in params.items()}
+            equations.append(replaced(one, invars=list(map(resolve, one.invars)), params=params))
     return replaced(jaxpr, eqns=equations, outvars=list(map(resolve, jaxpr.outvars)))
 
 
-def changed_inside(value: PyTree, change: Callable[[Jaxpr], Jaxpr]) -> PyTree:
+def _changed_inside(value: PyTree, change: Change) -> PyTree:
     """Changes an equation's parameter if it is a jaxpr (of `jit`, a loop) or several (branches)."""
     if isinstance(value, Jaxpr):
-        return change(value)
+        return changed(value, change)
     if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(change(value.jaxpr), value.consts)
+        return ClosedJaxpr(changed(value.jaxpr, change), value.consts)
     if isinstance(value, tuple | list) and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
-        inside = [changed_inside(v, change) for v in value]
+        inside = [_changed_inside(v, change) for v in value]
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     return value
-
-
-def inside_of_calls(equation: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """Changes the jaxprs in an equation that calls, loops or branches; any other stays."""
-    if equation.primitive.name not in primitives.CALLS | primitives.LOOPS_AND_BRANCHES:
-        return equation
-    return replaced(equation, params={name: changed_inside(value, change) for name, value in equation.params.items()})
 
 
 # --- functions as traced ----------------------------------------------------------------------------------------------
@@ -236,20 +232,20 @@ def _is_opaque(jaxpr: Jaxpr) -> bool:
 def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
     """Takes out reductions over the mesh axes called `names`."""
 
-    def change(equation: JaxprEqn) -> JaxprEqn | None:
+    def change(equation: JaxprEqn) -> Sequence[JaxprEqn]:
         if equation.primitive.name not in primitives.SUMS_OVER_DEVICES | primitives.OVER_DEVICES:
-            return equation
+            return (equation,)
         axes = axes_of(equation)
         named = [a for a in axes if a in names]
         if not named:
-            return equation
+            return (equation,)
         if equation.primitive.name in primitives.OVER_DEVICES or equation.params.get("axis_index_groups"):
             raise ValueError(
                 f"{equation.primitive.name} over the mesh axis {named[0]!r}: a layer sees whole arrays, so that only "
                 "sums, means and the like over a whole axis have a meaning there; use jax.shard_map in the layer"
             )
         rest = tuple(a for a in axes if a not in names)  # of `jax.vmap`
-        return replaced(equation, params=equation.params | {"axes": rest}) if rest else None
+        return (replaced(equation, params=equation.params | {"axes": rest}),) if rest else ()
 
     return changed(jaxpr, change)
 
@@ -295,76 +291,18 @@ def no_mesh() -> AbstractContextManager[object]:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-# --- small jaxprs in NumPy --------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def on_this_host() -> Iterator[None]:
-    """Has operations run at once on one device of this process, of the CPU if there is one."""
+    """Has programs compiled for one device of this process, of the CPU if there is one."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # there are accelerators only
         device = jax.local_devices()[0]
-    with no_mesh(), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"), jax.default_device(device):
+    with no_mesh(), jax.transfer_guard("allow"), jax.default_device(device):
         yield
 
 
-def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
-    """Computes the outputs of a jaxpr without random numbers or side effects.
-
-    Operations that aren't known here are left to JAX, one by one.
-
-    Args:
-      closed: the jaxpr.
-      arguments: its inputs, arrays or numbers.
-    """
-    flat = flatten(closed)
-    values = flat.constants | dict(zip(flat.arguments, arguments, strict=True))
-    read = lambda numbers: [np.asarray(values[i], flat.avals[i].dtype) for i in numbers]
-    with np.errstate(all="ignore"):
-        for equation, _, reads, makes in flat.equations:
-            values.update(zip(makes, _results(equation, read(reads)), strict=True))
-        return read(flat.results)
-
-
-def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[ArrayLike]:
-    """Computes the results of an equation."""
-    name, params = equation.primitive.name, equation.params
-    if name == "cond":
-        branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
-        return interpret(branch, *operands[1:])
-    if name in _PLAIN:
-        return [_PLAIN[name](*operands)]
-    if name in _WITH_OPTIONS:
-        return [_WITH_OPTIONS[name](equation, *operands)]
-    return carry_out(equation, operands)
-
-
-def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
-    shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
-    return np.broadcast_to(np.expand_dims(x, tuple(d for d in range(len(shape)) if d not in kept)), shape)
-
-
-def _over_axes(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    return lambda equation, x: function(x, axis=tuple(equation.params["axes"]))
-
-
-_PLAIN: dict[str, Callable[..., np.ndarray]] = {
-    **{name: getattr(np, numpy) for name, numpy in primitives.NUMPY.items()},
-    "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else np.trunc(a / b),
-    "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier"), lambda x: x),
-}
-"""A function of the operands for each primitive; which dtype it gives doesn't matter."""
-
-_WITH_OPTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "broadcast_in_dim": _broadcast,
-    "convert_element_type": lambda equation, x: x.astype(equation.params["new_dtype"]),
-    "integer_pow": lambda equation, x: x ** np.asarray(equation.params["y"], x.dtype),
-    **dict.fromkeys(("reshape", "squeeze"), lambda equation, x: x.reshape(equation.outvars[0].aval.shape)),
-    "transpose": lambda equation, x: np.transpose(x, equation.params["permutation"]),
-    "concatenate": lambda equation, *x: np.concatenate(x, equation.params["dimension"]),
-    **{name: _over_axes(getattr(np, numpy)) for name, numpy in primitives.REDUCTIONS.items()},
-}
-"""A function of the equation and the operands for each primitive."""
+def evaluated(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
+    """Computes the outputs of a small jaxpr at once, on this host."""
+    with on_this_host():
+        return list(map(np.asarray, compiled(jaxpr_as_fun(closed), *arguments)(*arguments)))

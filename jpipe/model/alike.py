@@ -22,8 +22,20 @@ from jpipe.jax.tracing import depends_on, equations_in
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.fingerprint import same_value
-from jpipe.model.constants import Constants, bits, differing, scalar_places, scalars_of, without_plain_calls
-from jpipe.model.groups import DECODE, EVALUATION, INIT, TRAIN, LayerGroup, strong
+from jpipe.model.groups import (
+    DECODE,
+    EVALUATION,
+    INIT,
+    TRAIN,
+    Constants,
+    LayerGroup,
+    bits,
+    differing,
+    scalar_places,
+    scalars_of,
+    strong,
+    without_plain_calls,
+)
 from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES

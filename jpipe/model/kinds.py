@@ -20,7 +20,7 @@ from jpipe.jax.tracing import equations_in, trace
 from jpipe.jax.trees import is_float
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.alike import whole
-from jpipe.model.constants import bits, scalar_places
+from jpipe.model.groups import bits, scalar_places
 from jpipe.types import Leaf
 
 

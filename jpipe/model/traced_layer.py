@@ -17,7 +17,7 @@ code runs once for both. Names that end in `_at` hold shardings: how arrays lie 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal as OneOf
@@ -28,14 +28,22 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ClosedJaxpr, Literal, Var, shapes_of
-from jpipe.jax.tracing import depends_on, equations_in, replay, trace, unrounded, uses, without, without_prints
+from jpipe.jax.rewrites import row_additions_by_comparison, weight_products_as_they_lie
+from jpipe.jax.tracing import (
+    depends_on,
+    equations_in,
+    replay,
+    trace,
+    unrounded,
+    uses,
+    without,
+    without_prints,
+)
 from jpipe.jax.trees import is_float
-from jpipe.mesh.splits import WHOLE, Splits
+from jpipe.mesh.axes import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.remat import is_mark
-from jpipe.model.row_additions import row_additions_by_comparison
 from jpipe.model.split_backward import SplitBackward, split_in_two
-from jpipe.model.weight_products import weight_products_as_they_lie
 from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, summed
@@ -218,35 +226,36 @@ class DeviceForward:
 class DeviceLayer:
     """A layer's forward and backward, as one device of a stage runs them.
 
-    The backward is there twice. Plans and predictions read `backward_jaxpr`, which is the same for every kind of
-    device. The device runs `backward_program`, in which CPUs multiply some matrices in another order.
-
     Attributes:
       forward: the layer's forward that also returns its residuals.
       remake: variables -> the leaves of the vjp that are remade.
-      backward_jaxpr: leaves of the vjp, cotangents -> the leaves of `gradients`; all flat.
-      backward_program: the same, as this kind of device computes it.
+      backward_jaxpr: leaves of the vjp, cotangents -> the leaves of `gradients`; all flat. Plans and predictions read
+        it, and it is the same for every kind of device.
+      rewrite: makes of a backward one that this kind of device runs faster (`jpipe.jax.rewrites`).
       gradients: the structure of `Gradients`, with whole shapes.
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of the device's parts of the residuals.
       gradients_at: how the gradients of its parameters lie.
       split: the backward in two parts, if it is to run so; its `early` and `late` are indices of leaves of `gradients`,
         its `reads` of leaves of the vjp.
-      split_programs: these two as this kind of device computes them; empty without `split`.
       unsplit: the equations of its backward that every device carries out whole though an operand was split.
     """
 
     forward: DeviceForward
     remake: ClosedJaxpr
     backward_jaxpr: ClosedJaxpr
-    backward_program: ClosedJaxpr
+    rewrite: Callable[[ClosedJaxpr], ClosedJaxpr]
     gradients: Gradients
     sources: tuple[Source, ...]
     residuals: Structs
     gradients_at: list[Sharding]
     split: SplitBackward | None
-    split_programs: tuple[ClosedJaxpr, ...]
     unsplit: list[Unsplit]
+
+    @cached_property
+    def backward_program(self) -> ClosedJaxpr:
+        """The backward as this kind of device runs it."""
+        return self.rewrite(self.backward_jaxpr)
 
     @cached_property
     def waits(self) -> tuple[bool, ...]:
@@ -263,7 +272,7 @@ class DeviceLayer:
     ) -> tuple[Gradients, list[Leaf]]:
         """Runs the first part of a split backward: (gradients, with None for those of the second part; the stash)."""
         assert self.split is not None
-        values = _replayed(self.split_programs[0], self._vjp_leaves(arguments, residuals), cotangents)
+        values = _replayed(self.split.inputs, self._vjp_leaves(arguments, residuals), cotangents)
         count = len(self.split.early)
         return self._gradients(values[:count], self.split.early), values[count:]
 
@@ -278,7 +287,7 @@ class DeviceLayer:
         assert self.split is not None
         rest = iter(kept)
         leaves = self._vjp_leaves(arguments, [next(rest) if waits else None for waits in self.waits])
-        values = _replayed(self.split_programs[1], _chosen(leaves, self.split.reads), stash)
+        values = _replayed(self.split.weights, _chosen(leaves, self.split.reads), stash)
         return self._gradients(values, self.split.late).params
 
     def _vjp_leaves(self, arguments: LayerArguments, residuals: Sequence[Leaf]) -> list[Leaf]:
@@ -317,32 +326,25 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
         forward=forward,
         remake=remake.jaxpr,
         backward_jaxpr=backward.jaxpr,
-        backward_program=_as_computed(backward.jaxpr, splits),
+        rewrite=weight_products_as_they_lie if splits.on_cpu else row_additions_by_comparison,
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residual_indices)),
         gradients_at=backward.shardings[:late],
         split=None,
-        split_programs=(),
         unsplit=remake.unsplit + backward.unsplit,
     )
 
 
-def in_two_parts(layer: DeviceLayer, splits: Splits) -> DeviceLayer:
+def in_two_parts(layer: DeviceLayer) -> DeviceLayer:
     """The same layer with a backward that may run in two parts.
 
     Other stages wait for all that the backward gives but parameters' gradients.
     """
     urgent = range(len(layer.gradients.params), len(layer.backward_jaxpr.jaxpr.outvars))
     residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
-    split = split_in_two(layer.backward_jaxpr, urgent, residuals, len(layer.sources))
-    programs = _as_computed(split.inputs, splits), _as_computed(split.weights, splits)
-    return replace(layer, split=split, split_programs=programs)
-
-
-def _as_computed(backward: ClosedJaxpr, splits: Splits) -> ClosedJaxpr:
-    """A backward, or a part of it, as this kind of device computes it."""
-    return weight_products_as_they_lie(backward) if splits.on_cpu else row_additions_by_comparison(backward)
+    split = split_in_two(layer.backward_program, urgent, residuals, len(layer.sources))
+    return replace(layer, split=split)
 
 
 class DevicePrograms:
@@ -367,7 +369,7 @@ class DevicePrograms:
         if decisive not in self._whole:
             self._whole[decisive] = partition_layer(layer, splits)
         whole = self._whole[decisive]
-        return self._in_two_parts(whole, splits) if in_parts else whole
+        return self._in_two_parts(whole) if in_parts else whole
 
 
 def _lying(function: LayerFunction, specs: tuple[tuple[str, tuple[PartitionSpec, ...]], ...]) -> LayerFunction:

@@ -167,7 +167,8 @@ class DevicePlan:
         """
         at_hand: AtHand = {(i, (REPLICATED,) * len(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
-        urgent, one_by_one = self._needed_for(self.flat.results[late:]), OneByOne()
+        others, one_by_one = self.flat.results[late:], OneByOne()
+        urgent = {*others}.union(*(self.flat.equations[i].reads for i in self.flat.needed_for(others)))
 
         def send_of(value: int) -> Send:
             return Ring.send if value in urgent else one_by_one.send
@@ -188,14 +189,6 @@ class DevicePlan:
         self.rings.depart(self.conversions, at_hand, send_of)
         self._convert(self.conversions, at_hand)
         return [all_of(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]
-
-    def _needed_for(self, values: Sequence[int]) -> set[int]:
-        """These values, and all that they are made from."""
-        found = set(values)
-        for flat, _, _ in reversed(self.equations):
-            if not found.isdisjoint(flat.makes):
-                found.update(flat.reads)
-        return found
 
     def _convert(self, conversions: Sequence[Conversion], at_hand: AtHand) -> None:
         """Converts values that are at hand; each form of a value is converted once."""

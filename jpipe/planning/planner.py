@@ -32,17 +32,15 @@ from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
 from jpipe.memory.outputs import in_halves, lying_by_shapes, output_axes
 from jpipe.memory.rows import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
-from jpipe.mesh.axes import AXIS, shapes_only
-from jpipe.mesh.splits import Splits
+from jpipe.mesh.axes import AXIS, Splits, shapes_only
 from jpipe.mesh.users_mesh import check_context
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import LayerTrace, Model
 from jpipe.model.layer_function import LayerFunction
-from jpipe.model.loss import TracedLoss, trace_loss
+from jpipe.model.loss import AVERAGED, TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
-from jpipe.model.whole_loss import AVERAGED
 from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard
 from jpipe.planning.partition import Partition, as_balance, measure_of
 from jpipe.planning.plan import Plan, early_partition, make_plan

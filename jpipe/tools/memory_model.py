@@ -43,7 +43,7 @@ from jpipe.types import Batch, Leaf, PyTree
 _COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 """Elementwise operations that compilers carry out once, however many read their result."""
 _FUSED = ELEMENTWISE | MOVES | {"dynamic_slice"}
-_READ_FUSED = _FUSED | REDUCTIONS.keys()
+_READ_FUSED = _FUSED | REDUCTIONS
 
 
 @dataclass(frozen=True)
@@ -444,7 +444,7 @@ def _working(
     layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
 ) -> tuple[int, int]:
     """The bytes that a layer's forward holds, and its backward, if the weights of these indices are slices."""
-    layer = replace(layer, backward_program=layer.backward_jaxpr)  # not as the devices at hand compute it
+    layer = replace(layer, rewrite=lambda closed: closed)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
     arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
     outputs = function.differentiated(layer.forward.results.outputs)

@@ -1,6 +1,6 @@
 """Which program a case of a large table runs: that for CPUs, that for TPUs, or that for GPUs.
 
-On CPUs gradients of weights are computed otherwise (`jpipe.model.weight_products`), on GPUs idle stages compute along
+On CPUs gradients of weights are computed otherwise (`jpipe.jax.rewrites`), on GPUs idle stages compute along
 (`jpipe.planning.layer_loops`), and a mesh of simulated devices would run the first alone. A third of cases run each.
 Which one follows from a case's words, so that a new case changes nothing for the others.
 """
@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from jpipe.mesh.splits import Splits
+from jpipe.mesh.axes import Splits
 
 DEVICES = ("cpu", "tpu", "gpu")
 

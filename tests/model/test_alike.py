@@ -16,7 +16,7 @@ from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.alike import has_custom_derivatives, outputs_that_depend, skeleton, whole
-from jpipe.model.constants import scalars_of, without_plain_calls
+from jpipe.model.groups import scalars_of, without_plain_calls
 from jpipe.model.trace import trace_model
 
 wide = functools.partial(nn.Dense, param_dtype=jnp.float64)

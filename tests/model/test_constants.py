@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpipe.jax.tracing import replay
-from jpipe.model.constants import Constants, differing, scalars_of, without_plain_calls
+from jpipe.model.groups import Constants, differing, scalars_of, without_plain_calls
 
 X = np.linspace(-1, 1, 5)
 MASK = np.arange(5) > 1

@@ -13,7 +13,7 @@ from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.jax.tracing import trace
 from jpipe.layers.adapt import as_whole
 from jpipe.model import alike
-from jpipe.model.constants import scalars_of, without_plain_calls
+from jpipe.model.groups import scalars_of, without_plain_calls
 from jpipe.model.kinds import Kinds
 from jpipe.model.trace import trace_model
 

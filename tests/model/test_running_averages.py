@@ -12,9 +12,9 @@ import jpipe
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.model.layer_function import LayerFunction
+from jpipe.model.merging import RunningAverages, find_rates, mean_variance_pairs
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import as_remat
-from jpipe.model.running_averages import RunningAverages, find_rates, mean_variance_pairs
 from jpipe.model.trace import trace_model
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)

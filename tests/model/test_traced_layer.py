@@ -12,13 +12,13 @@ import jpipe
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.memory.rows import default_inputs
-from jpipe.mesh.splits import Splits
+from jpipe.mesh.axes import Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES, as_remat
 from jpipe.model.trace import trace_model
-from jpipe.model.traced_layer import partition_layer, trace_layer
+from jpipe.model.traced_layer import in_two_parts, partition_layer, trace_layer
 
 REMATS = [*MODES, jax.checkpoint_policies.dots_saveable]
 BATCH = {"inputs": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)}
@@ -59,7 +59,7 @@ def layer_of(function):
 
 @pytest.mark.parametrize(("mesh", "dimensions"), [(("stage",), 1), ((), 2)])
 def test_on_cpus_gradients_of_weights_are_summed_over_one_dimension(mesh, dimensions):
-    """Which `jpipe.model.weight_products` is for; of devices that aren't known, as JAX has them."""
+    """Which `jpipe.jax.rewrites` is for; of devices that aren't known, as JAX has them."""
     devices = Mesh(np.array(jax.devices()[:1]), mesh) if mesh else AbstractMesh((), ())
     layers, shapes = as_layers([nn.Dense(4), nn.Dense(5), nn.Dense(3)]), jax.ShapeDtypeStruct((2, 6, 4), jnp.float32)
     group = trace_model(layers, lambda batch: batch, shapes).groups[1]
@@ -75,6 +75,19 @@ def products_in(jaxpr):
             yield found
         for inner in jaxprs_in_params(equation.params):
             yield from products_in(inner)
+
+
+def test_rows_are_added_to_by_comparison_in_a_backward_in_two_parts_too():
+    """A regression: once it was in parts, the zero was no literal any more, and the scatter stayed."""
+    array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    shapes = {"inputs": array(2, 3, 4), "labels": array(2, 3, dtype=jnp.int32)}
+    taken = lambda y, batch: jnp.take_along_axis(jax.nn.log_softmax(y), batch["labels"][..., None], -1).sum()
+    model = trace_model(as_layers([lambda x: x, nn.Dense(5)]), default_inputs, shapes)
+    loss = trace_loss(taken, model.groups[-1].gives, shapes)
+    layer = partition_layer(trace_layer(LayerFunction(model.groups[-1], key_shape(), as_remat("none"), shapes, loss)))
+    assert "scatter-add" in str(layer.backward_jaxpr)
+    split = in_two_parts(layer).split
+    assert "scatter-add" not in str(split.inputs) + str(split.weights)
 
 
 @pytest.mark.parametrize("remat", REMATS, ids=[*MODES, "dots_saveable"])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.model.whole_loss import PartsOfLoss, whole_structs, with_gradient
+from jpipe.model.loss import PartsOfLoss, whole_structs, with_gradient
 from jpipe.partitioner.shardings import REPLICATED, Shard
 
 X, MASK, NUMBER = np.arange(24.0).reshape(8, 3) / 10, np.float64([1, 0, 1, 1, 0, 0, 0, 1]), np.float64(2)
