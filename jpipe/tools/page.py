@@ -7,7 +7,7 @@ what planning a step compiles.
 from __future__ import annotations
 
 import base64
-import functools
+import contextlib
 import itertools
 import json
 import math
@@ -31,7 +31,7 @@ from jpipe.model.remat import MODES
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.processes.tables import Table
-from jpipe.schedules.orders import SCHEDULES, has_its_name
+from jpipe.schedules.orders import SCHEDULES
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import AWAY, TickTable, lower
 from jpipe.tools.memory_model import holdings, predict_memory
@@ -83,7 +83,6 @@ class PipelineFacts:
         compared with.
       num_stages, num_microbatches, num_chunks: K, M and V.
       batch: the number of examples in a batch.
-      shards: the number of parts that each micro-batch is split into.
       remat: its name.
       keeps_inputs: whether boundary inputs wait for the backward, and residuals for none.
       unit: the unit of the times.
@@ -106,7 +105,6 @@ class PipelineFacts:
     num_microbatches: int
     num_chunks: int
     batch: int
-    shards: int
     remat: str
     keeps_inputs: bool
     unit: str
@@ -156,7 +154,6 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         orders=orders_of(schedule, num_examples / splits.num_shards, keeps_inputs=remat.keep_inputs),
         **schedule.sizes,
         batch=num_examples,
-        shards=splits.num_shards,
         remat=next((name for name, mode in MODES.items() if mode is remat), "a policy"),
         keeps_inputs=remat.keep_inputs,
         unit="F",
@@ -212,37 +209,34 @@ def _crossing(boundaries: Boundaries) -> int:
 OFFERED = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
 """The schedules that the page offers."""
 STAGES, MICROBATCHES, CHUNKS = (1, 2, 3, 4, 6, 8, 16, 32), (1, 2, 3, 4, 6, 8, 16, 32, 64, 128), (1, 2, 4)
-"""Where the sliders stop on the page of any pipeline, ..."""
+"""Where the sliders for K, M and V stop on the page of any pipeline."""
 LARGEST, LARGEST_OWN = 1024, 4096
-"""... up to this K*M*V there, and on a pipeline's own page: more would take seconds to make."""
+"""The most K*M*V there, and on a pipeline's own page, whose M is there in any case: more would take seconds to make."""
 
 
-@functools.cache
 def orders_of_any() -> str:
-    """The orders for the page of any pipeline, `packed`."""
-    shapes = itertools.product(OFFERED, STAGES, MICROBATCHES, CHUNKS)
+    """The orders on the page of any pipeline, `packed`."""
     return packed(
         (name, SCHEDULES[name](K, M, V))
-        for name, K, M, V in shapes
+        for name, K, M, V in itertools.product(OFFERED, STAGES, MICROBATCHES, CHUNKS)
         if K * M * V <= LARGEST and (V == 1 or name in ("interleaved", "zero_bubble"))
     )
 
 
 def orders_of(schedule: Schedule, examples: float, *, keeps_inputs: bool) -> str:
-    """The orders for a pipeline's own page, `packed`: its own, and others of its K and V.
+    """The orders on a pipeline's own page, `packed`: its own, and others of its K and V.
 
     Args:
-      schedule: its own.
+      schedule: its own; it is called "own" if it isn't one of `OFFERED`.
       examples: those of a batch in each shard, which M has to divide.
       keeps_inputs: whether it refuses backwards in two parts.
     """
     K, own, V = schedule.sizes.values()
-    sizes = {own, *(M for M in range(1, 1 + LARGEST_OWN // (K * V)) if examples % M == 0)}
-    fits = {"interleaved": V > 1, "v": schedule.style == "v", "zero_bubble": schedule.style != "v" and not keeps_inputs}
-    names = [name for name in OFFERED if fits.get(name, True)]
-    others = ((name, SCHEDULES[name](K, M, V)) for name in names for M in sorted(sizes))
-    is_offered = schedule.name in OFFERED and has_its_name(schedule)
-    return packed(others if is_offered else [("own", schedule), *others])
+    sizes = sorted({own, *(M for M in range(1, 1 + LARGEST_OWN // (K * V)) if examples % M == 0)})
+    turns = schedule.style == "v"
+    fits = {"interleaved": V > 1, "v": turns, "zero_bubble": not (turns or keeps_inputs)}
+    made = [(name, SCHEDULES[name](K, M, V)) for name in OFFERED if fits.get(name, True) for M in sizes]
+    return packed(made if (schedule.name, schedule) in made else [("own", schedule), *made])
 
 
 def packed(schedules: Iterable[tuple[str, Schedule]]) -> str:
@@ -255,17 +249,16 @@ def _described(schedule: Schedule) -> dict[str, object]:
     """A schedule for page.html: its orders, and the rows that it needs, without `keep_inputs` and with it.
 
     Orders are written as in a CSV, a line for each stage and a cell for each slot in time, empty where it idles. A cell
-    names the kind, the micro-batch if it isn't the next one of this kind and chunk, and the chunk: "B", "B7" or "B.1".
+    has the kind, by how many the micro-batch is off the next one of this kind and chunk, and the chunk: mostly "F0.0".
+    So lines are alike, and take little room when they are compressed.
     """
     lines = [[""] * (1 + max(schedule.slot_times.values())) for _ in schedule.actions]
     due = Counter[tuple[int, str, int]]()
     for (stage, (kind, microbatch, chunk)), tau in schedule.slot_times.items():
-        number = "" if microbatch == due[stage, kind, chunk] else str(microbatch)
-        lines[stage][tau] = f"{kind}{number}" + (f".{chunk}" if chunk else "")
+        lines[stage][tau] = f"{kind}{microbatch - due[stage, kind, chunk]}.{chunk}"
         due[stage, kind, chunk] = microbatch + 1
-    orders = list(map(",".join, lines))
     rows = [_rows(lower(schedule, keep_inputs=keep_inputs)) for keep_inputs in (False, True)]
-    return {"slots": schedule.slots, "style": schedule.style, "orders": orders, "rows": rows}
+    return {"slots": schedule.slots, "style": schedule.style, "orders": list(map(",".join, lines)), "rows": rows}
 
 
 def _rows(table: TickTable) -> dict[str, object]:
@@ -355,17 +348,13 @@ def write(path: str | os.PathLike[str] | None, facts: PipelineFacts | None = Non
 
 
 def open_page(page: Page, to_save: str) -> None:
-    """Opens a page in a browser, or prints where it is, and the call that saves it elsewhere."""
-    if not open_browser(page.address):
-        print(f"the page is at {page}; to take it along, give the file a name: {to_save}")
+    """Opens a page in a browser, if there is a display, or prints where it is, and the call that saves it elsewhere.
 
-
-def open_browser(address: str) -> bool:
-    """Opens an address, if there is a display; a browser in a terminal would hold that until it is left."""
+    Without a display, a browser in a terminal would hold that until it is left.
+    """
     displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-    if sys.platform not in ("darwin", "win32") and not any(map(os.environ.get, displays)):
-        return False
-    try:
-        return webbrowser.open(address)
-    except webbrowser.Error:
-        return False
+    if sys.platform in ("darwin", "win32") or any(map(os.environ.get, displays)):
+        with contextlib.suppress(webbrowser.Error):
+            if webbrowser.open(page.address):
+                return
+    print(f"the page is at {page}; to take it along, give the file a name: {to_save}")
