@@ -61,7 +61,7 @@ INVENTORIES = Path(__file__).with_name("inventories")
 intersphinx_mapping = {name: (site, f"inventories/{name}.txt") for name, site in SITES.items()}
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"jpipe\.(costs|execution|memory|planning|schedules|view)\..*"),  # what tools alone read
+    ("py:class", r"jpipe\.(execution|memory|planning|schedules|tools)\..*"),  # what tools alone read
     ("py:class", r"jax\.jaxlib\._jax\.Array"),  # `jax.Array` by its own name, inside of a type that has a name
 ]
 

@@ -148,7 +148,7 @@ def random_settings(count: int, *, shapes: int, largest: int, seed: int) -> list
         return [rng.uniform(0.01, 10) for _ in range(num_stages)]
 
     def setting(index: int) -> dict[str, Any]:
-        of = dict(zip(names, drawn[index % shapes], strict=True))
+        of: dict[str, Any] = dict(zip(names, drawn[index % shapes], strict=True))
         K = of["num_stages"]
         return {**of, "forward": times(K), "backward": times(K), "transfer": rng.choice([0.0, 1.0, rng.uniform(0, 5)])}
 
