@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import jpipe
-from jpipe.tools.page import write
+from jpipe.tools.page import write_page
 
 project = "jpipe"
 author = "the jpipe authors"
@@ -126,7 +126,7 @@ def take_notebooks(app, config):
 def add_page(app, exception):
     """Writes the page that `jpipe view` opens, which the first page shows in a frame."""
     if exception is None:
-        write(Path(app.outdir) / "page.html")
+        write_page(Path(app.outdir) / "page.html")
 
 
 def link_notebooks(app, docname, source):

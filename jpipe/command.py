@@ -11,7 +11,7 @@ import jax
 
 from jpipe import __version__
 from jpipe.tools.chips import GIB
-from jpipe.tools.page import open_page, write
+from jpipe.tools.page import open_page, write_page
 from jpipe.tools.search import plan
 
 RETURNS = "layers, loss_fn, batch, tx[, options of jpipe.Pipeline as a dict]"
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _view(options: argparse.Namespace) -> None:
     """Writes the page, and opens it unless it is to be saved."""
-    page = write(options.save, argument="--save ")
+    page = write_page(options.save, argument="--save ")
     if options.save is None:
         open_page(page, "jpipe view --save FILE")
     else:

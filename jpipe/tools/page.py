@@ -211,7 +211,7 @@ OFFERED = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
 STAGES, MICROBATCHES, CHUNKS = (1, 2, 3, 4, 6, 8, 16, 32), (1, 2, 3, 4, 6, 8, 16, 32, 64, 128), (1, 2, 4)
 """Where the sliders for K, M and V stop on the page of any pipeline."""
 LARGEST = 1024
-"""The most K*M*V there: all of these schedules take some seconds to make."""
+"""The most K*M*V, but for a pipeline's own M: many schedules that are larger take long to make."""
 
 
 def orders_of_any() -> str:
@@ -224,7 +224,7 @@ def orders_of_any() -> str:
 
 
 def orders_of(schedule: Schedule, examples: float, *, keeps_inputs: bool) -> str:
-    """The orders on a pipeline's own page, `packed`: its own, and others of its K and V, with M up to twice its own.
+    """The orders on a pipeline's own page, `packed`: its own, and others of its K and V.
 
     Args:
       schedule: its own; it is called "own" if it isn't one of `OFFERED`.
@@ -232,7 +232,7 @@ def orders_of(schedule: Schedule, examples: float, *, keeps_inputs: bool) -> str
       keeps_inputs: whether it refuses backwards in two parts.
     """
     K, own, V = schedule.sizes.values()
-    sizes = [M for M in range(1, 1 + max(LARGEST // (K * V), 2 * own)) if examples % M == 0]
+    sizes = sorted({own, *(M for M in range(1, 1 + LARGEST // (K * V)) if examples % M == 0)})
     turns = schedule.style == "v"
     fits = {"interleaved": V > 1, "v": turns, "zero_bubble": not (turns or keeps_inputs)}
     made = [(name, SCHEDULES[name](K, M, V)) for name in OFFERED if fits.get(name, True) for M in sizes]
@@ -323,13 +323,15 @@ def show(facts: PipelineFacts, path: str | os.PathLike[str] | None = None) -> Pa
     Raises:
       ValueError: `path` can't be a file.
     """
-    page = write(path, facts)
+    page = write_page(path, facts)
     if sys.stdout.isatty():
         open_page(page, "view(path='pipeline.html')")
     return page
 
 
-def write(path: str | os.PathLike[str] | None, facts: PipelineFacts | None = None, *, argument: str = "path=") -> Page:
+def write_page(
+    path: str | os.PathLike[str] | None, facts: PipelineFacts | None = None, *, argument: str = "path="
+) -> Page:
     """Writes a page, with a pipeline's numbers or for any pipeline, to a file; None for a new temporary one.
 
     Raises:

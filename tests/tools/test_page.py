@@ -47,7 +47,7 @@ from jpipe.tools.page import (
     facts_of,
     orders_of,
     show,
-    write,
+    write_page,
 )
 from jpipe.tools.page import Page as Written
 from view_chromium import Page, chromium, find
@@ -58,7 +58,7 @@ CLOSE = 1e-9
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory) -> Iterator[Page]:
     with chromium(find()) as page:
-        page.home = write(tmp_path_factory.mktemp("page") / "page.html").address
+        page.home = write_page(tmp_path_factory.mktemp("page") / "page.html").address
         yield page
 
 
@@ -1044,7 +1044,7 @@ def test_a_cell_says_by_how_many_the_micro_batch_is_off_the_next_one():
 
 def test_pages_are_small(tmp_path):
     """Of any pipeline below 1 MB, of one's own below 200 kB."""
-    assert write(tmp_path / "any.html").path.stat().st_size < 10**6
+    assert write_page(tmp_path / "any.html").path.stat().st_size < 10**6
     schedule = schedule_of("interleaved", 32, 128, 2)
     facts = replace(FACTS, **schedule.sizes, orders=orders_of(schedule, 128 * 3 * 5 * 7, keeps_inputs=False))
     assert show(facts, tmp_path / "own.html").path.stat().st_size < 200_000
