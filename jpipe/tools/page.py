@@ -16,7 +16,6 @@ import sys
 import tempfile
 import webbrowser
 import zlib
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from html import escape
@@ -253,9 +252,9 @@ def _described(schedule: Schedule) -> dict[str, object]:
     So lines are alike, and take little room when they are compressed.
     """
     lines = [[""] * (1 + max(schedule.slot_times.values())) for _ in schedule.actions]
-    due = Counter[tuple[int, str, int]]()
+    due: dict[tuple[int, str, int], int] = {}
     for (stage, (kind, microbatch, chunk)), tau in schedule.slot_times.items():
-        lines[stage][tau] = f"{kind}{microbatch - due[stage, kind, chunk]}.{chunk}"
+        lines[stage][tau] = f"{kind}{microbatch - due.get((stage, kind, chunk), 0)}.{chunk}"
         due[stage, kind, chunk] = microbatch + 1
     rows = [_rows(lower(schedule, keep_inputs=keep_inputs)) for keep_inputs in (False, True)]
     return {"slots": schedule.slots, "style": schedule.style, "orders": list(map(",".join, lines)), "rows": rows}
