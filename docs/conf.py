@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import jpipe
+from jpipe.tools.page import write_page
 
 project = "jpipe"
 author = "the jpipe authors"
@@ -23,7 +24,6 @@ nb_merge_streams = True
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["jpipe.css"]
-html_extra_path = ["../jpipe/tools/page.html"]  # what `jpipe view` opens; the first page shows it in a frame
 html_show_copyright = False
 
 myst_enable_extensions = ["colon_fence"]
@@ -61,7 +61,7 @@ INVENTORIES = Path(__file__).with_name("inventories")
 intersphinx_mapping = {name: (site, f"inventories/{name}.txt") for name, site in SITES.items()}
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"jpipe\.(costs|execution|memory|planning|schedules|view)\..*"),  # what tools alone read
+    ("py:class", r"jpipe\.(execution|memory|planning|schedules|tools)\..*"),  # what tools alone read
     ("py:class", r"jax\.jaxlib\._jax\.Array"),  # `jax.Array` by its own name, inside of a type that has a name
 ]
 
@@ -123,6 +123,12 @@ def take_notebooks(app, config):
             new.replace(path)
 
 
+def add_page(app, exception):
+    """Writes the page that `jpipe view` opens, which the first page shows in a frame."""
+    if exception is None:
+        write_page(Path(app.outdir) / "page.html")
+
+
 def link_notebooks(app, docname, source):
     """Links to the repository's notebooks lead to their pages here."""
     source[0] = re.sub(r"\]\((?:\.\./)+notebooks/", "](/notebooks/", source[0])
@@ -132,5 +138,6 @@ def setup(app):
     """Docstrings come before napoleon, which has the priority 500."""
     app.connect("config-inited", take_notebooks)
     app.connect("source-read", link_notebooks)
+    app.connect("build-finished", add_page)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)
     app.connect("autodoc-process-signature", as_readable)

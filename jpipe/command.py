@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import runpy
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import jax
 
 from jpipe import __version__
 from jpipe.tools.chips import GIB
-from jpipe.tools.page import PAGE, Page, checked, open_page
+from jpipe.tools.page import open_page, write_page
 from jpipe.tools.search import plan
 
 RETURNS = "layers, loss_fn, batch, tx[, options of jpipe.Pipeline as a dict]"
@@ -68,11 +67,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _view(options: argparse.Namespace) -> None:
-    """Opens the page, or copies it to a file."""
+    """Writes the page, and opens it unless it is to be saved."""
+    page = write_page(options.save, argument="--save ")
     if options.save is None:
-        open_page(Page(PAGE), "jpipe view --save FILE")
+        open_page(page, "jpipe view --save FILE")
     else:
-        shutil.copyfile(PAGE, checked(options.save, "--save "))
         print(f"wrote {options.save}: one file, open it in any browser")
 
 

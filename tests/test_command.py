@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 import tomllib
 import webbrowser
 from importlib.metadata import version
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jpipe import command
-from jpipe.tools.page import PAGE
+from jpipe.tools import page
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,16 +31,26 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_browser_opens_the_page(monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch) -> Path:
+    """The folder for temporary files, into which the page is written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(page, "STAGES", (1, 2))  # so that it is made at once
+    return tmp_path
+
+
+def test_the_browser_opens_the_page(temporary, monkeypatch, capsys):
     opened = []
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
     monkeypatch.setenv("DISPLAY", ":0")
     assert command.main(["view"]) == 0
-    assert opened == [PAGE.resolve().as_uri()] and capsys.readouterr().out == ""
+    (path,) = temporary.glob("*.html")
+    assert path.read_text() == page.page_of()
+    assert opened == [path.as_uri()] and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("how", ["false", "error"])
-def test_without_a_browser_it_says_what_to_do(how, monkeypatch, capsys):
+def test_without_a_browser_it_says_what_to_do(how, temporary, monkeypatch, capsys):
     def no_browser(_):
         if how == "error":
             raise webbrowser.Error("could not locate runnable browser")
@@ -49,12 +60,13 @@ def test_without_a_browser_it_says_what_to_do(how, monkeypatch, capsys):
     monkeypatch.setenv("DISPLAY", ":0")
     assert command.main(["view"]) == 0
     printed = capsys.readouterr().out
-    assert f"the page is at {PAGE.resolve().as_uri()}" in printed and "jpipe view --save FILE" in printed
+    (path,) = temporary.glob("*.html")
+    assert f"the page is at {path.as_uri()}" in printed and "jpipe view --save FILE" in printed
 
 
 def test_the_page_can_be_saved_for_a_site(tmp_path, capsys):
     assert command.main(["view", "--save", str(tmp_path / "pipeline.html")]) == 0
-    assert (tmp_path / "pipeline.html").read_bytes() == PAGE.read_bytes()
+    assert (tmp_path / "pipeline.html").read_text() == page.page_of()
     assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'pipeline.html'}")
 
 

@@ -6,12 +6,17 @@ what planning a step compiles.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import itertools
 import json
 import math
 import os
 import sys
 import tempfile
 import webbrowser
+import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -25,15 +30,13 @@ from jpipe.model.remat import MODES
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.processes.tables import Table
-from jpipe.schedules.orders import has_its_name
-from jpipe.schedules.ticks import AWAY
+from jpipe.schedules.orders import SCHEDULES
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.ticks import AWAY, TickTable, lower
 from jpipe.tools.memory_model import holdings, predict_memory
 from jpipe.tools.step_cost import Parts
 from jpipe.tools.summary import summarize
 from jpipe.types import Batch
-
-KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
-"""The schedules that the page makes itself, for any number of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,10 @@ class PipelineFacts:
     Attributes:
       table: its stages (`pictures.summary`), with the pipeline in a line as its title.
       schedule: the name of its schedule.
-      orders: by stage, the actions of a schedule that isn't in `KNOWN`; else None.
-      slots: the slots of a tick.
-      style: how its virtual stages are dealt out, "loop" or "v".
+      orders: `packed`, this schedule, which is called "own" if it isn't in `OFFERED`, and others that it may be
+        compared with.
       num_stages, num_microbatches, num_chunks: K, M and V.
       batch: the number of examples in a batch.
-      shards: the number of parts that each micro-batch is split into.
       remat: its name.
       keeps_inputs: whether boundary inputs wait for the backward, and residuals for none.
       unit: the unit of the times.
@@ -98,14 +99,11 @@ class PipelineFacts:
 
     table: Table
     schedule: str
-    orders: list[list[str]] | None
-    slots: tuple[str, ...]
-    style: str
+    orders: str
     num_stages: int
     num_microbatches: int
     num_chunks: int
     batch: int
-    shards: int
     remat: str
     keeps_inputs: bool
     unit: str
@@ -147,17 +145,14 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     memory = predict_memory(planner, batch)
     parameters, gradients, other = _variables(step, memory)
     boundaries = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
-    is_known = schedule.name in KNOWN and has_its_name(schedule)
+    num_examples = jax.tree.leaves(batch)[0].shape[0]
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
     return PipelineFacts(
         table=summarize(title, planner),
         schedule=schedule.name,
-        orders=None if is_known else [list(map(str, order)) for order in schedule.actions],
-        slots=schedule.slots,
-        style=schedule.style,
+        orders=orders_of(schedule, num_examples / splits.num_shards, keeps_inputs=remat.keep_inputs),
         **schedule.sizes,
-        batch=jax.tree.leaves(batch)[0].shape[0],
-        shards=splits.num_shards,
+        batch=num_examples,
         remat=next((name for name, mode in MODES.items() if mode is remat), "a policy"),
         keeps_inputs=remat.keep_inputs,
         unit="F",
@@ -207,11 +202,79 @@ def _crossing(boundaries: Boundaries) -> int:
     return sum(size * _entry(boundaries.buffers[name]) for name, size in boundaries.crossing_sizes)
 
 
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+
+OFFERED = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
+"""The schedules that the page offers."""
+STAGES, MICROBATCHES, CHUNKS = (1, 2, 3, 4, 6, 8, 16, 32), (1, 2, 3, 4, 6, 8, 16, 32, 64, 128), (1, 2, 4)
+"""Where the sliders for K, M and V stop on the page of any pipeline."""
+LARGEST = 1024
+"""The most K*M*V, but for a pipeline's own M: many schedules that are larger take long to make."""
+
+
+def orders_of_any() -> str:
+    """The orders on the page of any pipeline, `packed`."""
+    return packed(
+        (name, SCHEDULES[name](K, M, V))
+        for name, K, M, V in itertools.product(OFFERED, STAGES, MICROBATCHES, CHUNKS)
+        if K * M * V <= LARGEST and (V == 1 or name in ("interleaved", "zero_bubble"))
+    )
+
+
+def orders_of(schedule: Schedule, examples: float, *, keeps_inputs: bool) -> str:
+    """The orders on a pipeline's own page, `packed`: its own, and others of its K and V.
+
+    Args:
+      schedule: its own; it is called "own" if it isn't one of `OFFERED`.
+      examples: those of a batch in each shard, which M has to divide.
+      keeps_inputs: whether it refuses backwards in two parts.
+    """
+    K, own, V = schedule.sizes.values()
+    sizes = sorted({own, *(M for M in range(1, 1 + LARGEST // (K * V)) if examples % M == 0)})
+    turns = schedule.style == "v"
+    fits = {"interleaved": V > 1, "v": turns, "zero_bubble": not (turns or keeps_inputs)}
+    made = [(name, SCHEDULES[name](K, M, V)) for name in OFFERED if fits.get(name, True) for M in sizes]
+    return packed(made if (schedule.name, schedule) in made else [("own", schedule), *made])
+
+
+def packed(schedules: Iterable[tuple[str, Schedule]]) -> str:
+    """Schedules by name, K, M and V as JSON, compressed, in letters: `unpacked` of page.html reads them."""
+    orders = {" ".join(map(str, (name, *made.sizes.values()))): _described(made) for name, made in schedules}
+    return base64.b64encode(zlib.compress(json.dumps(orders).encode(), 9)).decode()
+
+
+def _described(schedule: Schedule) -> dict[str, object]:
+    """A schedule for page.html: its orders, and the rows that it needs, without `keep_inputs` and with it.
+
+    Orders are written as in a CSV, a line for each stage and a cell for each slot in time, empty where it idles. A cell
+    has the kind, by how many the micro-batch is off the next one of this kind and chunk, and the chunk: mostly "F0.0".
+    So lines are alike, and take little room when they are compressed.
+    """
+    lines = [[""] * (1 + max(schedule.slot_times.values())) for _ in schedule.actions]
+    due: dict[tuple[int, str, int], int] = {}
+    for (stage, (kind, microbatch, chunk)), tau in schedule.slot_times.items():
+        lines[stage][tau] = f"{kind}{microbatch - due.get((stage, kind, chunk), 0)}.{chunk}"
+        due[stage, kind, chunk] = microbatch + 1
+    rows = [_rows(lower(schedule, keep_inputs=keep_inputs)) for keep_inputs in (False, True)]
+    return {"slots": schedule.slots, "style": schedule.style, "orders": list(map(",".join, lines)), "rows": rows}
+
+
+def _rows(table: TickTable) -> dict[str, object]:
+    """The rows that stages need, by `ROWS`, and for what waits at boundaries those of all devices and a stage's own."""
+
+    def waiting(name: str) -> dict[str, object]:
+        read = np.concatenate([getattr(slot, name) for slot in table.slots])
+        return {"rows": table.rows_written(name), "own": [len({*column.tolist()} - {-1}) for column in read.T]}
+
+    return {**table.rows, **{name: waiting(name) for name in table.waiting}}
+
+
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
 PAGE = Path(__file__).with_name("page.html")
-NO_FACTS = '<script type="application/json" id="own">null</script>'
+NO_FACTS = '<script type="application/json" id="facts">null</script>'
 HEIGHT = 1000
 """Pixels of the frame in a notebook."""
 
@@ -239,6 +302,13 @@ class Page:
         return f'<iframe srcdoc="{text}" title="jpipe view" width="100%" height="{HEIGHT}" style="border: 0"></iframe>'
 
 
+def page_of(facts: PipelineFacts | None = None) -> str:
+    """The text of the page with a pipeline's numbers, or of that for any pipeline."""
+    data = json.dumps({"orders": orders_of_any()} if facts is None else asdict(facts))
+    data = data.replace("<", "\\u003c")  # which could end the element
+    return PAGE.read_text(encoding="utf-8").replace(NO_FACTS, NO_FACTS.replace("null", data))
+
+
 def show(facts: PipelineFacts, path: str | os.PathLike[str] | None = None) -> Page:
     """Writes a page with these numbers, and opens it where somebody sits at a terminal with a display.
 
@@ -252,43 +322,40 @@ def show(facts: PipelineFacts, path: str | os.PathLike[str] | None = None) -> Pa
     Raises:
       ValueError: `path` can't be a file.
     """
-    if path is None:
-        file, path = tempfile.mkstemp(prefix="jpipe-", suffix=".html")
-        os.close(file)
-    page = Page(checked(path, "path="))
-    data = json.dumps(asdict(facts)).replace("<", "\\u003c")  # which could end the element
-    page.path.write_text(PAGE.read_text(encoding="utf-8").replace(NO_FACTS, NO_FACTS.replace("null", data)), "utf-8")
+    page = write_page(path, facts)
     if sys.stdout.isatty():
         open_page(page, "view(path='pipeline.html')")
     return page
 
 
-def open_page(page: Page, to_save: str) -> None:
-    """Opens a page in a browser, or prints where it is, and the call that saves it elsewhere."""
-    if not open_browser(page.address):
-        print(f"the page is at {page}; to take it along, give the file a name: {to_save}")
-
-
-def checked(path: str | os.PathLike[str], argument: str) -> Path:
-    """The path of a file that can be written.
+def write_page(
+    path: str | os.PathLike[str] | None, facts: PipelineFacts | None = None, *, argument: str = "path="
+) -> Page:
+    """Writes a page, with a pipeline's numbers or for any pipeline, to a file; None for a new temporary one.
 
     Raises:
-      ValueError: it is a folder, or in none.
+      ValueError: it can't be a file: it is a folder, or in none; `argument` is the message's word for it.
     """
+    if path is None:
+        file, path = tempfile.mkstemp(prefix="jpipe-", suffix=".html")
+        os.close(file)
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{argument}{path} is a folder; name a file in it, as {path / 'pipeline.html'}")
     if not path.parent.is_dir():
         raise ValueError(f"{argument}{path}: there is no folder {path.parent}; make it first")
-    return path
+    path.write_text(page_of(facts), "utf-8")
+    return Page(path)
 
 
-def open_browser(address: str) -> bool:
-    """Opens an address, if there is a display; a browser in a terminal would hold that until it is left."""
+def open_page(page: Page, to_save: str) -> None:
+    """Opens a page in a browser, if there is a display, or prints where it is, and the call that saves it elsewhere.
+
+    Without a display, a browser in a terminal would hold that until it is left.
+    """
     displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-    if sys.platform not in ("darwin", "win32") and not any(map(os.environ.get, displays)):
-        return False
-    try:
-        return webbrowser.open(address)
-    except webbrowser.Error:
-        return False
+    if sys.platform in ("darwin", "win32") or any(map(os.environ.get, displays)):
+        with contextlib.suppress(webbrowser.Error):
+            if webbrowser.open(page.address):
+                return
+    print(f"the page is at {page}; to take it along, give the file a name: {to_save}")

@@ -19,6 +19,7 @@ import pytest
 
 import jpipe
 from jpipe.processes import progress
+from jpipe.tools.page import page_of
 from view_chromium import chromium, find
 
 ROOT = Path(__file__).parents[2]
@@ -237,7 +238,7 @@ def site(tmp_path_factory):
 def test_the_site_has_the_playground_and_the_notebooks_in_order(site):
     first = (site / "index.html").read_text()
     frame = re.search(r'<iframe[^>]* src="([^"]+)"', first)[1]
-    assert (site / frame).read_text() == (ROOT / "jpipe" / "tools" / "page.html").read_text()
+    assert (site / frame).read_text() == page_of()
     assert f'<a href="{frame}">' in first
     stored = sorted((ROOT / "notebooks").glob("*.ipynb"))
     assert re.findall(r'toctree-l2"><a class="[^"]*" href="notebooks/([^"]+)\.html"', first) == [p.stem for p in stored]

@@ -669,7 +669,7 @@ def test_a_view_before_any_batch(tmp_path, monkeypatch, capsys):
     for batch in (BATCH, shapes):
         pipe = make()
         assert pipe.view(batch, path=tmp_path / "a.html").path.exists()
-    monkeypatch.setattr("jpipe.tools.page.open_browser", lambda address: False)
+    monkeypatch.setattr("webbrowser.open", lambda address: False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.chdir(tmp_path)
     pipe.view(path="other.html")

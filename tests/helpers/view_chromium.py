@@ -45,6 +45,7 @@ class Page:
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers, self._rest, self._number, self._session = commands, answers, b"", 0, None
+        self.home = "about:blank"  # the address of the page that tests open
         self.problems: list[str] = []  # what the page threw or wrote to its console as an error
         self.requests: list[str] = []  # every address that it asked for
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
