@@ -32,6 +32,7 @@ from jpipe.jax.trees import bytes_of, is_float
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.partitioner.conversions import sent_in
+from jpipe.processes.progress import warn_once
 from jpipe.schedules.ticks import TickTable
 
 
@@ -179,6 +180,40 @@ def _outside_of_kernels(equations: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
 def _cost(closed: ClosedJaxpr) -> float:
     """A function's FLOPs, plus those that a device could do while it reads its arguments and writes its results."""
     return count_flops(closed).flops + FLOPS_A_BYTE * bytes_of([*closed.in_avals, *closed.out_avals])
+
+
+def warn_of_skipped(
+    model: Model,
+    layers: Sequence[DeviceLayer],
+    ranges: LayerRanges,
+    idle_work: IdleWork,
+    table: TickTable,
+    sizes: Mapping[str, int],
+) -> None:
+    """Warns, once, of each group of layers that send in a loop that other stages skip.
+
+    Args:
+      model, layers, ranges, idle_work, table: of the step (`Step`), in training.
+      sizes: mesh axis -> how many devices it has.
+    """
+    of_kinds = any(
+        not together and slot.kind[run.start : run.stop].any()
+        for run in table.runs
+        for slot, together in zip(table.slots, run.together, strict=True)
+    )
+    for g, (group, layer) in enumerate(zip(model.groups, layers, strict=True)):
+        sent = sent_in(layer.forward.jaxpr.jaxpr, sizes) + sent_in(layer.backward_jaxpr.jaxpr, sizes)
+        if not sent or not ranges.most[g] or (g in idle_work.trips and not of_kinds):
+            continue
+        why = "actions of several kinds share a slot of the schedule"
+        if g not in idle_work.trips:
+            why = "stages have unequally many, and to compute it on all takes long or can't be; use equal stages, or "
+            why += "ends='shared' for the first and the last layer"
+        warn_once(
+            f"layer {group.indices[0]} ({group.layer.name}): {sent[0].collective} over {', '.join(sent[0].axes)} "
+            f"({sent[0].line or 'of no line'}) lies in a loop that other stages skip: {why}. A device that waits there "
+            "for more than its stage's would hang"
+        )
 
 
 LEAST = 0.25

@@ -27,7 +27,7 @@ from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding
 from jpipe.planning.costs import warn_of_unsplit
 from jpipe.planning.ends import Ends, as_they_lie, check_end, make_shared_ends
 from jpipe.planning.kept import Going, KeptStorage, make_kept_storage, residuals_that_go
-from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, paired_group, plan_idle_work
+from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, paired_group, plan_idle_work, warn_of_skipped
 from jpipe.planning.plan import Plan
 from jpipe.planning.request import Offload
 from jpipe.processes.progress import warn_once
@@ -245,6 +245,8 @@ def build_step(
     if idles_work and not splits.on_cpu:
         idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, request.mesh.shape)
     table, kept = _rows(plan, traced, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
+    if layers and len(bounds) > 1 and not (splits.on_cpu or splits.on_gpu):  # where devices know who takes part
+        warn_of_skipped(model, of_groups[1], ranges, idle_work, table, request.mesh.shape)
     # Nothing has to happen between the two passes; and only a GPU's compiler has one run beside the other.
     may_pair = splits.on_gpu and stores_residuals and not (kept.away or over_stages)
     pairs = paired_group(of_groups[1], ranges, idle_work, table, request.mesh.shape) if may_pair else None

@@ -226,7 +226,9 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
     changes = [t for t, (before, after) in enumerate(itertools.pairwise(by_tick), 1) if before != after and idle_work]
     borders = [0, *changes, len(kind)]
     if len(changes) > 6:
-        begin, end = max(itertools.pairwise(borders), key=lambda ends: (ends[1] - ends[0]) * sum(map(bool, by_tick[ends[0]])))
+        begin, end = max(
+            itertools.pairwise(borders), key=lambda ends: (ends[1] - ends[0]) * sum(map(bool, by_tick[ends[0]]))
+        )
         borders = sorted({0, begin, end, len(kind)}) if 4 * (end - begin) >= len(kind) else [0, len(kind)]
     alone = lambda kinds: kinds[0] if len({*kinds}) == 1 else ""
     return tuple(

@@ -1,5 +1,6 @@
 """Loops over layers: each virtual stage runs its own, idle stages run along and nothing counts, passes run in pairs."""
 
+import contextlib
 import random
 from types import SimpleNamespace
 
@@ -133,7 +134,8 @@ def test_layers_that_alternate_have_no_ends_along():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "counts", "remat"), [("1f1b", [3, 4], "none"), ("1f1b", [4, 3], "stage"), ("zero_bubble", [4, 3], "layer")]
+    ("schedule", "counts", "remat"),
+    [("1f1b", [3, 4], "none"), ("1f1b", [4, 3], "stage"), ("zero_bubble", [4, 3], "layer")],
 )
 def test_layers_that_send_are_computed_along_up_to_the_fullest_stage(make_mesh, monkeypatch, schedule, counts, remat):
     """What they keep and add where a stage has no such layer is dropped, whatever lies there."""
@@ -149,6 +151,29 @@ def test_layers_that_send_are_computed_along_up_to_the_fullest_stage(make_mesh, 
         (loss, _), gradients = pipe.value_and_grad(variables, truth.batch)
         assert_close(loss, truth.truth[0], "loss")
         assert_close(pipe.layer_variables({"params": gradients}), truth.truth[2], "gradients")
+
+
+@pytest.mark.parametrize(
+    ("counts", "schedule", "message"),
+    [
+        ([3, 4], "1f1b", r"layer 1 \(SplitBlock\): all_reduce over model .* skip: stages have unequally many"),
+        ([3, 3], "zb-h1", r"layer 1 \(SplitBlock\): all_reduce over model .* skip: actions of several kinds"),
+        ([3, 3], "zero_bubble", None),
+        ([3, 3], "v", None),
+    ],
+)
+def test_a_warning_names_what_is_sent_in_a_loop_that_other_stages_skip(
+    make_mesh, monkeypatch, counts, schedule, message
+):
+    monkeypatch.setattr(layer_loops, "MORE", 0.5)
+    chunks = 2 if schedule == "v" else 1
+    with jax.enable_x64(True), programs_for("tpu"):
+        truth = blocks_model(sum(counts) * chunks - 2 * chunks)
+        counts = [counts[0], *[counts[0] - 1] * (2 * chunks - 2), counts[1]]
+        options = {"mesh": make_mesh((2, 2), ("stage", "model")), "balance": counts, "remat": "none"}
+        pipe = pipeline(truth, schedule, 2, 4, chunks, **options)
+        with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
+            step_of(pipe, truth.batch)
 
 
 def until_small(w, x):
