@@ -221,7 +221,7 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     sizes = request.schedule.sizes | {"num_microbatches": placement.num_stages}
     schedule = forward_only(**sizes, style=placement.style)
     functions = [LayerFunction(group, None, request.remat, model.batch) for group in model.groups]
-    return build_step(plan, model, schedule, functions)
+    return build_step(plan, model, schedule, functions, idles_work=False)
 
 
 def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct:

@@ -241,12 +241,12 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
     carry = beside_slots.before_slot(stage, run, turns, i, carry)
     # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
     #    the carry.
-    for code, kind in enumerate(slot.kinds, start=1):
+    for kind in run.together[i] or slot.kinds:
         with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
-            if run.together[i] == kind:
-                carry = ACTIONS[kind](stage, _counts(run, slot, code, now), now, carry)
-            elif (slot.kind[run.start : run.stop] == code).any() or stage.only is not None:
-                carry = when(now.kind == code, now, partial(ACTIONS[kind], stage, True), carry)
+            if run.together[i]:
+                carry = ACTIONS[kind](stage, _counts(run, slot, kind, now), now, carry)
+            elif (slot.kind[run.start : run.stop] == slot.code(kind)).any() or stage.only is not None:
+                carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
     carry = beside_slots.after_slot(stage, run, turns, i, carry)
     if any(crossing.values()) and stage.step.model.axes:
         carry = _held(carry)
@@ -267,7 +267,7 @@ def _run_pair(stage: Stage, run: Run, i: int, entries: Callable[[int], Now], car
     """
     slots, nows = stage.step.table.slots[i : i + 2], (entries(i), entries(i + 1))
     carry = _receive(stage, slots[0], nows[0], _crossing(stage, run, i - 1, carry, beside=True), carry)
-    jobs = [_job(stage, _counts(run, slot, 1, now), now) for slot, now in zip(slots, nows, strict=True)]
+    jobs = [_job(stage, _counts(run, *of_slot), of_slot[-1]) for of_slot in zip(slots, "FB", nows, strict=True)]
     forth = carry.forward._replace(activation=_activation(stage, jobs[0], nows[0], carry))
     back = carry.backward._replace(cotangent=_cotangent(stage, jobs[1], nows[1], carry))
     with jax.named_scope(f"slot{i}"), jax.named_scope("FB"):
@@ -277,9 +277,12 @@ def _run_pair(stage: Stage, run: Run, i: int, entries: Callable[[int], Now], car
     return _receive(stage, slots[1], nows[1], crossing, carry)
 
 
-def _counts(run: Run, slot: SlotTable, code: int, now: Now) -> Counts:
-    """Whether this stage's action of a kind that all stages compute together counts: it doesn't where it idles."""
-    return True if (slot.kind[run.start : run.stop] == code).all() else now.kind == code
+def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
+    """Whether what all stages compute together counts here: it doesn't if the stage idles, or has another part of B."""
+    codes = [slot.code(each) for each in slot.kinds if each == kind or (each == "B" and kind in "IW")]
+    if np.isin(slot.kind[run.start : run.stop], codes).all():
+        return True
+    return reduce(or_, [now.kind == code for code in codes])
 
 
 def _held(carry: TickCarry) -> TickCarry:

@@ -158,7 +158,7 @@ class Stage:
                 activation = self._passed_on(step.activations, turn, boundary, results.outputs, work.activation)
                 work = work._replace(activation=activation)
             if turn.rows:
-                if turn.g in step.idle_work.single:  # other stages have something else in its place
+                if turn.g in step.idle_work.uneven:  # other stages have something else in its place
                     old = step.kept.read_residuals(work.kept, turn.layer, turn.rows, {})
                     new, kept = turn.chosen_for(work.kept, new, old)
                     work = work._replace(kept=kept)
@@ -210,7 +210,8 @@ class Stage:
             else:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
                 storage = step.kept.storages["stash"]
-                if turn.g in step.idle_work.single:
+                # What others keep may lie there: of another layer, or of W's own micro-batch, where I runs beside it.
+                if turn.g in step.idle_work.uneven or step.table.joins_parts:
                     old = storage.read(kept["stash"], *turn.layer, turn.rows["stash"])
                     leaves, kept = turn.chosen_for(kept, leaves, old)
                 kept = kept | {"stash": storage.write(kept["stash"], *turn.layer, leaves, turn.rows["stash"])}
@@ -325,7 +326,7 @@ class Stage:
         self, boundaries: Boundaries, turn: Turn, boundary: int, leaves: Sequence[Leaf], buffers: Buffers
     ) -> Buffers:
         """Boundary buffers with what a layer gives; where it isn't the virtual stage's own, with what they have."""
-        if turn.g in self.step.idle_work.single:
+        if turn.g in self.step.idle_work.uneven:
             leaves, buffers = turn.chosen_for(buffers, [*leaves], boundaries.read(buffers, boundary, 0))
         return boundaries.write(buffers, boundary, 0, leaves)
 

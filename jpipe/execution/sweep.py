@@ -116,7 +116,7 @@ class Sweep(Generic[Carry, Reads]):
     def run(self, carry: Carry) -> Carry:
         """The carry after all passes."""
         virtual_stage, ranges = self.job.virtual_stage, self.step.ranges
-        num_passes = ranges.start.shape[1]
+        num_passes = ranges.num_passes
         if num_passes > 1 and not isinstance(virtual_stage, int):
             stop = look_up(ranges.passes_of.tolist(), virtual_stage)
             return each(0, stop, (), lambda p, _, carry: self.run_pass(p, carry), carry, reverse=self.reverse)
@@ -161,7 +161,7 @@ class Sweep(Generic[Carry, Reads]):
     def run_range(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
         """Runs the virtual stage's own layers of a group; none if it idles."""
         ranges, of_job = self.step.ranges, self.of_job
-        if ranges.start.shape[1] == 1 and ranges.always_one[0, g] and self.job.counts is True:
+        if ranges.num_passes == 1 and ranges.always_one[0, g] and self.job.counts is True:
             return self.run_layer(g, start, of_job, carry)
         if self.job.counts is not True:
             stop = jnp.where(self.job.counts, stop, start)
@@ -182,10 +182,9 @@ class Sweep(Generic[Carry, Reads]):
 
     def turn_along(self, g: int, start: Index, stop: Index, i: Index) -> Turn:
         """The turn in trip i of a group of `idle_work`; it counts if the job does, and the stage has the layer."""
-        counts = self.job.counts
-        if g in self.step.idle_work.single:
-            counts = counts & (jnp.asarray(stop) > start)
-        position = start + (self.step.idle_work.trips[g] - 1 - i if self.reverse else i)
+        counts, position = self.job.counts, start + (self.step.idle_work.trips[g] - 1 - i if self.reverse else i)
+        if g in self.step.idle_work.uneven:
+            counts = counts & (jnp.asarray(stop) > position)
         return self.turn(g, position, self.of_job, counts)
 
     def run_layer(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], carry: Carry) -> Carry:

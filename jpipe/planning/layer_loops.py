@@ -3,9 +3,11 @@
 *Along.* Stages run in lockstep: one that idles in a slot waits for those that don't. It may as well compute the same
 layers of whatever values it has, and drop what they give: what it keeps goes into rows that nothing else is in
 (`lower`), and it adds nothing to sums. Then all loops turn equally often on all stages, and a compiler knows how often.
-A GPU's host stops before each trip of a loop whose number of trips follows from data, until all kernels are done; for a
-TPU it makes no difference, and there idle stages idle. Layers that all virtual stages have equally many of are computed
-along. So is the first or the last layer, which one of them has, if it takes next to no time.
+A GPU's host stops before each trip of a loop whose number of trips follows from data, until all kernels are done. And a
+collective in such a loop hangs if a device waits there for stages that skip the loop. Layers that all virtual stages
+have equally many of are computed along. So are the first and the last layer, which one of them has, and layers that
+send, as many as the virtual stage with the most has, if that takes next to no time. On CPUs idle stages idle: there
+what is computed along takes the cores of those that work.
 
 *In pairs.* Where layers send (a tensor axis, weights gathered at each use), a layer waits for what it sends: the next
 product needs it. A layer's backward of another micro-batch doesn't. If one body of a loop has both, a GPU's compiler
@@ -30,6 +32,7 @@ from jpipe.jax.trees import bytes_of, is_float
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.partitioner.conversions import sent_in
+from jpipe.processes.progress import warn_once
 from jpipe.schedules.ticks import TickTable
 
 
@@ -49,10 +52,15 @@ class LayerRanges:
     stop: np.ndarray
 
     @property
+    def num_passes(self) -> int:
+        """The most passes that a virtual stage goes through."""
+        return self.start.shape[1]
+
+    @property
     def passes_of(self) -> np.ndarray:
         """int32 `[S]`: the passes of each virtual stage."""
         used = np.any(self.stop > self.start, axis=-1)
-        return used.shape[1] - np.argmax(used[:, ::-1], axis=1).astype(np.int32)
+        return self.num_passes - np.argmax(used[:, ::-1], axis=1).astype(np.int32)
 
     @property
     def most(self) -> np.ndarray:
@@ -88,10 +96,10 @@ def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
 
 
 FLOPS_A_BYTE = 300
-"""The FLOPs that a GPU does while it moves a byte: 989e12 / 3.35e12 on an H100, 312e12 / 2.04e12 on an A100."""
+"""The FLOPs that a device does while it moves a byte: 989e12 / 3.35e12 on an H100, 197e12 / 0.82e12 on a v5e."""
 KERNELS = ("ffi_call", "pallas_call")
 MORE = 1.05
-"""The first or the last layer is computed by all stages only if slots take at most so many times as long."""
+"""Layers that stages have unequally many of are computed by all only if slots take at most so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +108,22 @@ class IdleWork:
 
     Attributes:
       trips: by group, how many of its layers each virtual stage computes in each pass.
-      single: the groups among them with a layer on one virtual stage alone: others compute it, and drop its results.
+      uneven: the groups among them of which some virtual stages have fewer: they compute more, and drop the results.
       safe: all groups that may be computed of any values.
     """
 
     trips: dict[int, int] = field(default_factory=dict)
-    single: frozenset[int] = frozenset()
+    uneven: frozenset[int] = frozenset()
     safe: frozenset[int] = frozenset()
 
 
 def plan_idle_work(
-    model: Model, forwards: Sequence[DeviceForward], layers: Sequence[DeviceLayer], ranges: LayerRanges, num_chunks: int
+    model: Model,
+    forwards: Sequence[DeviceForward],
+    layers: Sequence[DeviceLayer],
+    ranges: LayerRanges,
+    num_chunks: int,
+    sizes: Mapping[str, int],
 ) -> IdleWork:
     """Decides what idle stages compute along.
 
@@ -118,6 +131,7 @@ def plan_idle_work(
       model, forwards, layers: of the step (`Step`).
       ranges: the layers of each virtual stage.
       num_chunks: the virtual stages of each stage.
+      sizes: mesh axis -> how many devices it has.
     """
     programs = [{forward.jaxpr} for forward in forwards]  # a set: a forward that keeps residuals is that of its layer
     for of_group, layer in zip(programs, layers, strict=False):
@@ -125,19 +139,20 @@ def plan_idle_work(
     by_pass = ranges.stop - ranges.start  # [S, passes, G]
     safe = [g for g, group in enumerate(model.groups) if _is_safe(group, programs[g])]
     trips = {g: int(by_pass[0, 0, g]) for g in safe if by_pass[0, 0, g] and len({*by_pass[..., g].flat}) == 1}
-    if not trips:
-        return IdleWork()
-    costs, number = np.array([sum(map(_cost, jaxprs)) for jaxprs in programs]), by_pass.sum(axis=1)
+    costs, number, most = np.array([sum(map(_cost, jaxprs)) for jaxprs in programs]), by_pass.sum(axis=1), ranges.most
     # Slots in which stages run a chunk last as long as the slowest of them.
     lasting = lambda takes: takes.reshape(num_chunks, -1).max(axis=1).sum()
-    limit, takes, single = MORE * lasting(number @ costs), number @ costs, list[int]()
-    candidates = {0, model.last} & {*safe} - {*trips} if by_pass.shape[1] == 1 else set()  # else once in each pass
-    for g in sorted(candidates, key=lambda g: costs[g]):
-        by_all = takes + (1 - number[:, g]) * costs[g]
-        if number[:, g].sum() == 1 and lasting(by_all) <= limit:
-            takes = by_all
-            single.append(g)
-    return IdleWork(trips | dict.fromkeys(single, 1), frozenset(single), frozenset(safe))
+    limit, takes, uneven = MORE * lasting(number @ costs), number @ costs, list[int]()
+    sends = {g for g in safe if any(sent_in(one.jaxpr, sizes) for one in programs[g])}
+    others = {g for g in sends | {0, model.last} & {*safe} if most[g]} - {*trips}
+    if ranges.num_passes > 1:  # they would be computed in each pass
+        others = set[int]()
+    for g in sorted(others, key=lambda g: (g not in sends, costs[g])):
+        by_all = takes + (most[g] - number[:, g]) * costs[g]
+        if (trips or g in sends) and lasting(by_all) <= limit:
+            takes, trips[g] = by_all, int(most[g])
+            uneven.append(g)
+    return IdleWork(trips, frozenset(uneven), frozenset(safe)) if trips else IdleWork()
 
 
 def _is_safe(group: LayerGroup, programs: Collection[ClosedJaxpr]) -> bool:
@@ -167,6 +182,40 @@ def _cost(closed: ClosedJaxpr) -> float:
     return count_flops(closed).flops + FLOPS_A_BYTE * bytes_of([*closed.in_avals, *closed.out_avals])
 
 
+def warn_of_skipped(
+    model: Model,
+    layers: Sequence[DeviceLayer],
+    ranges: LayerRanges,
+    idle_work: IdleWork,
+    table: TickTable,
+    sizes: Mapping[str, int],
+) -> None:
+    """Warns, once, of each group of layers that send in a loop that other stages skip.
+
+    Args:
+      model, layers, ranges, idle_work, table: of the step (`Step`), in training.
+      sizes: mesh axis -> how many devices it has.
+    """
+    of_kinds = any(
+        not together and slot.kind[run.start : run.stop].any()
+        for run in table.runs
+        for slot, together in zip(table.slots, run.together, strict=True)
+    )
+    for g, (group, layer) in enumerate(zip(model.groups, layers, strict=True)):
+        sent = sent_in(layer.forward.jaxpr.jaxpr, sizes) + sent_in(layer.backward_jaxpr.jaxpr, sizes)
+        if not sent or not ranges.most[g] or (g in idle_work.trips and not of_kinds):
+            continue
+        why = "actions of several kinds share a slot of the schedule"
+        if g not in idle_work.trips:
+            why = "stages have unequally many, and to compute it on all takes long or can't be; use equal stages, or "
+            why += "ends='shared' for the first and the last layer"
+        warn_once(
+            f"layer {group.indices[0]} ({group.layer.name}): {sent[0].collective} over {', '.join(sent[0].axes)} "
+            f"({sent[0].line or 'of no line'}) lies in a loop that other stages skip: {why}. A device that waits there "
+            "for more than its stage's would hang"
+        )
+
+
 LEAST = 0.25
 """The least share of ticks with a pair for which a step has pairs: "gpipe" has one in a single tick."""
 
@@ -176,8 +225,8 @@ def paired_group(
 ) -> int | None:
     """The group whose layers both passes of a pair go through in one loop; None if there is none for which it pays.
 
-    All stages have to run the loop equally often, so the group is one of `idle_work`, which only steps for GPUs have.
-    The caller sees to it that nothing has to happen between the two passes: that a backward doesn't compute its forward
+    All stages have to run the loop equally often, so the group is one of `idle_work`. The caller sees to it that the
+    devices are GPUs, and that nothing has to happen between the two passes: that a backward doesn't compute its forward
     again, that residuals stay on the device, and that the ends aren't shared.
 
     Args:
@@ -188,7 +237,7 @@ def paired_group(
       sizes: mesh axis -> how many devices it has.
     """
     paired = sum(run.stop - run.start for run in table.runs if run.pairs)
-    if ranges.start.shape[1] > 1 or paired < LEAST * table.num_ticks:
+    if ranges.num_passes > 1 or paired < LEAST * table.num_ticks:
         return None
     sends = lambda g: any(sent_in(jaxpr.jaxpr, sizes) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr))
     sending = [g for g, trips in idle_work.trips.items() if trips > 1 and sends(g)]

@@ -440,7 +440,6 @@ class Planner:
                 functions,
                 layers,
                 self.programs,
-                idles_work=self.request.splits.on_gpu,
                 outputs=self._outputs_step(micro, key),
             )
 
@@ -459,11 +458,9 @@ class Planner:
 
     def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction], outputs: Step | None = None) -> Step:
         sizes = self.request.schedule.sizes | {"num_microbatches": micro.count}
-        schedule, idles = forward_only(**sizes, style=self.request.schedule.style), self.request.splits.on_gpu
+        schedule = forward_only(**sizes, style=self.request.schedule.style)
         with self.tracing():
-            return build_step(
-                self.known_plan(), self.model(micro), schedule, functions, idles_work=idles, outputs=outputs
-            )
+            return build_step(self.known_plan(), self.model(micro), schedule, functions, outputs=outputs)
 
 
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:

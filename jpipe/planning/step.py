@@ -27,7 +27,7 @@ from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding
 from jpipe.planning.costs import warn_of_unsplit
 from jpipe.planning.ends import Ends, as_they_lie, check_end, make_shared_ends
 from jpipe.planning.kept import Going, KeptStorage, make_kept_storage, residuals_that_go
-from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, paired_group, plan_idle_work
+from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, paired_group, plan_idle_work, warn_of_skipped
 from jpipe.planning.plan import Plan
 from jpipe.planning.request import Offload
 from jpipe.processes.progress import warn_once
@@ -109,7 +109,7 @@ class Step:
       activations: the format of activations at the boundaries.
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
-      idle_work: the layers that idle stages compute along; none, unless the devices are GPUs.
+      idle_work: the layers that idle stages compute along; none on CPUs.
       table: when each action runs, T ticks of K stages.
       ends: how the first and the last layer run.
       outputs_step: the step forward only that gives the outputs of which the loss is computed at once
@@ -157,11 +157,12 @@ class Step:
     def groups_in(self, kind: str) -> list[int]:
         """The groups with layers on virtual stages that have actions of a kind: others never run in such a one."""
         place, ranges = self.schedule.placement, self.ranges
+        kinds = kind + "B" * (kind in "IW" and self.table.joins_parts)
         stages = {
             place.virtual_stage(k, action.chunk)
             for k, order in enumerate(self.schedule.actions)
             for action in order
-            if action.kind == kind
+            if action.kind in kinds
         }
         lies = np.any(ranges.stop > ranges.start, axis=1)  # [S, G]
         return np.flatnonzero(lies[sorted(stages)].any(axis=0)).tolist()
@@ -195,7 +196,7 @@ def build_step(
     trained: Sequence[TracedLayer] = (),
     programs: DevicePrograms | None = None,
     *,
-    idles_work: bool = False,
+    idles_work: bool = True,
     outputs: Step | None = None,
 ) -> Step:
     """Lays out a step for the shapes of one micro-batch.
@@ -207,7 +208,7 @@ def build_step(
       functions: what the layers of each group of `traced` compute.
       trained: their forward and backward, in the same order; empty for a step without backward.
       programs: what devices run of layers; default: nothing is there yet.
-      idles_work: whether idle stages may compute along (`jpipe.planning.layer_loops`).
+      idles_work: whether idle stages may compute along (`jpipe.planning.layer_loops`), as they do but on CPUs.
       outputs: the step that gives the outputs of which the loss is computed at once.
 
     Raises:
@@ -240,9 +241,14 @@ def build_step(
     alone = lambda: [programs.forward(function, over(g)) for g, function in enumerate(functions)]
     forwards = [layer.forward for layer in layers] if stores_residuals else alone()
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
-    idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks) if idles_work else IdleWork()
+    idle_work = IdleWork()
+    if idles_work and not splits.on_cpu:
+        idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, request.mesh.shape)
     table, kept = _rows(plan, traced, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
-    may_pair = stores_residuals and not (kept.away or over_stages)  # nothing has to happen between the two passes
+    if layers and len(bounds) > 1 and not (splits.on_cpu or splits.on_gpu):  # where devices know who takes part
+        warn_of_skipped(model, of_groups[1], ranges, idle_work, table, request.mesh.shape)
+    # Nothing has to happen between the two passes; and only a GPU's compiler has one run beside the other.
+    may_pair = splits.on_gpu and stores_residuals and not (kept.away or over_stages)
     pairs = paired_group(of_groups[1], ranges, idle_work, table, request.mesh.shape) if may_pair else None
     return Step(
         plan=plan,

@@ -79,6 +79,10 @@ class SlotTable:
     activation_in: tuple[np.ndarray, ...]
     cotangent_in: tuple[np.ndarray, ...]
 
+    def code(self, kind: str) -> int:
+        """The number of one of the slot's kinds in `kind`."""
+        return 1 + self.kinds.index(kind)
+
 
 class Run(NamedTuple):
     """Ticks that follow each other, which the executor scans over in one loop.
@@ -87,6 +91,7 @@ class Run(NamedTuple):
       start: the first tick.
       stop: one past the last.
       together: for each slot the kind of action that every stage computes in each of these ticks; "" if there is none.
+        "IW" where stages have B and its parts at once: all compute I, then W, which takes as long as B.
       pairs: indices of slots F that may run as one with the slot B after them: in none of these ticks has a stage the F
         and the B of the same micro-batch and chunk.
     """
@@ -123,6 +128,11 @@ class TickTable:
     away_rows: dict[str, tuple[int, int]]
     waiting: dict[str, tuple[range, ...]]
 
+    @property
+    def joins_parts(self) -> bool:
+        """Whether stages compute I, then W, in place of B in some ticks (`Run.together`)."""
+        return any("IW" in run.together for run in self.runs)
+
     def rows_written(self, name: str) -> int:
         """Counts the rows in which "activation"s or "cotangent"s wait, over all buffers."""
         return sum(map(len, self.waiting[name]))
@@ -136,8 +146,8 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
       keep_inputs: keep an activation that crossed a boundary, in place of residuals, until the R of its micro-batch and
         chunk has read it again, or its B or I if there is no R (for remat); otherwise until its F has. Without effect
         in a forward-only schedule.
-      idle_work: stages that idle work along, wherever all stages that have an action have one of the same kind. What
-        they keep goes into rows that hold nothing live.
+      idle_work: stages that idle work along, wherever all stages that have an action have one of the same kind, or B
+        and its parts. What they keep goes into rows that hold nothing live.
       away: residuals may go to the host while they wait; not with `keep_inputs`.
 
     Returns:
@@ -167,12 +177,16 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     for name, flow in (("activation", +1), ("cotangent", -1)):
         later = [anew] if keep_inputs and flow > 0 and (anew >= 0).any() else []
         columns[name], arrivals[name], waiting[name] = arrival_rows(orders, at, flow, later, shape, always=idle_work)
+    writes_no_stash = np.zeros(shape, bool)
+    stages, microbatches, chunks = np.nonzero(at["B"] >= 0)
+    writes_no_stash[at["B"][stages, microbatches, chunks], stages] = True
     moves: dict[str, Away] = {}
     for name, (writer, readers) in KEEPS.items():
         unused = name == "kept" and not occurs["W"]
         again = keep_inputs and writer == "F"
         values = kept_values(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
-        along = _works_along(runs, "RBI" if again else writer, (columns["kind"] == 0) & idle_work)
+        keeps_nothing = (columns["kind"] == 0) | (writes_no_stash if name == "stash" else False)
+        along = _works_along(runs, "RBI" if again else writer, keeps_nothing & idle_work)
         columns[name] = kept_rows(values, shape, along)
         if away and writer == "F" and values.stage.size:
             moved = rows_away(values, shape, width, along)
@@ -198,37 +212,37 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
 def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Run, ...]:
     """Cuts the ticks into runs, each with the same kinds of actions in all of its ticks.
 
-    Each is compiled, so there are at most five, which `zero_bubble` has. If the kinds change more often, the runs are
-    the one in which most is done together, what is before it, and what is after it; or, if that one has less than a
-    quarter of all ticks, all of them are one run.
+    Each is compiled, so there are at most seven: `zero_bubble` has four, or up to seven if it has few micro-batches. If
+    the kinds change more often, the runs are the one in which most is done together, what is before it, and what is
+    after it; or, if that one has less than a quarter of all ticks, all of them are one run.
 
     Args:
       used: for each slot the kinds that ever run in it.
       kind: `[T, width, K]`, as `SlotTable.kind`.
       idle_work: whether stages that idle work along; else all ticks are one run.
     """
-    slots = np.array([i for i, kinds in enumerate(used) for _ in kinds])  # of each (slot, kind)
-    names = "".join(used)
-    actions = np.stack([kind[:, i] == 1 + code for i, kinds in enumerate(used) for code in range(len(kinds))], axis=1)
-    done = np.asarray((np.any if idle_work else np.all)(actions, axis=2))  # [T, (slot, kind)]
+    of_slot = lambda i, codes: _together([used[i][code - 1] if code else "" for code in codes], idle_work=idle_work)
+    by_tick = [tuple(of_slot(i, codes) for i, codes in enumerate(tick)) for tick in kind.tolist()]
+    changes = [t for t, (before, after) in enumerate(itertools.pairwise(by_tick), 1) if before != after and idle_work]
+    borders = [0, *changes, len(kind)]
+    if len(changes) > 6:
+        begin, end = max(
+            itertools.pairwise(borders), key=lambda ends: (ends[1] - ends[0]) * sum(map(bool, by_tick[ends[0]]))
+        )
+        borders = sorted({0, begin, end, len(kind)}) if 4 * (end - begin) >= len(kind) else [0, len(kind)]
+    alone = lambda kinds: kinds[0] if len({*kinds}) == 1 else ""
+    return tuple(
+        Run(start, stop, tuple(map(alone, zip(*by_tick[start:stop], strict=True))))
+        for start, stop in itertools.pairwise(borders)
+    )
 
-    def run(start: int, stop: int) -> Run:
-        count = done[start:stop].sum(axis=0).tolist()  # of ticks, by (slot, kind)
-        of_slot = [[j for j in np.flatnonzero(slots == i).tolist() if count[j]] for i in range(len(used))]
-        alone = lambda ever: len(ever) == 1 and count[ever[0]] == stop - start
-        return Run(start, stop, tuple(names[ever[0]] if alone(ever) else "" for ever in of_slot))
 
-    num_ticks = len(kind)
-    changes = 1 + np.flatnonzero((done[1:] != done[:-1]).any(axis=1)) if idle_work else []
-    borders = [0, *map(int, changes), num_ticks]
-    runs = [run(*border) for border in itertools.pairwise(borders)]
-    if len(runs) > 5:
-        steady = max(runs, key=lambda one: (one.stop - one.start) * sum(map(bool, one.together)))
-        borders = sorted({0, steady.start, steady.stop, num_ticks})
-        if 4 * (steady.stop - steady.start) < num_ticks:
-            borders = [0, num_ticks]
-        runs = [run(*border) for border in itertools.pairwise(borders)]
-    return tuple(runs)
+def _together(kinds: Sequence[str], *, idle_work: bool) -> str:
+    """The kind that all stages can compute in a slot of a tick (`Run.together`), of those that they have; "" of idle."""
+    has = {*kinds} - {""} if idle_work else {*kinds}
+    if len(has) == 1:
+        return has.pop()
+    return "IW" if idle_work and "B" in has and has <= {*"BIW"} else ""
 
 
 def _with_pairs(slots: Sequence[str], runs: Sequence[Run], by_slot: dict[str, np.ndarray]) -> tuple[Run, ...]:
@@ -253,7 +267,7 @@ def _works_along(runs: Sequence[Run], kinds: str, idles: np.ndarray) -> np.ndarr
       kinds: the kinds.
       idles: `[T * width, K]`, whether it idles.
     """
-    has = [[name != "" and name in kinds for name in run.together] for run in runs]
+    has = [[any(kind in kinds for kind in together) for together in run.together] for run in runs]
     return idles & np.repeat(has, [run.stop - run.start for run in runs], axis=0).reshape(-1, 1)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from jpipe.planning.step import Step
+from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.simulate import Timeline, Work, in_time
+from jpipe.schedules.ticks import Run
 from jpipe.tools.chips import Chip
 from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import Network
@@ -419,25 +421,49 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
       program: the step's compiled program.
 
     Raises:
-      ValueError: the program has no loop over ticks.
+      ValueError: the program has no ticks.
     """
-    loops = program.find("ticks")
-    if len(loops) != 1:
-        raise ValueError(f"the compiled program has {len(loops)} loops over ticks; a step has 1")
-    (ticks,), schedule = loops, step.schedule
-    virtual_stages = range(schedule.placement.num_virtual_stages)
-    actions = {kind: tuple(_action(step, ticks, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
+    outside, bodies = _bodies(step, program)
+    schedule, virtual_stages = step.schedule, range(step.schedule.placement.num_virtual_stages)
+    actions = {kind: tuple(_action(step, bodies, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
+    ends = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in ENDS}
+    takes = {name: _mean(bodies, name, _turned) for name, turns in ends.items() if turns}
+    # Of parts that run in place of whole backwards there may be no actions.
+    beyond = lambda body: body.own - sum(_unlooped(body, name) for name in (*ACTION_KINDS, *ENDS))
+    # Runs of one tick lie one after the other, so that what they take is that of all of them.
+    between = sum(beyond(body) * max([run.stop - run.start for run in runs], default=1) for body, runs in bodies)
     timeline = in_time(schedule, Work(actions, [0.0] * len(virtual_stages)))
     layers = sum(timeline.busy) / len(timeline.busy)
-    between = step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))
-    update = program.own + sum(_turned(loop) for loop in program.inner if loop is not ticks)
-    parts = {"layers": layers, "bubble": timeline.makespan - layers}
-    parts |= {"ticks": float(between), "ends": _ends(step, ticks), "update": float(update)}
+    parts = {"layers": layers, "bubble": timeline.makespan - layers, "ticks": float(between)}
+    parts["ends"] = float(sum(ends[name] * takes[name] for name in takes))
+    parts["update"] = float(outside.own + sum(map(_turned, outside.inner)))
     return StepCycles(actions, Parts(parts), timeline)
 
 
-def _action(step: Step, ticks: Loop, kind: str, virtual_stage: int) -> float:
-    """Cycles of one action, the mean of the slots that have a loop for it; 0 of a W that has nothing to do."""
+ENDS = ("enter", "leave", "back")
+"""The scopes of what all stages compute together (`jpipe.planning.ends`)."""
+Bodies = list[tuple[Loop, list[Run]]]
+"""What runs in ticks, and the runs that it is for: a loop for each, the longest first; last all those of one tick."""
+
+
+def _bodies(step: Step, program: Loop) -> tuple[Loop, Bodies]:
+    """The program without its ticks, and these. Runs of one tick are no loops: they lie in the program itself."""
+    in_ticks = lambda scope: "ticks" in scope.split("/")
+    loops = [loop for loop in program.inner if loop.name == "ticks"]
+    own = [operation for operation in program.operations if not in_ticks(operation.op_name)]
+    single = [op for op in program.operations if in_ticks(op.op_name) and op.opcode != "while"]
+    others = [loop for loop in program.inner if in_ticks(loop.scope) and loop.name != "ticks"]
+    if not (loops or others or single):
+        raise ValueError("the compiled program has no ticks; a step has some")
+    runs = lambda is_long: [run for run in step.table.runs if (run.stop - run.start > 1) == is_long]
+    bodies = [(loop, [run]) for loop, run in zip(loops, runs(True), strict=False)]
+    bodies.sort(key=lambda body: body[1][0].start - body[1][0].stop)
+    bodies.append((replace(program, operations=single, inner=others), runs(False)))
+    return replace(program, operations=own, inner=[loop for loop in program.inner if not in_ticks(loop.scope)]), bodies
+
+
+def _action(step: Step, bodies: Bodies, kind: str, virtual_stage: int) -> float:
+    """Cycles of one action, the mean of the slots that have it; 0 of a W that has nothing to do."""
     names = {group.scope(g): g for g, group in enumerate(step.model.groups)}
     layers = (step.ranges.stop - step.ranges.start)[virtual_stage].sum(axis=0)
     passes = int(step.ranges.passes_of[virtual_stage])
@@ -451,27 +477,25 @@ def _action(step: Step, ticks: Loop, kind: str, virtual_stage: int) -> float:
             return _turned(loop)
         return float(trips * (loop.own + sum(map(turned, loop.inner))))
 
-    if loops := ticks.find(kind):
-        return sum(loop.own + sum(map(turned, loop.inner)) for loop in loops) / len(loops)
-    inner = [loop for loop in ticks.inner if kind in loop.scope.split("/")]
-    return (_unlooped(ticks, kind) + sum(map(turned, inner))) / sum(kind in slot.kinds for slot in step.table.slots)
+    return _mean(bodies, kind, turned)
 
 
-def _unlooped(ticks: Loop, kind: str) -> float:
-    """Cycles of actions that each tick has exactly once (K=1), and no loop around them."""
-    if ticks.find(kind):
+def _mean(bodies: Bodies, name: str, turned: Callable[[Loop], float]) -> float:
+    """Cycles of what has a name, in the longest run of ticks that has it: the mean of its slots."""
+    for body, runs in bodies:
+        if loops := body.find(name):
+            return sum(loop.own + sum(map(turned, loop.inner)) for loop in loops) / len(loops)
+        inner = [loop for loop in body.inner if name in loop.scope.split("/")]
+        if cycles := _unlooped(body, name) + sum(map(turned, inner)):
+            return cycles / max(1, sum(name in kinds for run in runs for kinds in run.together))
+    return 0.0
+
+
+def _unlooped(body: Loop, name: str) -> float:
+    """Cycles of what has a name and no loop around it, as it runs on all stages."""
+    if body.find(name):
         return 0.0
-    return sum(operation.cycles for operation in ticks.operations if kind in operation.op_name.split("/"))
-
-
-def _ends(step: Step, ticks: Loop) -> float:
-    """Cycles of the first and the last layer, where all stages compute them together."""
-    total = 0.0
-    for name in ("enter", "leave", "back") if step.ends.shared else ():
-        turns = sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns)
-        loops = ticks.find(name)
-        total += turns * sum(loop.own + sum(map(_turned, loop.inner)) for loop in loops) / max(1, len(loops))
-    return total
+    return sum(operation.cycles for operation in body.operations if name in operation.op_name.split("/"))
 
 
 def _turned(loop: Loop) -> float:
