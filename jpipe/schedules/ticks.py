@@ -221,8 +221,8 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
       kind: `[T, width, K]`, as `SlotTable.kind`.
       idle_work: whether stages that idle work along; else all ticks are one run.
     """
-    of_slot = lambda i, codes: _together([used[i][code - 1] if code else "" for code in codes], idle_work=idle_work)
-    by_tick = [tuple(of_slot(i, codes) for i, codes in enumerate(tick)) for tick in kind.tolist()]
+    of_slot = lambda kinds, codes: _together([kinds[c - 1] if c else "" for c in codes], idle_work=idle_work)
+    by_tick = [tuple(map(of_slot, used, tick)) for tick in kind.tolist()]
     changes = [t for t, (before, after) in enumerate(itertools.pairwise(by_tick), 1) if before != after and idle_work]
     borders = [0, *changes, len(kind)]
     if len(changes) > 6:
@@ -238,7 +238,7 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
 
 
 def _together(kinds: Sequence[str], *, idle_work: bool) -> str:
-    """The kind that all stages can compute in a slot of a tick (`Run.together`), of those that they have; "" of idle."""
+    """The kind that all stages can compute in a slot of a tick (`Run.together`), of what they have; "" if they idle."""
     has = {*kinds} - {""} if idle_work else {*kinds}
     if len(has) == 1:
         return has.pop()

@@ -414,15 +414,7 @@ class StepCycles:
 
 
 def count_cycles(step: Step, program: Loop) -> StepCycles:
-    """The cycles of a training step.
-
-    Args:
-      step: the step.
-      program: the step's compiled program.
-
-    Raises:
-      ValueError: the program has no ticks.
-    """
+    """Counts the cycles of a training step in its compiled program; raises ValueError if that has no ticks."""
     outside, bodies = _bodies(step, program)
     schedule, virtual_stages = step.schedule, range(step.schedule.placement.num_virtual_stages)
     actions = {kind: tuple(_action(step, bodies, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
