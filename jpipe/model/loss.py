@@ -2,7 +2,7 @@
 
 A loss that treats examples by themselves until it sums them up (`jpipe.partitioner.examples`) is traced with its
 gradient for the whole mini-batch, and carried out on a micro-batch (`PartsOfLoss`). So a derivative that the user gave
-to a function (`jax.custom_vjp`) stays as it is. Any other is computed at once (`with_gradient`), of the outputs of all
+to a function (`jax.custom_vjp`) stays as it is. Others are computed at once (`with_gradient`), of the outputs of all
 micro-batches. Each micro-batch's part is then the product of its outputs with that gradient (GradCache, Gao et al.,
 arXiv 2101.06983).
 """
