@@ -64,9 +64,10 @@ def _as_they_lie(product: JaxprEqn) -> list[JaxprEqn]:
 
     def over_rows(a: jax.Array, b: jax.Array) -> jax.Array:
         rows = math.prod(a.shape[:summed])
-        flat = [x.reshape(rows, math.prod(x.shape[summed:])) for x in (a, b)]  # of no elements too
-        made = jax.lax.dot_general(*flat, (((0,), (0,)), ((), ())), **options)
-        return jax.lax.optimization_barrier(made).reshape(a.shape[summed:] + b.shape[summed:])
+        shape = a.shape[summed:] + b.shape[summed:]
+        a, b = (x.reshape(rows, math.prod(x.shape[summed:])) for x in (a, b))  # of no elements too
+        made = jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), **options)
+        return jax.lax.optimization_barrier(made).reshape(shape)
 
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         if math.prod(a.shape[summed:]) < math.prod(b.shape[summed:]):
