@@ -22,7 +22,8 @@ from jpipe.layers.base import Item
 from jpipe.memory import rows
 from jpipe.memory.layout import StageTree, variables_to_place
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
-from jpipe.mesh.axes import BATCH_AXES, make_splits
+from jpipe.mesh.axes import BATCH_AXES
+from jpipe.mesh.splits import make_splits
 from jpipe.mesh.users_mesh import as_mesh, rings_of
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules

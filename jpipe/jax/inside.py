@@ -234,18 +234,11 @@ def carry_out(equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping | No
     return jaxpr_as_fun(ClosedJaxpr(replaced(_EMPTY, eqns=[single], **fields), ()))(*operands)
 
 
-def traced_apart(function: Callable[..., jax.Array], like: Sequence[Var | Literal]) -> Jaxpr:
-    """Traces a function for arguments like some variables; the jaxpr has variables of its own.
-
-    JAX gives two traces of one function the same variables: side by side in a jaxpr they would be one value.
-    """
-    return jax.make_jaxpr(lambda *arguments: function(*arguments))(*shapes_of(like)).jaxpr
-
-
 def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[JaxprEqn]:
     """Makes equations of a function that takes an equation's operands and gives its results, in its context."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        made = traced_apart(function, equation.invars)
+        # JAX gives two traces of one function the same variables: side by side in a jaxpr they would be one value.
+        made = jax.make_jaxpr(lambda *arguments: function(*arguments))(*shapes_of(equation.invars)).jaxpr
     names = dict(zip((*made.invars, *made.outvars), (*equation.invars, *equation.outvars), strict=True))
     named = lambda variables: [v if isinstance(v, Literal) else names.get(v, v) for v in variables]
     place = {"ctx": equation.ctx, "source_info": equation.source_info}

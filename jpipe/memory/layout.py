@@ -30,7 +30,8 @@ from jpipe.jax.in_place import HOST, Index, each, is_apart, is_whole, put_slice,
 from jpipe.jax.trees import is_float
 from jpipe.memory.buffers import Order
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
-from jpipe.mesh.axes import AXIS, SMALLEST, on_all_stages, on_stages, spec_of
+from jpipe.mesh.axes import AXIS, on_all_stages, on_stages, spec_of
+from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
 from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.actions import Placement

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jpipe.jax.trees import named_leaves
 from jpipe.layers.base import describe
-from jpipe.mesh.axes import Splits
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
 from jpipe.types import Shapes

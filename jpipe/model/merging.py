@@ -27,7 +27,7 @@ from jpipe.jax.inside import needed_part
 from jpipe.jax.tracing import evaluated, origins, trace, without_stops
 from jpipe.jax.trees import is_float
 from jpipe.layers.base import describe
-from jpipe.mesh.axes import WHOLE, Splits
+from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import DEFAULT_RULES, GRADIENT, KEEP, LayerGroup
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert

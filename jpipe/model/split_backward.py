@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.jax.flat_jaxpr import without_calls
-from jpipe.jax.inside import needed_part, replaced, traced_apart
-from jpipe.jax.primitives import CHEAP, FREE, ClosedJaxpr, JaxprEqn, Literal, Var, is_by_element, shapes_of
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of
+from jpipe.jax.inside import needed_part
+from jpipe.jax.primitives import CHEAP, FREE, ClosedJaxpr, is_by_element, shapes_of
 
 SLACK = 1.25
 """A value is made again, not stashed, if its residuals have at most so many times its own bytes."""
@@ -70,60 +70,57 @@ def split_in_two(
       residuals: the indices of the arguments that are residuals.
       num_leaves: how many arguments there are before the cotangents: the leaves of the vjp.
     """
-    closed = without_calls(backward)
-    jaxpr = closed.jaxpr
-    first = _needed_for([jaxpr.outvars[i] for i in urgent], jaxpr.eqns)
-    deferred: set[Var] = set()
-    for equation in jaxpr.eqns if urgent else ():
-        if first.isdisjoint(equation.outvars) and (_is_heavy(equation) or _has(deferred, equation.invars)):
-            deferred.update(equation.outvars)
-    late = tuple(i for i, v in enumerate(jaxpr.outvars) if _has(deferred, [v]))
-    early = tuple(i for i in range(len(jaxpr.outvars)) if i not in late)
-    leaves = jaxpr.invars[:num_leaves]
-    at_hand = {*jaxpr.constvars, *(v for i, v in enumerate(leaves) if i not in residuals)}
-    cut = _Cut(jaxpr.eqns, first, deferred, at_hand, {jaxpr.invars[i] for i in residuals})
-    for i in late:
-        cut.bring(jaxpr.outvars[i])
-    reads = tuple(i for i, v in enumerate(leaves) if v in cut.needed)
-    later = [e for e in jaxpr.eqns if not cut.made_later.isdisjoint(e.outvars)]
-    later = _made_once(later, cut.made_later - deferred)
-    stash = [v for v in cut.stash if all(v not in e.outvars for e in later)]
-    results = lambda indices: [jaxpr.outvars[i] for i in indices]
+    flat = flatten(backward)
+    results = lambda indices: [flat.results[i] for i in indices]
+    first = _needed_for(results(urgent), flat.equations)
+    deferred = set[int]()
+    for one in flat.equations if urgent else ():
+        if first.isdisjoint(one.makes) and (_is_heavy(one) or not deferred.isdisjoint(one.reads)):
+            deferred.update(one.makes)
+    late = tuple(i for i, value in enumerate(flat.results) if value in deferred)
+    early = tuple(i for i in range(len(flat.results)) if i not in late)
+    leaves = flat.arguments[:num_leaves]
+    at_hand = {*flat.constants, *(value for i, value in enumerate(leaves) if i not in residuals)}
+    cut = _Cut(flat, first, deferred, at_hand, {flat.arguments[i] for i in residuals})
+    for value in results(late):
+        cut.bring(value)
+    reads = tuple(i for i, value in enumerate(leaves) if value in cut.needed)
+    later = [one for one in flat.equations if not cut.made_later.isdisjoint(one.makes)]
+    later = _made_once(flat, later, cut.made_later - deferred)
+    stash = [value for value in cut.stash if all(value not in one.makes for one in later)]
 
-    def part(equations: Sequence[JaxprEqn], **fields: list[Var | Literal]) -> ClosedJaxpr:
+    def part(equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]) -> ClosedJaxpr:
         # Some kernels count as needed in what takes out dead code; it looks into loops, though.
-        needed = _needed_for(fields["outvars"], equations)
-        equations = [e for e in equations if e.effects or _has(needed, e.outvars)]
-        program = ClosedJaxpr(replaced(jaxpr, eqns=equations, **fields), closed.consts)
-        return needed_part(program, [True] * len(fields["outvars"]), keep=True)[0]
+        needed = _needed_for(gives, equations)
+        equations = [one for one in equations if one.equation.effects or not needed.isdisjoint(one.makes)]
+        return needed_part(jaxpr_of(flat, equations, takes, gives), [True] * len(gives), keep=True)[0]
 
-    inputs = part(jaxpr.eqns, outvars=[*results(early), *stash])
-    weights = part(later, invars=[*(jaxpr.invars[i] for i in reads), *stash], outvars=results(late))
+    inputs = part(flat.equations, flat.arguments, [*results(early), *stash])
+    weights = part(later, [*(flat.arguments[i] for i in reads), *stash], results(late))
     return SplitBackward(inputs, weights, early, late, reads)
 
 
-def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]:
+def _made_once(flat: FlatJaxpr, equations: Sequence[FlatEquation], again: set[int]) -> list[FlatEquation]:
     """Has the values in `again` made before products read them, not within these.
 
     If a product's operand is a cheap expression, a TPU's compiler may compute it once for each tile of the product.
     """
-    ordered: list[JaxprEqn] = []
-    made: dict[Var, Var] = {}
-    for equation in equations:
-        operands = equation.invars
-        if _is_heavy(equation):
-            for v in operands:
-                if not isinstance(v, Literal) and v in again and v not in made:
-                    (barrier,) = traced_apart(jax.lax.optimization_barrier, [v]).eqns
-                    ordered.append(replaced(barrier, invars=[v]))
-                    (made[v],) = barrier.outvars
-            operands = [v if isinstance(v, Literal) else made.get(v, v) for v in operands]
-        ordered.append(replaced(equation, invars=operands))
+    ordered: list[FlatEquation] = []
+    made: dict[int, int] = {}
+    for one in equations:
+        if _is_heavy(one):
+            for value in [value for value in dict.fromkeys(one.reads) if value in again and value not in made]:
+                made[value] = len(flat.avals)
+                flat.avals.append(flat.avals[value])
+                (barrier,) = jax.make_jaxpr(jax.lax.optimization_barrier)(flat.avals[value]).eqns
+                ordered.append(FlatEquation(barrier, (), (value,), (made[value],)))
+            one = one._replace(reads=tuple(made.get(value, value) for value in one.reads))
+        ordered.append(one)
     return ordered
 
 
-def _is_heavy(equation: JaxprEqn) -> bool:
-    name = equation.primitive.name
+def _is_heavy(one: FlatEquation) -> bool:
+    name = one.equation.primitive.name
     return not (is_by_element(name) or name in FREE)
 
 
@@ -131,7 +128,7 @@ class _Cut:
     """Finds the equations and values that W needs, from its results backwards.
 
     Args:
-      equations: the equations of the whole backward.
+      flat: the whole backward.
       first: the values that results in I need.
       deferred: the values that W makes, and those that follow from them.
       at_hand: the values that both programs have.
@@ -143,63 +140,57 @@ class _Cut:
       stash: those that I has to hand over.
     """
 
-    def __init__(
-        self, equations: Sequence[JaxprEqn], first: set[Var], deferred: set[Var], at_hand: set[Var], residuals: set[Var]
-    ):
-        self._maker = {v: equation for equation in equations for v in equation.outvars}
+    def __init__(self, flat: FlatJaxpr, first: set[int], deferred: set[int], at_hand: set[int], residuals: set[int]):
+        self._avals, self._maker = flat.avals, {value: one for one in flat.equations for value in one.makes}
         self._first, self._deferred, self._at_hand, self._residuals = first, deferred, at_hand, residuals
-        self.needed: set[Var] = set()
-        self.made_later: set[Var] = set()
-        self.stash: list[Var] = []
+        self.needed = set[int]()
+        self.made_later = set[int]()
+        self.stash = list[int]()
 
-    def bring(self, v: Var | Literal) -> None:
+    def bring(self, value: int) -> None:
         """Decides how W gets a value, and brings the values that this one needs."""
-        if isinstance(v, Literal) or v in self.needed:
+        if value in self.needed:
             return
-        # It is asked before v counts as needed: a value that is needed already costs nothing more.
-        is_made = v in self._deferred or self._is_made_again(v)
-        self.needed.add(v)
+        # It is asked before the value counts as needed: one that is needed already costs nothing more.
+        is_made = value in self._deferred or self._is_made_again(value)
+        self.needed.add(value)
         if is_made:
-            self.made_later.add(v)
-            for operand in self._maker[v].invars:
+            self.made_later.add(value)
+            for operand in self._maker[value].reads:
                 self.bring(operand)
-        elif v not in self._at_hand and v not in self._residuals:
-            self.stash.append(v)
+        elif value not in self._at_hand and value not in self._residuals:
+            self.stash.append(value)
 
-    def _is_made_again(self, v: Var) -> bool:
+    def _is_made_again(self, value: int) -> bool:
         """Whether W makes a value itself that I could make: cheaply, from values of about as many bytes."""
-        equation = self._maker.get(v)
-        if equation is None or equation.primitive.name not in CHEAP:
+        one = self._maker.get(value)
+        if one is None or one.equation.primitive.name not in CHEAP:
             return False
-        roots = self._roots(v)
+        roots = self._roots(value)
         if roots is not None:
-            return _bytes(roots - self.needed) <= SLACK * _bytes({v})
-        new = {u for u in equation.invars if not isinstance(u, Literal)} - self.needed - self._at_hand
-        return v not in self._first and _bytes(new) <= _bytes({v})
+            return self._bytes(roots - self.needed) <= SLACK * self._bytes({value})
+        new = {*one.reads} - self.needed - self._at_hand
+        return value not in self._first and self._bytes(new) <= self._bytes({value})
 
-    def _roots(self, v: Var) -> set[Var] | None:
+    def _roots(self, value: int) -> set[int] | None:
         """Finds the residuals from which a value follows by cheap operations; None if it needs anything else."""
-        if v in self._at_hand or v in self._residuals:
-            return {v} & self._residuals
-        equation = self._maker.get(v)
-        if equation is None or equation.primitive.name not in CHEAP:
+        if value in self._at_hand or value in self._residuals:
+            return {value} & self._residuals
+        one = self._maker.get(value)
+        if one is None or one.equation.primitive.name not in CHEAP:
             return None
-        roots = [self._roots(u) for u in equation.invars if not isinstance(u, Literal)]
+        roots = list(map(self._roots, one.reads))
         return None if None in roots else set().union(*filter(None, roots))
 
+    def _bytes(self, values: Collection[int]) -> int:
+        avals = [self._avals[value] for value in values]
+        return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
-def _needed_for(results: Sequence[Var | Literal], equations: Sequence[JaxprEqn]) -> set[Var]:
+
+def _needed_for(results: Sequence[int], equations: Sequence[FlatEquation]) -> set[int]:
     """Collects all values that some results, and equations with an effect, follow from."""
-    needed = {v for v in results if not isinstance(v, Literal)}
-    for equation in reversed(equations):
-        if equation.effects or _has(needed, equation.outvars):
-            needed.update(v for v in (*equation.invars, *equation.outvars) if not isinstance(v, Literal))
+    needed = {*results}
+    for one in reversed(equations):
+        if one.equation.effects or not needed.isdisjoint(one.makes):
+            needed.update(one.reads, one.makes)
     return needed
-
-
-def _has(values: set[Var], variables: Sequence[Var | Literal]) -> bool:
-    return any(not isinstance(v, Literal) and v in values for v in variables)
-
-
-def _bytes(values: Collection[Var]) -> int:
-    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes_of(list(values)))

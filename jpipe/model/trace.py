@@ -26,7 +26,7 @@ from jpipe.layers.base import AnyLayer, LayerError, describe, how_to_share, is_s
 from jpipe.layers.calls import CACHE, MODE_NAMES
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import FROZEN
-from jpipe.mesh.axes import WHOLE, Splits
+from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.alike import Alike
 from jpipe.model.groups import (
     DEFAULT_RULES,

@@ -40,7 +40,7 @@ from jpipe.jax.tracing import (
     without_prints,
 )
 from jpipe.jax.trees import is_float
-from jpipe.mesh.axes import WHOLE, Splits
+from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.remat import is_mark
 from jpipe.model.split_backward import SplitBackward, split_in_two

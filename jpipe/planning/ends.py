@@ -28,7 +28,8 @@ import numpy as np
 from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import shapes_of
 from jpipe.memory.layout import Layout
-from jpipe.mesh.axes import AXIS, SMALLEST, on_all_stages
+from jpipe.mesh.axes import AXIS, on_all_stages
+from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer

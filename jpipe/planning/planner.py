@@ -32,7 +32,8 @@ from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
 from jpipe.memory.outputs import in_halves, lying_by_shapes, output_axes
 from jpipe.memory.rows import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
-from jpipe.mesh.axes import AXIS, Splits, shapes_only
+from jpipe.mesh.axes import AXIS, shapes_only
+from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import LayerTrace, Model

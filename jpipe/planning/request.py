@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from jax.sharding import Mesh
 
 from jpipe.layers.base import AnyLayer
-from jpipe.mesh.axes import Splits, check_when
+from jpipe.mesh.splits import Splits, check_when
 from jpipe.model.groups import DEFAULT_RULES
 from jpipe.model.loss import OVER, LossFn
 from jpipe.model.remat import Remat

@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from jpipe.mesh.axes import Splits
+from jpipe.mesh.splits import Splits
 
 DEVICES = ("cpu", "tpu", "gpu")
 

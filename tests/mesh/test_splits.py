@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.mesh.axes import BATCH_AXES, WHOLE, Splits, make_splits
+from jpipe.mesh.axes import BATCH_AXES
+from jpipe.mesh.splits import WHOLE, Splits, make_splits
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 
 DATA = ("data", "fsdp")

@@ -12,7 +12,7 @@ import pytest
 import jpipe
 from cases import assert_close, compilations
 from jpipe.layers.adapt import as_layers
-from jpipe.mesh.axes import WHOLE
+from jpipe.mesh.splits import WHOLE
 from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import init_key, key_shape

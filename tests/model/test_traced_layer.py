@@ -12,7 +12,7 @@ import jpipe
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.memory.rows import default_inputs
-from jpipe.mesh.axes import Splits
+from jpipe.mesh.splits import Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import key_shape
