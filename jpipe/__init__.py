@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jpipe.cutting.found_layers import layers_of
-from jpipe.cutting.marks import cut
-from jpipe.layers.arguments import Arguments
+from jpipe.cutting.places import cut
+from jpipe.layers.base import Shared
+from jpipe.layers.calls import Arguments
 from jpipe.layers.connections import pop, reads, stash
 from jpipe.layers.frozen import freeze
 from jpipe.layers.plain import Layer
-from jpipe.layers.shared import Shared
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition, partition

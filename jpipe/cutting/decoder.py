@@ -8,13 +8,12 @@ from itertools import pairwise
 
 import jax
 
-from jpipe.cutting.module import Read, WholeModel, told_of
+from jpipe.cutting.module import Read, WholeModel, told_of, without_unread
 from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, places_again, unused_parts
 from jpipe.cutting.straight import Part
-from jpipe.cutting.unread import without_unread
 from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import AnyLayer, describe
-from jpipe.layers.decode_mode import CACHE, decoding
+from jpipe.layers.calls import CACHE, decoding
 from jpipe.model.groups import strong
 from jpipe.model.kinds import Kinds
 from jpipe.model.layer_function import trace_init

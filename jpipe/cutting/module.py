@@ -1,19 +1,29 @@
-"""A model that is one module, and its traces: nothing here knows Flax, the module is one `AnyLayer`."""
+"""A model that is one module: its traces, the outputs that its loss reads, the names of its pieces.
+
+Nothing here knows Flax, the module is one `AnyLayer`. Pieces are named as the model names its parameters:
+`h_3/attention`, `blocks/4/up+down`. What a model returns besides what its loss reads, such as each block's values, no
+stage carries to the last one. There it is None, and the loss, which may look at it but uses nothing of it, sees zeros.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import re
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.cutting.pieces import Traced
-from jpipe.cutting.straight import Straight, straighten
-from jpipe.cutting.unread import outputs_read
+from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerVariables, describe, positional
+from jpipe.layers.calls import signature_of
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import TracedInit, trace_init
 from jpipe.model.loss import LossFn
@@ -140,3 +150,147 @@ class Modes:
         depths = {leaf: min(d[leaf] for d in both if leaf in d) for leaf in {*both[0], *both[1]}}
         training, evaluation = (Traced(replace(straight, depths=depths)) for straight in modes)
         return Modes(training, evaluation, self.outputs, self.num_leaves)
+
+
+# --- names of pieces --------------------------------------------------------------------------------------------------
+
+
+MOST = 0.8
+"""A piece is named after the largest of its modules that together have so much of its weights."""
+
+Path = tuple[str, ...]
+
+
+def piece_names(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: Sequence[int]) -> list[str]:
+    """A name for each piece.
+
+    Args:
+      pieces: the variables of each.
+      paths: of each leaf of the variables, its path in the model.
+      sizes: of each leaf, its elements.
+    """
+    own = paths_of(pieces, paths)
+    everything = {path for of_piece in own for path in of_piece}
+    weights = [[sizes[part.leaf] for part in parts] for parts in pieces]
+    names = [_name(list(zip(*pair, strict=True)), everything) for pair in zip(own, weights, strict=True)]
+    for i, name in enumerate(names):
+        names[i] = name or (f"behind {names[i - 1]}" if i else "start")
+    return names
+
+
+def paths_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path]) -> list[list[Path]]:
+    """For each piece the paths of its variables; slices have their indices behind what is stacked."""
+    stack = _common([paths[part.leaf][:-1] for parts in pieces for part in parts if part.indices])
+    return [[_path(part, paths, stack) for part in parts] for parts in pieces]
+
+
+def paths_below(pieces: Sequence[Sequence[Path]], kinds: Sequence[Sequence[object]]) -> list[list[Path]]:
+    """For each piece the paths of its variables below what they have in common.
+
+    Pieces that differ in the numbers of their names alone, such as `Dense_1` and `Dense_4`, get those of the first.
+
+    Args:
+      pieces: the paths of each piece's variables.
+      kinds: of each variable, what has to be the same (its collection, its shape).
+    """
+    below = [[path[len(_common([p[:-1] for p in paths])) :] for path in paths] for paths in pieces]
+    first: dict[object, list[Path]] = {}
+    without_digits = lambda path: tuple(re.sub(r"\d+", "", name) for name in path)
+    keys = [(tuple(map(without_digits, paths)), tuple(kind)) for paths, kind in zip(below, kinds, strict=True)]
+    return [first.setdefault(key, paths) for key, paths in zip(keys, below, strict=True)]
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    """The beginning that all paths have."""
+    columns = zip(*paths, strict=False)
+    return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns))
+
+
+def _path(part: Part, paths: Sequence[Path], stack: Path) -> Path:
+    """The path of a part; slices have their indices behind what is stacked."""
+    path, at = paths[part.leaf], len(stack)
+    return (*path[:at], *map(str, part.indices), *path[at:]) if part.indices else path
+
+
+def _name(leaves: Sequence[tuple[Path, int]], everything: Collection[Path]) -> str:
+    """The module of which these are all variables; else those that most of the weights are in, below a common one.
+
+    Variables that are in no module give their own names.
+    """
+    modules = [path[:-1] for path, _ in leaves]
+    common = _common(modules)
+    if common and sum(path[: len(common)] == common for path in everything) == len(leaves):
+        return "/".join(common)
+    sizes: dict[str, int] = {}
+    for (_, size), module in zip(leaves, modules, strict=True):
+        if len(module) > len(common):
+            sizes[module[len(common)]] = sizes.get(module[len(common)], 0) + size
+    if not common and not sizes:
+        return "+".join(path[-1] for path, _ in leaves)
+    largest: list[str] = []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if sum(sizes[n] for n in largest) < MOST * sum(sizes.values()):
+            largest.append(name)
+    return "/".join([*common, *(["+".join(largest)] if largest else [])])
+
+
+# --- outputs that the loss doesn't read -------------------------------------------------------------------------------
+
+
+def outputs_read(loss_fn: LossFn | None, outputs: Shapes, batch: Shapes) -> tuple[bool, ...]:
+    """For each leaf of a model's outputs, whether a loss reads it, in training or in evaluation.
+
+    All count as read without a loss, or if the loss fails, which is told elsewhere, or if it reads none.
+
+    Args:
+      loss_fn: the user's.
+      outputs, batch: for one micro-batch.
+    """
+    read = [loss_fn is None] * len(jax.tree.leaves(outputs))
+
+    def call(outputs: PyTree, batch: Batch, key: jax.Array | None) -> PyTree:
+        return loss_fn and loss_fn(outputs, batch, **({"key": key} if "key" in signature_of(loss_fn) else {}))
+
+    with suppress(Exception):
+        for key in (key_shape(), None):
+            reads = uses(trace(call, outputs, batch, key)[0])
+            read = [a or b for a, b in zip(read, reads, strict=False)]
+    return tuple(read) if any(read) else (True,) * len(read)
+
+
+def without_unread(outputs: Shapes, read: Sequence[bool]) -> Shapes:
+    """A model's outputs with None for each leaf that isn't read."""
+    leaves, structure = jax.tree.flatten(outputs)
+    pairs = zip(leaves, read, strict=True)
+    return jax.tree.unflatten(structure, [leaf if is_read else None for leaf, is_read in pairs])
+
+
+def with_zeros(loss_fn: LossFn, outputs: Shapes, shapes: Shapes, read: Sequence[bool]) -> LossFn:
+    """A loss that takes outputs with None for each leaf that isn't read.
+
+    Args:
+      loss_fn: the user's.
+      outputs, shapes: all outputs for one micro-batch, and that micro-batch.
+      read: for each leaf of the outputs, whether it is read.
+
+    Raises:
+      ValueError: it reads others at these shapes.
+    """
+    if all(read):
+        return loss_fn
+    if any(now and not then for now, then in zip(outputs_read(loss_fn, outputs, shapes), read, strict=True)):
+        raise ValueError(
+            "loss_fn reads outputs of the model, of a batch of these shapes, that it didn't read of the first one; "
+            "let it read the same for all shapes"
+        )
+
+    @functools.wraps(loss_fn)
+    def loss(given: PyTree, batch: Batch, **options: object) -> PyTree:
+        kept, size = iter(jax.tree.leaves(given)), jax.tree.leaves(shapes)[0].shape[0]
+        ratio = jax.tree.leaves(batch)[0].shape[0] // size  # of a whole mini-batch the zeros are as many
+        rows = lambda shape: (ratio * size, *shape[1:]) if shape[:1] == (size,) else shape
+        pairs = zip(jax.tree.leaves(outputs), read, strict=True)
+        leaves = [next(kept) if is_read else jnp.zeros(rows(leaf.shape), leaf.dtype) for leaf, is_read in pairs]
+        return loss_fn(jax.tree.unflatten(jax.tree.structure(outputs), leaves), batch, **options)
+
+    return loss

@@ -1,4 +1,4 @@
-"""Finds the places at which a model is cut into pieces: where little crosses, and where a person would cut.
+"""Finds the places at which a model is cut into pieces: where `jpipe.cut` marks it, or where little crosses.
 
 Between two equations of the straight list some activations are still needed: they would cross a boundary there. In a
 transformer, one value is, behind each attention and each feed-forward; inside of them several are. So the places are
@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 
+import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
-from jpipe.cutting.marks import CUT
 from jpipe.cutting.straight import Follows, Straight, does_work
 from jpipe.jax.flops import flops_of
+from jpipe.types import PyTree
 
 LARGEST = 1 / 8
 """A piece with more than this part of the model's FLOPs is cut again, if a good place is inside."""
@@ -194,3 +196,25 @@ def _without_peaks(places: Places, candidates: list[int]) -> list[int]:
         return bool(neighbours) and size(runs[i]) > max(neighbours)
 
     return [p for i, run in enumerate(runs) if not is_peak(i) for p in run]
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+CUT = "jpipe.cut"
+"""The name under which marked values are found in a trace."""
+
+
+def cut(x: PyTree) -> PyTree:
+    """Marks a value of a model: a stage may begin behind it. Where a model has such marks, only these places are used.
+
+    It does nothing outside of a pipeline. A mark isn't seen in a loop that doesn't go over blocks, in a function with
+    derivatives of its own (`jax.custom_vjp`), or on a value that follows from the batch alone.
+
+    Args:
+      x: an activation, any pytree of arrays.
+
+    Returns:
+      The same.
+    """
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, CUT), x)

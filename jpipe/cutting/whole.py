@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jpipe.cutting.module import Modes, WholeModel
-from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
+from jpipe.cutting.module import Modes, WholeModel, paths_below, paths_of, piece_names, with_zeros, without_unread
 from jpipe.cutting.pieces import (
     Cutting,
     NoSuchPlace,
@@ -29,19 +28,16 @@ from jpipe.cutting.pieces import (
     make_pieces,
     places_again,
 )
-from jpipe.cutting.stack_rows import rows_of
-from jpipe.cutting.straight import INLINED, Part
-from jpipe.cutting.unread import with_zeros, without_unread
+from jpipe.cutting.straight import INLINED, Part, rows_of
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import LOOPS_AND_BRANCHES
 from jpipe.jax.tracing import replay, trace
-from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, Specs
-from jpipe.layers.decode_mode import CACHE
+from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves, nested
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, Shared, Specs
+from jpipe.layers.calls import CACHE
 from jpipe.layers.fingerprint import ShownByTraces
-from jpipe.layers.shared import Shared
 from jpipe.memory.layout import ModelTree
 from jpipe.model.groups import EVALUATION, INIT, TRAIN
 from jpipe.model.kinds import Kinds, PartJaxpr

@@ -27,8 +27,8 @@ from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ELEMENTWISE, MOVES, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.jax.tracing import compiled, equations_in, no_mesh, replay, trace
 from jpipe.layers.base import AnyLayer, describe, positional
+from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.connections import with_inputs
-from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.memory.storage import Storage, build_storage
 from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.model.groups import KEEP, LayerGroup, Model, same_type

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -94,3 +96,15 @@ def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which values of `dtype` are summed: float32 for narrower floats, `dtype` itself for all others."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     return np.dtype(np.float32) if narrow else dtype
+
+
+def nested(paths: Iterable[tuple[tuple[str, ...], Leaf]]) -> PyTree:
+    """Nested dicts of values by their paths.
+
+    >>> nested([(("a", "b"), 0), (("a", "c"), 1), (("d",), 2)])
+    {'a': {'b': 0, 'c': 1}, 'd': 2}
+    """
+    tree: PyTree = {}
+    for (*folders, name), value in paths:
+        reduce(lambda inner, folder: inner.setdefault(folder, {}), folders, tree)[name] = value
+    return tree

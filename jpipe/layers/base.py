@@ -1,4 +1,4 @@
-"""`AnyLayer`: a layer as the rest of the package knows it; and `is_same`, which says when two layers are equal.
+"""`AnyLayer`: a layer as the rest of the package knows it; `is_same`: when two are equal; `Shared` parameters.
 
 A model is a sequence of unlike layers. Each kind of layer (functions, Linen, NNX) makes an `AnyLayer`. Connections,
 frozen parameters and decode mode replace some of its functions. All other code calls these functions, and never asks
@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.fingerprint import differ_in_numbers, same_value
-from jpipe.layers.shared import Shared
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Activation: TypeAlias = PyTree
@@ -166,3 +165,56 @@ class _Shape:
 def positional(inputs: Activation) -> Inputs:
     """Makes the positional arguments that a layer is called with: a tuple is passed as several."""
     return inputs if type(inputs) is tuple else (inputs,)
+
+
+# --- shared layers ----------------------------------------------------------------------------------------------------
+
+
+Method = str | Callable[..., PyTree]
+"""How a layer is called instead of as usual: by the name of one of its methods, or through a function of the user's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A layer whose parameters are used in several places.
+
+    `table = jpipe.Shared(nn.Embed(1000, 64)); layers = [table, *blocks, table.using("attend")]`
+
+    Args:
+      layer: a linen or nnx module, a factory of one, or a `jpipe.Layer`; without state that changes. The
+        first use in the sequence makes the parameters.
+    """
+
+    layer: object
+
+    def __post_init__(self):
+        if isinstance(self.layer, Shared | Use):
+            raise TypeError("jpipe.Shared: the layer is shared already; use it in several places as it is")
+
+    def using(self, method: Method) -> Use:
+        """Uses the same parameters in another place, through another method.
+
+        Args:
+          method: the name of a method of the module; of linen modules also a function of the module and its inputs;
+            for a `jpipe.Layer` a function `apply(params, x)`.
+        """
+        if not isinstance(method, str) and not callable(method):
+            raise TypeError(f"jpipe.Shared.using({method!r}): pass a method's name, or a function")
+        return Use(self, method)
+
+
+def how_to_share(kind: str, method: str = "") -> str:
+    """Says in words how a module of the class `kind` has one set of parameters in two places."""
+    method = method or ("attend" if kind == "Embed" else "a_method")
+    return (
+        f"to have the same parameters in both places, wrap it once, tied = jpipe.Shared({kind}(...)), and put tied in "
+        f'both, or tied.using("{method}") where that method is to be called'
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A shared layer where it is called through `method`, or as usual if that is None."""
+
+    shared: Shared
+    method: Method | None

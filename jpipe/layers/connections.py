@@ -19,7 +19,7 @@ import numpy as np
 
 from jpipe.jax.inside import raised
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, describe, positional
-from jpipe.layers.decode_mode import decoding
+from jpipe.layers.calls import decoding
 from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]

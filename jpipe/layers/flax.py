@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager
 import flax.linen as nn
 from flax import nnx
 
-from jpipe.layers.base import Item, LayerError, LayerVariables
-from jpipe.layers.functions import MODE_NAMES
-from jpipe.layers.shared import Method
+from jpipe.layers.base import Item, LayerError, LayerVariables, Method
+from jpipe.layers.calls import MODE_NAMES
 
 SOWN = (
     "self.sow does; pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them, or "

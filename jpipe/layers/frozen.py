@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jpipe.layers.base import AnyLayer, LayerError, LayerVariables, Specs
+from jpipe.layers.base import AnyLayer, LayerError, LayerVariables, Shared, Specs, Use
+from jpipe.layers.calls import decoding
 from jpipe.layers.connections import Marked
-from jpipe.layers.decode_mode import decoding
-from jpipe.layers.shared import Shared, Use
 from jpipe.types import PyTree
 
 Where = Callable[[str], bool]

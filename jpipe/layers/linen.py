@@ -17,13 +17,10 @@ import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from jpipe.layers.arguments import both_of
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
-from jpipe.layers.decode_mode import CACHE, token_by_token
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
+from jpipe.layers.calls import CACHE, ModeArguments, both_of, mode_arguments, modes, token_by_token
 from jpipe.layers.fingerprint import values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
-from jpipe.layers.functions import ModeArguments, mode_arguments, modes
-from jpipe.layers.shared import Method
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 

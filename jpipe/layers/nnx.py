@@ -16,20 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.inside import collection_of, raised, shortened, unsharded_creation
 from jpipe.jax.tracing import no_mesh, uses
-from jpipe.layers.arguments import both_of
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
-from jpipe.layers.decode_mode import CACHE, token_by_token
+from jpipe.jax.trees import nested
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
+from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
 from jpipe.layers.fingerprint import ShownByTraces, values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
-from jpipe.layers.functions import mode_arguments, signature_of
-from jpipe.layers.shared import Method
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")
@@ -299,7 +296,7 @@ def _collections(state: nnx.State) -> LayerVariables:
     for path, variable in nnx.to_flat_state(state):
         if not isinstance(variable, nnx.RngState):
             variables.setdefault(_collection(type(variable)), {})[path] = _value(variable)
-    return {name: unflatten_dict(tree) for name, tree in variables.items()}
+    return {name: nested(tree.items()) for name, tree in variables.items()}
 
 
 def _counts(state: nnx.State) -> dict[tuple, Leaf]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.layers.arguments import both_of
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerVariables, bind_by_call
-from jpipe.layers.functions import mode_arguments, signature_of
+from jpipe.layers.calls import both_of, mode_arguments, signature_of
 from jpipe.types import Batch, PyTree
 
 

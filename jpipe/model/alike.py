@@ -20,7 +20,7 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr
 from jpipe.jax.tracing import depends_on, equations_in
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
-from jpipe.layers.decode_mode import CACHE, decoding
+from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.constants import Constants, bits, differing, scalar_places, scalars_of, without_plain_calls
 from jpipe.model.groups import DECODE, EVALUATION, INIT, TRAIN, LayerGroup, strong

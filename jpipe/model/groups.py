@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.layers.base import AnyLayer
-from jpipe.layers.decode_mode import CACHE
+from jpipe.layers.calls import CACHE
 from jpipe.model.constants import Constants
 from jpipe.partitioner.shardings import Axis, Sharding, named, part_structs
 from jpipe.types import PyTree, Shapes

@@ -23,7 +23,7 @@ from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import no_mesh, origins, replay, trace, uses
 from jpipe.jax.trees import is_float, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
-from jpipe.layers.decode_mode import CACHE
+from jpipe.layers.calls import CACHE
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
 from jpipe.model.constants import Constants

@@ -15,7 +15,7 @@ from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import interpret, on_this_host, trace, uses, without_prints
 from jpipe.jax.trees import accumulator_dtype, is_float
 from jpipe.layers.base import describe
-from jpipe.layers.functions import signature_of
+from jpipe.layers.calls import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
 from jpipe.model.whole_loss import PartsOfLoss, whole_structs, with_gradient
 from jpipe.partitioner.examples import CouplesError

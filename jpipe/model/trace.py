@@ -22,12 +22,10 @@ from jpipe.jax.inside import raised, shortened
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import trace, uses
 from jpipe.jax.trees import lists_in
-from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
+from jpipe.layers.base import AnyLayer, LayerError, describe, how_to_share, is_same
+from jpipe.layers.calls import CACHE, MODE_NAMES
 from jpipe.layers.connections import with_inputs
-from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.frozen import FROZEN
-from jpipe.layers.functions import MODE_NAMES
-from jpipe.layers.shared import how_to_share
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.alike import Alike
 from jpipe.model.groups import (

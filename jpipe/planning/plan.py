@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from jpipe.cutting.whole import CutModel
-from jpipe.layers.base import describe
-from jpipe.layers.shared import how_to_share
+from jpipe.layers.base import describe, how_to_share
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples

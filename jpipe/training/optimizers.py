@@ -20,7 +20,7 @@ import optax
 from jpipe.jax.primitives import ClosedJaxpr, draws
 from jpipe.jax.tracing import equations_in, interpret, on_this_host, trace
 from jpipe.jax.trees import accumulator_dtype
-from jpipe.layers.functions import signature_of
+from jpipe.layers.calls import signature_of
 from jpipe.memory.layout import TELLS_APART, PerLayerError, TellsApartError
 from jpipe.types import Leaf, PyTree, Shapes
 

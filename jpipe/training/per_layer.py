@@ -33,15 +33,8 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.in_place import Index, look_up
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import no_mesh, replay
-from jpipe.memory.layout import (
-    NO_PART,
-    Layout,
-    ModelTree,
-    PerLayerError,
-    StageTree,
-    add_stage_axis,
-    drop_stage_axis,
-)
+from jpipe.jax.trees import nested
+from jpipe.memory.layout import NO_PART, Layout, ModelTree, PerLayerError, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
 from jpipe.memory.storage import build_storage
 from jpipe.mesh.axes import on_stages
@@ -59,7 +52,6 @@ OnTrees = Callable[[Trees, PyTree], Trees]
 OnDevice = Callable[[int, Index, Leaves, Records, PyTree], Leaves]
 """`(set of variables, layer, a device's parts of its leaves by tree, all records, arguments that are the same for all
 layers) -> parts of its new leaves`."""
-Layouts = dict[str, Layout]
 Room = tuple[int, jax.ShapeDtypeStruct]
 """A place of a layer's state: (which parameter of the layer it belongs to, shape)."""
 PROGRAM = "jpipe_per_layer"
@@ -147,7 +139,7 @@ def _updated(
 
 
 def _for_each_layer(
-    function: OnDevice, layouts: Layouts, trees: dict[str, StageTree], extra: PyTree, results: tuple[str, ...]
+    function: OnDevice, layouts: dict[str, Layout], trees: dict[str, StageTree], extra: PyTree, results: tuple[str, ...]
 ) -> dict[str, StageTree]:
     """Runs a function of one layer's whole trees for all layers, each on the devices of its stage.
 
@@ -372,10 +364,7 @@ class _ModelState:
 
     def by_path(self, shared: Sequence[Leaf]) -> PyTree:
         """The leaves that belong to no parameter, in nested dicts by their paths."""
-        tree: PyTree = {}
-        for (*folders, name), leaf in zip(self._shared_paths, shared, strict=True):
-            reduce(lambda inner, folder: inner.setdefault(folder, {}), folders, tree)[name] = leaf
-        return tree
+        return nested(zip(self._shared_paths, shared, strict=True))
 
     def in_order(self, tree: PyTree) -> list[Leaf]:
         """The inverse of `by_path`."""
@@ -465,7 +454,7 @@ class _ModelUpdate:
         )
 
     def _kinds(self, v: int) -> tuple[list[_Kind], dict[int, int]]:
-        """(What is computed for layers of a set, which of that by layer)."""
+        """(The functions of layers of a set, which of them each layer has)."""
         found: dict[tuple, dict[int, list[ClosedJaxpr]]] = {}
         rooms, lying = self._state.rooms[v]
         for parts, own, (first, *_) in zip(self._state.tree.parts[v], lying, self._state.layout.users[v], strict=True):
@@ -500,7 +489,7 @@ class _ModelUpdate:
         return branches[which](*operands) if isinstance(which, int) else jax.lax.switch(which, branches, *operands)
 
     def _of_layer(self, v: int, kind: _Kind, leaves: Leaves, shared: list[Leaf], numbers: list[list[Leaf]]) -> Leaves:
-        """What the function gives for one layer, of its leaves; room in which it has none stays as it is."""
+        """Computes the function for one layer, from its leaves; room in which it has none stays as it is."""
         before = leaves.get("state") or [jnp.zeros(room.shape, room.dtype) for _, room in self._state.rooms[v][0]]
         new = {"updates": list[Leaf](), "state": list(before)}
         for k, (rooms, jaxpr, constants) in enumerate(kind):

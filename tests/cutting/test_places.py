@@ -4,7 +4,9 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+import jpipe
 from jpipe.cutting.places import Places, find_places
 from jpipe.cutting.straight import straighten
 
@@ -150,3 +152,16 @@ def test_a_piece_of_twice_the_share_of_a_stage_is_cut_by_all_means():
 
     assert products_between(*places_of(wide, 4, wanted=4)) == [1, 2, 2, 2]
     assert products_between(*places_of(wide, 4, wanted=8)) == [1] * 7
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_does_nothing():
+    x = {"a": jnp.arange(3.0), "b": (jnp.ones(()), jnp.arange(2))}
+    jax.tree.map(np.testing.assert_array_equal, jpipe.cut(x), x)
+    function = lambda x: jnp.sin(jpipe.cut(x**2)).sum()
+    plain = lambda x: jnp.sin(x**2).sum()
+    y = jnp.arange(4.0)
+    np.testing.assert_array_equal(jax.jit(jax.grad(function))(y), jax.grad(plain)(y))
+    np.testing.assert_array_equal(jax.vmap(function)(y[:, None]), jax.vmap(plain)(y[:, None]))

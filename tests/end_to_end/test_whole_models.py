@@ -12,7 +12,7 @@ from flax import nnx
 
 import jpipe
 import whole_models
-from jpipe.layers.functions import signature_of
+from jpipe.layers.calls import signature_of
 from jpipe.memory.rows import default_inputs
 
 KEY, FLOAT = jax.random.key(3), jnp.float64

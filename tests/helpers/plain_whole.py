@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.layers.functions import signature_of
+from jpipe.layers.calls import signature_of
 from jpipe.memory.rows import default_inputs
 
 

@@ -16,8 +16,8 @@ from flax import nnx
 
 import jpipe
 from cases import is_nnx, mean_loss, nnx_filled, nnx_parts, params_of, take_microbatch
+from jpipe.layers.base import Shared, Use
 from jpipe.layers.connections import Marked
-from jpipe.layers.shared import Shared, Use
 
 # Numbers that keep apart what one key is used for: initial values, and what layers draw in a training step.
 FOR_INITIAL_VALUES, FOR_A_STEP = 0x1217, 0x57E9

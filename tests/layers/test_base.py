@@ -1,10 +1,18 @@
 """Functions that all layers share."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
 
+import jpipe
+from cases import CUTS, assert_close, assert_equal, cut, some_slow
 from jpipe.layers.base import describe, positional
 
 
@@ -32,3 +40,415 @@ class Logits(NamedTuple):
 
 def test_outputs_that_take_strings_apart_are_described():
     assert describe(Logits(jnp.zeros((2, 3)))) == "Logits(logits=float32[2,3])"
+
+
+# --- shared layers ----------------------------------------------------------------------------------------------------
+
+
+VOCABULARY = 11
+RNG = np.random.default_rng(0)
+BATCH = {
+    "inputs": RNG.integers(0, VOCABULARY, (8, 5)).astype(np.int32),
+    "targets": RNG.integers(0, VOCABULARY, (8, 5)).astype(np.int32),
+}
+
+
+class Block(nn.Module):
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8, param_dtype=self.dtype)(nn.tanh(nn.Dense(16, param_dtype=self.dtype)(x)))
+
+
+@pytest.fixture(autouse=True)
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax and nn.Embed promote
+        yield
+
+
+def loss_fn(outputs, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"]).mean()
+
+
+def make_modules(dtype):
+    embed = nn.Embed(VOCABULARY, 8, param_dtype=dtype, dtype=dtype)
+    norm = nn.LayerNorm(param_dtype=dtype, dtype=dtype, force_float32_reductions=False)
+    return [embed, *[Block(dtype) for _ in range(6)], norm]
+
+
+MODULES = make_modules(jnp.float32)
+SAME = {3: 3, 5: 3, 6: 3}  # layers 3, 5 and 6 are one block, layers 0 and 8 one table
+OWN = (0, 1, 2, 3, 4, 7)  # the layers with parameters that none before them has
+
+
+def layers(modules=MODULES):
+    table, block = jpipe.Shared(modules[0]), jpipe.Shared(modules[3])
+    own = [block if i in SAME else module for i, module in enumerate(modules)]
+    return [table, *own[1:], table.using("attend")]
+
+
+def sequential(trees, modules=MODULES):
+    x = modules[0].apply(trees[0], BATCH["inputs"])
+    for i in range(1, 8):
+        x = modules[i].apply(trees[SAME.get(i, i)], x)
+    return loss_fn(modules[0].apply(trees[0], x, method="attend"), BATCH)
+
+
+sequential_grads = jax.jit(jax.value_and_grad(sequential))  # compiled once for all cases
+
+
+@pytest.mark.parametrize("case", some_slow(CUTS[:4]), ids=str)
+def test_equal_to_the_sequential_model(case):
+    pipe = cut(layers(), loss_fn, case)
+    variables = pipe.init(jax.random.key(0), BATCH)
+    trees = jax.device_get(pipe.layer_variables(variables))
+    assert_equal(trees[8], trees[0], "both uses show the same table")
+    expected, gradients = sequential_grads(trees)
+    (loss, _), grads = pipe.value_and_grad(variables, BATCH)
+    found = jax.device_get(pipe.layer_variables({"params": grads}))
+    assert_close(loss, expected, "loss")
+    for i in OWN:
+        assert_close(found[i], gradients[i], f"gradient of layer {i}")
+    own = [gradients[i] for i in OWN]
+    assert_close(optax.tree.norm(grads), optax.tree.norm(own), "shared parameters count once in a norm")
+    assert_equal(pipe.from_layer_variables(trees), variables, "round trip")
+
+
+def table_by_hand():
+    init = lambda key, tokens: {"embedding": jax.random.normal(key, (VOCABULARY, 8), jnp.float32)}
+    return jpipe.Shared(jpipe.Layer(init, lambda params, tokens: params["embedding"][tokens]))
+
+
+def logits(params, x):
+    return x @ params["embedding"].T
+
+
+@pytest.mark.parametrize(
+    ("make", "attend"),
+    [
+        (lambda: jpipe.Shared(lambda rngs: nnx.Embed(VOCABULARY, 8, rngs=rngs)), "attend"),
+        (lambda: jpipe.Shared(nnx.Embed(VOCABULARY, 8, rngs=nnx.Rngs(0))), "attend"),
+        (table_by_hand, logits),
+    ],
+    ids=["nnx factory", "nnx module", "functions"],
+)
+def test_tables_of_other_libraries(make, attend):
+    table = make()
+    pipe = jpipe.Pipeline(
+        [table, Block(), table.using(attend)], loss_fn, num_stages=3, num_microbatches=2, balance="even"
+    )
+    variables = pipe.init(jax.random.key(0), BATCH)
+    embedding = lambda item: item.get("params", item)["embedding"]
+    first, block, last = jax.device_get(pipe.layer_variables(variables))
+    assert_equal(last, first, "both uses show the same table")
+
+    def plain(embedded, block):
+        x = Block().apply(block, embedded[BATCH["inputs"]])
+        return loss_fn(x @ embedded.T, BATCH)
+
+    expected, gradients = jax.jit(jax.value_and_grad(plain, (0, 1)))(embedding(first), block)
+    (loss, _), grads = pipe.value_and_grad(variables, BATCH)
+    found = pipe.layer_variables({"params": grads})
+    assert_close(loss, expected, "loss")
+    assert_close(embedding(found[0]), gradients[0], "gradient of the table")
+    assert_close(found[1], gradients[1], "gradient of the block")
+
+
+@pytest.mark.slow
+def test_a_hundred_steps_with_tied_weights():
+    """Every parameter, in float64. Each batch is the same and the rate is small, so that training goes downhill all
+    the way, where two states that rounding has parted come no further apart.
+    """
+    with jax.enable_x64(True):
+        modules = make_modules(jnp.float64)
+        pipe = jpipe.Pipeline(layers(modules), loss_fn, num_stages=3, num_microbatches=2, balance="even")
+        tx = optax.adam(1e-2)
+        state = pipe.create_state(jax.random.key(0), BATCH, tx)
+        params = jax.device_get(pipe.layer_variables(state.variables))
+        opt_state = tx.init(params)
+
+        @jax.jit
+        def step(params, opt_state):
+            loss, grads = jax.value_and_grad(functools.partial(sequential, modules=modules))(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        losses = []
+        for _ in range(100):
+            state, metrics = pipe.train_step(state, BATCH)
+            params, opt_state, loss = step(params, opt_state)
+            assert_close(metrics["loss"], loss, "loss")
+            losses.append(float(loss))
+        assert losses[-1] < 0.5 * losses[0], "it has to have learnt, or nothing is compared"
+        trees = jax.device_get(pipe.layer_variables(state.variables))
+        assert_equal(trees[8], trees[0], "one table")
+        for i in OWN:
+            assert_close(trees[i], params[i], f"parameters of layer {i}")
+
+
+def test_modules_call_the_method_of_their_place():
+    pipe = cut(layers(), loss_fn, CUTS[0])
+    variables = pipe.init(jax.random.key(0), BATCH)
+    modules, x = pipe.modules(variables), BATCH["inputs"]
+    for module in modules:
+        x = module(x)
+    assert_close(x, pipe.apply(variables, BATCH), "outputs")
+
+
+def test_uses_given_different_parameters():
+    pipe = cut(layers(), loss_fn, CUTS[0])
+    trees = jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(0), BATCH)))
+    trees[8] = jax.tree.map(lambda a: a + 1, trees[8])
+    with pytest.raises(ValueError, match=r"trees\[0\] and trees\[8\] differ, but layers 0 and 8 \(Embed\) share"):
+        pipe.from_layer_variables(trees)
+
+
+EMBED = nn.Embed(4, 4)
+TWICE = r"layers\[1\] \(Embed\) is or holds the same Embed object as layers\[0\]; .*tied = jpipe\.Shared\(Embed\("
+
+
+NNX_EMBED = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
+METHOD = (
+    r"layers\[1\] is the method 'attend' of a module \(Embed\), .*tied = jpipe\.Shared\(Embed\(.*using\(\"attend\"\)"
+)
+
+
+class Tied(nn.Module):
+    """A head that holds another layer."""
+
+    table: nn.Module
+
+    def __call__(self, x):
+        return self.table.attend(x)
+
+
+class NnxTied(nnx.Module):
+    """The same of nnx."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __call__(self, x):
+        return self.table.attend(x)
+
+
+def nnx_tied():
+    table = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
+    return [table, NnxTied(table)]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: [jpipe.Shared(EMBED), jpipe.Shared(EMBED).using("attend")],
+            ValueError,
+            TWICE,
+        ),
+        (lambda: [EMBED, jpipe.Shared(EMBED).using("attend")], ValueError, TWICE),
+        (
+            lambda: nn.Sequential([EMBED, Tied(EMBED)]),
+            ValueError,
+            r"layers\[1\] \(Tied\) is or holds the same Embed object as layers\[0\]",
+        ),
+        (
+            lambda: [EMBED, lambda x: EMBED.attend(x)],
+            ValueError,
+            r"layers\[1\] \(function\) is or holds the same Embed object as layers\[0\]; .*tied\.using\(\"attend\"\)",
+        ),
+        (lambda: [EMBED, EMBED.attend], TypeError, METHOD),
+        (lambda: [NNX_EMBED, NNX_EMBED.attend], TypeError, METHOD),
+        (nnx_tied, ValueError, r"layers\[1\] \(NnxTied\) is or holds the same Param object as layers\[0\]"),
+        (
+            lambda: [jpipe.Shared(EMBED).using("transpose")],
+            ValueError,
+            r"layers\[0\] uses Embed through 'transpose', which it doesn't have",
+        ),
+        (
+            lambda: [jpipe.Shared(EMBED).using("features")],
+            ValueError,
+            r"layers\[0\] uses Embed through 'features', which it doesn't have",
+        ),
+        (
+            lambda: [table_by_hand().using("attend")],
+            TypeError,
+            r"layers\[0\] uses Layer through 'attend', but functions have no methods; pass a function",
+        ),
+        (
+            lambda: [jpipe.Shared(lambda rngs: nnx.Embed(4, 4, rngs=rngs)).using(logits)],
+            TypeError,
+            r"layers\[0\] uses Embed through a function; name one of its methods",
+        ),
+        (
+            lambda: [jpipe.Shared(jpipe.stash(EMBED, "a"))],
+            TypeError,
+            r"layers\[0\] shares a layer with connections; mark its uses instead",
+        ),
+        (lambda: [jpipe.Shared(jpipe.Shared(EMBED))], TypeError, "shared already"),
+        (lambda: [jpipe.Shared(EMBED).using(3)], TypeError, "pass a method's name"),
+        (lambda: [jpipe.Shared(3)], TypeError, r"layers\[0\] is a int, which is no layer"),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        jpipe.Pipeline(make(), loss_fn, num_stages=1, num_microbatches=1)
+
+
+def test_layers_with_state_cannot_be_shared():
+    norm = jpipe.Shared(nn.BatchNorm())
+    pipe = jpipe.Pipeline([norm, norm], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"layer 0 \(BatchNorm\) gives new values of its collection 'batch_stats'"):
+        pipe.init(jax.random.key(0), np.ones((4, 3), np.float32))
+
+
+# --- constants that shared layers hold --------------------------------------------------------------------------------
+
+FLOATS = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+X = {"inputs": np.random.default_rng(1).normal(size=(8, 6))}
+
+
+class WithTables(nnx.Module):
+    """A block that holds arrays which nothing changes, as tables of positions and masks are."""
+
+    def __init__(self, rngs, table):
+        self.dense, self.table = nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs), table
+        self.mask, self.order = np.arange(8) % 3 > 0, jnp.arange(8)[::-1]
+
+    def __call__(self, x, more=0.0):
+        return x + jnp.where(self.mask, jnp.tanh(self.dense(x)), 0.1)[:, self.order] * jnp.asarray(self.table) + more
+
+
+class Looped(nnx.Module):
+    """One block several times, one with tables of its own, and a table that is read beside all of them."""
+
+    def __init__(self, rngs, table):
+        linear = functools.partial(nnx.Linear, param_dtype=jnp.float64, rngs=rngs)
+        self.enter, self.leave = linear(6, 8), linear(8, 3)
+        self.block, self.other = WithTables(rngs, table), WithTables(rngs, table)
+        self.beside = jnp.arange(8.0) / 9
+
+    def __call__(self, x):
+        x = self.enter(x)
+        for block in (self.block, self.block, self.other, self.block, self.block):
+            x = block(x, jnp.sin(x) * self.beside)
+        return self.leave(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("module", {}), ("module", {"ends": "spread", "unroll": True}), ("list", {}), ("list", {"remat": "none"})],
+)
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_constants_of_shared_blocks(kind, options, make):
+    """They were refused: "is shared but has the collections ['arrays', 'params']"."""
+    with jax.enable_x64(True):
+        model = Looped(nnx.Rngs(0), make(np.arange(8.0) / 7))
+        block, wide = jpipe.Shared(model.block), nnx.Linear(6, 8, **FLOATS)
+        layers = model if kind == "module" else [wide, block, block, model.other, block, nnx.Linear(8, 3, **FLOATS)]
+        mean = lambda y, _=None: jnp.mean(jnp.sin(y) ** 2)
+        pipe = jpipe.Pipeline(layers, mean, num_stages=2, num_microbatches=2, **options)
+        variables = pipe.init(jax.random.key(0), X)
+
+        def plain(modules):
+            x = X["inputs"]
+            for module in modules:
+                x = module(x)
+            return x
+
+        shared = layers[2] if kind == "list" else None
+        modules = [model] if shared is None else [model.block if one is shared else one for one in layers]
+        expected, gradients = nnx.value_and_grad(lambda modules: mean(plain(modules)))(nnx.List(modules))
+        (loss, updates), grads = pipe.value_and_grad(variables, X)
+        assert_close(loss, expected)
+        assert not set(updates) - {"arrays"}
+        assert_close(pipe.apply(variables, X), plain(modules))
+        if shared is None:
+            own = nnx.to_pure_dict(gradients)[0]
+            assert_close(pipe.model_variables({"params": grads})["params"], own)
+            assert_equal(pipe.model_variables(variables)["arrays"]["block"]["table"], model.block.table)
+        else:
+            found = pipe.layer_variables({"params": grads})
+            own = nnx.to_pure_dict(gradients)
+            for i in (0, 1, 3, 5):
+                assert_close(found[i]["params"], own[i])
+
+
+class Counting(nnx.Module):
+    """Its table changes in training."""
+
+    def __init__(self, rngs):
+        self.table = nnx.data(jnp.ones(8))
+
+    def __call__(self, x):
+        self.table = self.table + 1
+        return x * self.table
+
+
+def test_a_collection_that_a_shared_layer_reads_and_another_writes():
+    block, own = jpipe.Shared(lambda rngs: WithTables(rngs, np.ones(8))), lambda rngs: Counting(rngs)
+    with jax.enable_x64(True):
+        pipe = jpipe.Pipeline([block, block, own], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
+        with pytest.raises(ValueError, match=r"layer 2 \(Counting\) gives new values of its collection 'arrays'"):
+            pipe.init(jax.random.key(0), np.ones((4, 8)))
+
+
+# --- state that shared layers have ------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        return x + nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+
+
+class Thrice(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        block = Normed()
+        for _ in range(3):
+            x = block(x, train)
+        return x
+
+
+class LoopedNorms(nn.Module):
+    marked: bool = False
+    own_norms: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x = nn.Dense(8)(x)
+        x = jpipe.cut(x) if self.marked else x
+        if self.own_norms:
+            dense = nn.Dense(8)
+            for _ in range(3):
+                x = x + nn.BatchNorm(use_running_average=not train)(dense(x))
+        else:
+            x = Thrice()(x, train)
+        x = jpipe.cut(x) if self.marked else x
+        return nn.Dense(3)(x)
+
+
+def test_state_that_stays_on_one_stage():
+    """The error blamed parameters ("together with other parameters"), and sent to a list that is refused too."""
+    batch = np.random.default_rng(2).normal(size=(8, 6)).astype(np.float32)
+    options = {"num_stages": 2, "num_microbatches": 2, "merge": {"batch_stats": "mean"}}  # norms used several times
+    make = lambda model: jpipe.Pipeline(model, lambda y, _: jnp.mean(y**2), **options)
+    text = (
+        r"changes the state .*BatchNorm_0/mean, .*/var in between, .*mark .* jpipe\.cut.* or give each place a module"
+    )
+    with pytest.raises(ValueError, match=text):
+        make(LoopedNorms()).init(jax.random.key(0), batch)
+    normed = jpipe.Shared(Normed())
+    with pytest.raises(ValueError, match=r"Give each place what has state .* or make one layer of all places"):
+        make([nn.Dense(8), normed, normed, nn.Dense(3)]).init(jax.random.key(0), batch)
+    dense = jpipe.Shared(nn.Dense(8))
+    norms = [dense, nn.BatchNorm(use_running_average=False), dense, nn.BatchNorm(use_running_average=False)]
+    for model in (
+        LoopedNorms(marked=True),
+        LoopedNorms(own_norms=True),
+        [nn.Dense(8), Thrice(), nn.Dense(3)],
+        [nn.Dense(8), *norms, nn.Dense(3)],
+    ):
+        pipe = make(model)
+        jax.eval_shape(lambda pipe=pipe: pipe.value_and_grad(pipe.init(jax.random.key(0), batch), batch))
