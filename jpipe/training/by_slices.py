@@ -20,7 +20,6 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -38,7 +37,9 @@ from jpipe.types import Leaf, PyTree
 
 _Arrays = dict[int, jax.Array]
 """Arrays by the number of the value."""
-_At = Callable[[Index], tuple[Index, ...]]
+_Slice = tuple[tuple[Index], tuple[Index, ...]]
+"""(Its index among all slices, the index at which it begins)."""
+_Place = Callable[[Index], _Slice]
 SLICES, RECORDS, DEVICE = "slices", "records", "device"
 
 
@@ -144,7 +145,7 @@ class _Target(NamedTuple):
       number: the value, or that which is added up.
       into: the number of the array that it replaces; None for a new one.
       on_host: whether a new one lies there.
-      sums: the equation that adds it up, if that is wanted.
+      sums: the equation that adds it up, if that is wanted: then the loop makes an array of the sums of all slices.
     """
 
     number: int
@@ -158,25 +159,19 @@ class _Update:
 
     Attributes:
       flat: the jaxpr.
-      sliced: the values that are known a slice at a time alone, each with the mesh axes that split it.
-      whole: the others, by number.
+      arrays: by number the values that lie somewhere as arrays: on the hosts, if they are in `sliced`.
+      sliced: the values that are on the device a slice at a time alone, each with the mesh axes that split it.
     """
 
     def __init__(self, closed: ClosedJaxpr, leaves: Sequence[jax.Array], places: Sequence[Place], layout: Layout):
         is_program = lambda equation: equation.params.get("name") == PROGRAM
         self.flat = flatten(closed, keeps=is_program, selects=True)
         self._layout, self._is_program = layout, is_program
-        self.whole: dict[int, Leaf] = {**self.flat.constants}
-        self.sliced: dict[int, PartitionSpec] = {}
-        self._hosted: dict[int, jax.Array] = {}
-        self._records = set[int]()
-        self._replaced: dict[int, int] = {}
-        for number, leaf, place in zip(self.flat.arguments, leaves, places, strict=True):
-            if place.where == SLICES:
-                self._hosted[number], self.sliced[number] = leaf, place.spec
-            else:
-                self.whole[number] = leaf
-                self._records |= {number} if place.where == RECORDS else set()
+        self.arrays: dict[int, Leaf] = {**self.flat.constants, **dict(zip(self.flat.arguments, leaves, strict=True))}
+        placed = list(zip(self.flat.arguments, places, strict=True))
+        self.sliced = {number: place.spec for number, place in placed if place.where == SLICES}
+        # By state of `per_layer`, the one that it replaces; one that came in as an argument stands for itself.
+        self._replaced = {number: number for number, place in placed if place.where == RECORDS}
         for equation in self.flat.equations:
             self._visit(equation)
 
@@ -184,15 +179,14 @@ class _Update:
         """The arrays of some values: `(number, the argument that it replaces, where it is to lie)`."""
         loops: dict[tuple[tuple[int, ...], PartitionSpec], dict[int, _Target]] = {}
         for i, (number, into, place) in enumerate(wanted):
-            is_kept = number == into and number in self._hosted  # its array stays as it is
+            is_kept = number == into and number in self.arrays  # its array stays as it is
             if (place.where == SLICES or number in self.sliced) and not is_kept:
                 key = self.flat.avals[number].shape, place.spec
                 loops.setdefault(key, {})[i] = _Target(number, into, place.where == SLICES)
         made: dict[int, Leaf] = {}
         for (_, spec), targets in loops.items():
             made |= zip(targets, self._loop(spec, list(targets.values())), strict=True)
-        read = lambda number: self._hosted[number] if number in self._hosted else jnp.asarray(self.whole[number])
-        return [made[i] if i in made else read(number) for i, (number, _, _) in enumerate(wanted)]
+        return [made[i] if i in made else jnp.asarray(self.arrays[n]) for i, (n, _, _) in enumerate(wanted)]
 
     def _visit(self, flat: FlatEquation) -> None:
         """Computes an equation whole, if its operands are known; one that is elementwise waits until it is wanted."""
@@ -201,31 +195,32 @@ class _Update:
         if not specs:
             if self._is_program(equation):
                 results = self._of_program(flat)
-            elif name == "select_n" and self._records.intersection(flat.reads):
+            elif name == "select_n" and not self._replaced.keys().isdisjoint(flat.reads):
                 results = [self._of_records(flat)]
             else:
-                results = carry_out(equation, [self.whole[n] for n in flat.reads])
+                results = carry_out(equation, [self.arrays[n] for n in flat.reads])
         elif name in ELEMENTWISE:
             (self.sliced[flat.makes[0]],) = specs
             return
         elif name in _SUMS and shape == ():
             (operand,), (spec,) = flat.reads, specs
-            results = self._loop(spec, [_Target(operand, sums=equation)])
+            (sums,) = self._loop(spec, [_Target(operand, sums=equation)])
+            results = carry_out(equation, [sums], equation.params | {"axes": (0,)})
         elif self._is_program(equation):
             for number in {*flat.reads} & {*self.sliced}:
-                (self.whole[number],) = self._loop(self.sliced[number], [_Target(number)])
+                (self.arrays[number],) = self._loop(self.sliced[number], [_Target(number)])
+                del self.sliced[number]
             results = self._of_program(flat)
         else:
             raise ValueError(_REFUSED.format(name))
-        self.whole |= zip(flat.makes, results, strict=True)
+        self.arrays |= zip(flat.makes, results, strict=True)
 
     def _of_program(self, flat: FlatEquation) -> list[jax.Array]:
         """The results of `per_layer`, whose state is replaced in place: of a branch, only if that branch is taken."""
-        state = [n for n in flat.reads if n in self._records]
+        state = [n for n in flat.reads if n in self._replaced]
         new = flat.makes[len(flat.makes) - len(state) :]
-        self._records |= {*new}
         self._replaced |= zip(new, state, strict=True)
-        operands = {n: self.whole[n] for n in flat.reads}
+        operands = {n: self.arrays[n] for n in flat.reads}
         results = lambda operands: carry_out(flat.equation, [operands[n] for n in flat.reads])
         run = lambda operands: dict(zip(flat.makes, results(operands), strict=True))
         if not state or (is_taken := self._is_taken(new[0])) is None:
@@ -247,21 +242,20 @@ class _Update:
         for equation in self.flat.equations:
             if equation.equation.primitive.name == "select_n" and number in equation.reads[1:]:
                 which, *choices = equation.reads
-                if which not in self.whole or jnp.shape(self.whole[which]) != ():
+                if which not in self.arrays or jnp.shape(self.arrays[which]) != ():
                     raise ValueError(_REFUSED.format("a selection"))
-                here = self.whole[which] == choices.index(number)
+                here = self.arrays[which] == choices.index(number)
                 number, taken = equation.makes[0], here if taken is None else taken & here
         return taken
 
     def _of_records(self, flat: FlatEquation) -> jax.Array:
         """A selection between two states of `per_layer`: the new one, which is the old one where it isn't taken."""
         _, *choices = flat.reads
-        new = [n for n in choices if n in self._replaced]
-        if len(new) != 1 or {*choices} != {new[0], self._replaced[new[0]]}:
+        new = next((n for n in choices if self._replaced.get(n, n) != n), None)
+        if new is None or {*choices} != {new, self._replaced[new]}:
             raise ValueError(_REFUSED.format("a selection"))
-        self._records |= {*flat.makes}
-        self._replaced[flat.makes[0]] = self._replaced[new[0]]
-        return self.whole[new[0]]
+        self._replaced[flat.makes[0]] = self._replaced[new]
+        return self.arrays[new]
 
     # --- loops ---
 
@@ -287,10 +281,12 @@ class _Update:
         equations, roots = self._needed([target.number for target in targets])
         mesh = self._layout.mesh
         written = {target.into for target in targets} - {None}
-        arrays = {n: self._hosted[n] if n in self._hosted else self.whole[n] for n in {*roots, *written}}
-        program = _Loop(self.flat, equations, targets, frozenset(self._hosted), NamedSharding(mesh, spec))
+        arrays = {n: self.arrays[n] for n in {*roots, *written}}
+        hosted = frozenset(self.arrays.keys() & self.sliced.keys())
+        program = _Loop(self.flat, equations, targets, hosted, NamedSharding(mesh, spec))
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
-        results = [PartitionSpec() if target.sums else spec for target in targets]
+        names = tuple(name for entry in spec for name in names_in(entry))
+        results = [PartitionSpec(names) if target.sums else spec for target in targets]
         return on_stages(program.run, mesh, (specs,), results)(arrays)
 
 
@@ -326,44 +322,39 @@ class _Loop:
         return [-1 - j if target.into is None else target.into for j, target in enumerate(self.targets)]
 
     def run(self, arrays: _Arrays) -> list[jax.Array]:
-        """One device's part: its arrays and scalars -> of each target its part or the sum."""
-        cuts, keys = self._cuts, self._keys
+        """One device's part: its arrays and scalars -> of each target its part, or the sums of its slices."""
+        cuts, keys, before = self._cuts, self._keys, 0
         arrays = {n: array.reshape(cuts.view) if array.ndim else array for n, array in arrays.items()}
         read = [n for n in arrays if n in self.hosted and n not in keys]
         begun = {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
         carry = {n: arrays[n] for n in read} | begun
         fixed = {n: array for n, array in arrays.items() if n not in carry}
         for count, shape, at in cuts.parts:
+            place = lambda i, at=at, before=before: ((before + i,), at(i))
 
-            def two(i: Index, fixed: _Arrays, carry: _Arrays, shape: Shape = shape, at: _At = at) -> _Arrays:
-                return self._slices([at(2 * i), at(2 * i + 1)], shape, fixed, carry)
+            def two(i: Index, fixed: _Arrays, carry: _Arrays, shape: Shape = shape, place: _Place = place) -> _Arrays:
+                return self._slices([place(2 * i), place(2 * i + 1)], shape, fixed, carry)
 
             carry = each(0, count // 2, fixed, two, carry)
-            carry = self._slices([at(count - 1)] * (count % 2), shape, fixed, carry)
-        whole = {key: array.reshape(self._shape) if array.ndim else array for key, array in carry.items()}
-        return list(map(self._over_devices, self.targets, map(whole.__getitem__, keys)))
+            carry = self._slices([place(count - 1)] * (count % 2), shape, fixed, carry)
+            before += count
+        pairs = zip(keys, self.targets, strict=True)
+        return [carry[key] if target.sums else carry[key].reshape(self._shape) for key, target in pairs]
 
     def _begin(self, target: _Target, arrays: _Arrays) -> jax.Array:
-        """Returns the array in which a target is made, or the sum of nothing."""
-        dtype = self.flat.avals[target.number].dtype
+        """Returns the array in which a target is made."""
         if target.into is not None:
             return arrays[target.into]
-        if target.sums:
-            return _SUMS[target.sums.primitive.name].start(dtype)
-        array = jax.lax.empty(self._cuts.view, dtype)
+        shape = (sum(count for count, *_ in self._cuts.parts),) if target.sums else self._cuts.view
+        array = jax.lax.empty(shape, self.flat.avals[target.number].dtype)
         return to_host(array) if target.on_host and is_apart(self.sharding.mesh) else array
 
-    def _over_devices(self, target: _Target, part: jax.Array) -> jax.Array:
-        """A target of all devices: an array's own part, the sum of all."""
-        names = tuple(name for entry in self.sharding.spec for name in names_in(entry))
-        return _SUMS[target.sums.primitive.name].over(part, names) if target.sums and names else part
-
-    def _slices(self, places: list[tuple[Index, ...]], shape: Shape, fixed: _Arrays, carry: _Arrays) -> _Arrays:
+    def _slices(self, places: list[_Slice], shape: Shape, fixed: _Arrays, carry: _Arrays) -> _Arrays:
         """Makes slices of all targets, one place after the other; what lies on the host comes first."""
         arrays = fixed | carry
         lying = lambda array: in_order(array, self._cuts.order)
-        arrived = [{n: lying(take_slice(arrays[n], at, shape)) for n in arrays if n in self.hosted} for at in places]
-        for k, at in enumerate(places):
+        arrived = [{n: lying(take_slice(arrays[n], at, shape)) for n in arrays if n in self.hosted} for _, at in places]
+        for k, (index, at) in enumerate(places):
             values = self._values(arrays, arrived[k], at, shape)
             new = [values[target.number] for target in self.targets]
             # Of one array all slices are read before one is written: else a GPU's compiler copies it whole. And numbers
@@ -373,14 +364,11 @@ class _Loop:
             arrays |= tied
             for key, target, value in zip(self._keys, self.targets, new, strict=True):
                 value = lying(value) if target.on_host else value
-                arrays[key] = self._written(arrays[key], target.sums, value, at)
+                if target.sums:
+                    params = target.sums.params | {"axes": (*range(value.ndim),)}
+                    (value,) = carry_out(target.sums, [value], params)
+                arrays[key] = put_slice(arrays[key], *((value[None], index) if target.sums else (value, at)))
         return {n: arrays[n] for n in carry}
-
-    def _written(self, array: jax.Array, sums: JaxprEqn | None, value: jax.Array, at: tuple[Index, ...]) -> jax.Array:
-        if sums is None:
-            return put_slice(array, value, at)
-        (part,) = carry_out(sums, [value], sums.params | {"axes": (*range(value.ndim),)})
-        return _SUMS[sums.primitive.name].add(array, part)
 
     def _values(self, arrays: _Arrays, arrived: _Arrays, at: tuple[Index, ...], shape: Shape) -> dict[int, Leaf]:
         """The values of one slice."""
@@ -397,30 +385,8 @@ class _Loop:
         return values
 
 
-class _Sum(NamedTuple):
-    """How parts of a sum are put together.
-
-    Attributes:
-      add: two of them.
-      over: those of the devices along mesh axes.
-      start: a dtype -> the sum of nothing.
-    """
-
-    add: Callable[[jax.Array, jax.Array], jax.Array]
-    over: Callable[[jax.Array, tuple[str, ...]], jax.Array]
-    start: Callable[[np.dtype], jax.Array]
-
-
-_least = lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
-_most = lambda dtype: jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
-_all = lambda reduce: lambda part, names: reduce(part.astype(jnp.int32), names) > 0
-_SUMS = {
-    "reduce_sum": _Sum(jnp.add, jax.lax.psum, lambda dtype: jnp.zeros((), dtype)),
-    "reduce_max": _Sum(jnp.maximum, jax.lax.pmax, lambda dtype: jnp.asarray(_least(dtype), dtype)),
-    "reduce_min": _Sum(jnp.minimum, jax.lax.pmin, lambda dtype: jnp.asarray(_most(dtype), dtype)),
-    "reduce_and": _Sum(jnp.logical_and, _all(jax.lax.pmin), lambda dtype: jnp.ones((), dtype)),
-    "reduce_or": _Sum(jnp.logical_or, _all(jax.lax.pmax), lambda dtype: jnp.zeros((), dtype)),
-}
+_SUMS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
+"""Sums of whole arrays: sums of what slices give, too."""
 _REFUSED = (
     'offload="optimizer" takes transformations that work element by element, besides sums over whole arrays, but {!r} '
     "reads the state of tx; if that part of tx may look at one layer at a time, wrap it in jpipe.per_layer(...) "

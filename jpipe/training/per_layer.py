@@ -152,8 +152,7 @@ def _for_each_layer(
 
     Args:
       function: of a device's parts of one layer's leaves; `_on_trees` makes it of a function of trees.
-      layouts: the layout of each tree that the function takes or returns.
-      trees: the trees that it takes, of all layers.
+      layouts, trees: the layout of each tree that it takes or returns; those that it takes, of all layers.
       extra: its other arguments, the same for all layers and on all devices.
       results: names of trees that it returns; those that it doesn't take begin as zeros.
     """

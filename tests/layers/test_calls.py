@@ -18,7 +18,7 @@ from jpipe.layers.calls import IN_EVALUATION, IN_TRAINING, decoding, mode_argume
 BATCH = {"x": np.linspace(-1, 1, 8 * 6).reshape(8, 6), "mask": np.arange(8.0) % 3}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def float64():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
@@ -51,6 +51,7 @@ def loss_fn(outputs, batch):
     return (outputs**2).mean()
 
 
+@pytest.mark.usefixtures("float64")
 def test_arrays_are_data_and_other_values_stay():
     arguments = jpipe.Arguments(jnp.ones(2), [None, "gelu"], mask=jnp.zeros(3), scale=0.5)
     assert [leaf.shape for leaf in jax.tree.leaves(arguments)] == [(2,), (3,)]
@@ -61,6 +62,7 @@ def test_arrays_are_data_and_other_values_stay():
 
 @pytest.mark.filterwarnings("ignore:Scaled holds a Dropout")  # the user turned it off
 @pytest.mark.parametrize("model", [Scaled(), lambda rngs: NnxScaled(rngs)], ids=["linen", "nnx"])
+@pytest.mark.usefixtures("float64")
 def test_a_model_is_called_with_keywords(model):
     more = {"activation": "gelu", "deterministic": True} if isinstance(model, nn.Module) else {}
     keywords = lambda batch: {"mask": batch["mask"], "double": True, **more}
@@ -84,6 +86,7 @@ def test_a_model_is_called_with_keywords(model):
     assert pipe.apply(variables, BATCH).shape == (8, 6)
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_first_layer_of_a_list_is_called_with_keywords():
     first = jpipe.Layer(lambda key, x, *, mask: jnp.ones(6), lambda w, x, *, mask: x * w * mask[:, None])
     read = lambda batch: jpipe.Arguments(batch["x"], mask=batch["mask"])
