@@ -36,7 +36,7 @@ from jpipe.jax.tracing import no_mesh, replay
 from jpipe.jax.trees import nested
 from jpipe.memory.layout import NO_PART, Layout, ModelTree, PerLayerError, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
-from jpipe.memory.storage import build_storage
+from jpipe.memory.storage import Buffers, build_storage
 from jpipe.mesh.axes import on_stages
 from jpipe.model.constants import Constants, differing, scalars_of
 from jpipe.model.kinds import Kinds, PartJaxpr
@@ -158,18 +158,18 @@ def _for_each_layer(
     """
     records = Records(layouts)
 
-    def body(arrays: Arrays, extra: PyTree) -> Arrays:
+    def body(arrays: Arrays, extra: PyTree) -> list[Buffers]:
         """One device's part: its buffers `[1, size, ...]` by tree -> new ones."""
         taken = drop_stage_axis(arrays)
         carry = {name: layouts[name].zeros_of_state() for name in results if name not in taken} | taken
         updated = records.updated(lambda v, i, leaves: function(v, i, leaves, records, extra), carry, taken)
-        return add_stage_axis({name: updated[name] for name in results})
+        return add_stage_axis([updated[name] for name in results])
 
     specs = records.specs
     in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
-    run = on_stages(body, records.layout.mesh, in_specs, {name: specs[name] for name in results})
+    run = on_stages(body, records.layout.mesh, in_specs, [specs[name] for name in results])
     new = _program(run)({name: dict(tree) for name, tree in trees.items()}, extra)
-    return {name: StageTree(tree, layouts[name]) for name, tree in new.items()}
+    return {name: StageTree(tree, layouts[name]) for name, tree in zip(results, new, strict=True)}
 
 
 def _program(run: Callable[..., PyTree]) -> Callable[..., PyTree]:
