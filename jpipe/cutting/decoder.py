@@ -110,7 +110,7 @@ def places_of(model: CutModel, traced: Traced) -> list[int]:
     except NoSuchPlace as error:
         raise ValueError(
             f"generate: {model.whole.layer.name} does in decode mode other things than in training behind the piece "
-            f"{model.names[error.index]}: no place there bears arrays of the same dtypes behind the same parameters; "
+            f"{model.names[error.args[0]]}: no place there bears arrays of the same dtypes behind the same parameters; "
             "mark places that both have by x = jpipe.cut(x)"
         ) from None
 

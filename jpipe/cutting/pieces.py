@@ -181,14 +181,8 @@ class Piece:
 class TiedTogether(ValueError):
     """Some parameters are used in several pieces, in one of which together with others, or among uses of state.
 
-    Args:
-      parts: those parameters.
-      state: the state whose uses are around uses of them.
+    Its arguments are those parameters, and the state whose uses are around uses of them.
     """
-
-    def __init__(self, parts: frozenset[Part], state: frozenset[Part] = frozenset()):
-        super().__init__(parts, state)
-        self.parts, self.state = parts, state
 
 
 class ReadsOthers(ValueError):
@@ -199,15 +193,7 @@ class ReadsOthers(ValueError):
 
 
 class NoSuchPlace(ValueError):
-    """A trace has no place like the one behind a piece.
-
-    Args:
-      index: of the piece.
-    """
-
-    def __init__(self, index: int):
-        super().__init__(index)
-        self.index = index
+    """A trace has no place like the one behind a piece, whose index is its argument."""
 
 
 def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[int, ...]], wanted: int) -> Cutting:
@@ -325,7 +311,7 @@ def _mixed_piece(used: Sequence[frozenset[Part]]) -> tuple[int, frozenset[Part]]
 
 def _check_ties_alone(used: Sequence[frozenset[Part]]) -> None:
     if (mixed := _mixed_piece(used)) is not None:
-        raise TiedTogether(mixed[1])
+        raise TiedTogether(mixed[1], frozenset())
 
 
 def _used_before(traced: Traced, told_by: Collection[Part], ties: Collection[Part]) -> list[Before]:

@@ -35,7 +35,7 @@ from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import LOOPS_AND_BRANCHES
 from jpipe.jax.tracing import replay, trace
 from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves, nested
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, Shared, Specs
+from jpipe.layers.base import AnyLayer, Context, Inputs, LayerError, LayerVariables, Shared, Specs, bind_by_call
 from jpipe.layers.calls import CACHE
 from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.memory.layout import ModelTree
@@ -127,7 +127,7 @@ class CutModel:
         except NoSuchPlace as error:
             raise ValueError(
                 f"{self.whole.layer.name} does other things for this batch than for the first one behind the piece "
-                f"{self.names[error.index]}: nothing of the same dimensions and dtypes lies behind the same "
+                f"{self.names[error.args[0]]}: nothing of the same dimensions and dtypes lies behind the same "
                 "parameters. Pass batches of the same dtypes and dimensions, or mark places by x = jpipe.cut(x)"
             ) from None
         kinds = Kinds()
@@ -277,12 +277,14 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
     try:
         cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
-        in_words = lambda parts: ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3])
-        state = f"and changes the state {in_words(error.state)} in between" if error.state else ""
+        tied, changed = (
+            ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3]) for parts in error.args
+        )
+        state = f"and changes the state {changed} in between" * bool(changed)
         fault = state or "in one of them together with other parameters"
         remedy = ", or give each place a module of its own for what has state, such as a norm" * bool(state)
         raise ValueError(
-            f"{whole.layer.name} uses {in_words(error.parts)} in several places, {fault}, so that no piece has these "
+            f"{whole.layer.name} uses {tied} in several places, {fault}, so that no piece has these "
             "alone, in training and in evaluation; mark where stages may begin by x = jpipe.cut(x) so that all uses "
             f"are in one piece{remedy}"
         ) from None
@@ -367,28 +369,26 @@ class _PieceLayer:
             scalars=scalars,
             init=self.init,
             apply=self.apply,
-            bind=self.bind,
+            bind=bind_by_call(self.apply, lambda item: item),
             partition_specs=self.partition_specs,
-            ready=None if model.layer.ready is None else self.chosen(model.layer.ready),
+            ready=None if model.layer.ready is None else self._chosen(jax.tree.leaves(model.layer.ready)),
             reads_batch=any(i < self.num_leaves for piece in (self.training, self.evaluation) for i in piece.data),
             shared=None if tied is None else self.model.shared[tied],
             has_model_key=True,
         )
 
-    def chosen(self, variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """The piece's part of the model's variables, or of arrays like them."""
-        leaves = [leaf for name in sorted(variables) for leaf in jax.tree.leaves(variables[name])]
+    def _chosen(self, leaves: Sequence[Leaf]) -> dict[str, PyTree]:
+        """The piece's part of the leaves of the model's variables."""
         return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
         if key.dtype != key_shape().dtype:  # others may draw other numbers for a block alone than for all at once
             assert self.model.whole.init is not None
-            leaves = replay(self.model.whole.init.jaxpr, [0] * len(self.model.whole.collections))(key)
-            return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
+            return self._chosen(replay(self.model.whole.init.jaxpr, [0] * len(self.model.whole.collections))(key))
         return self._by_collection(replay(self.model.inits[self.index].closed, [0] * len(self.parts))(key))
 
-    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[PyTree, LayerVariables]:
         """Computes what crosses out of the piece, and the new state."""
         piece = self.training if context.train else self.evaluation
         places, values = jax.tree.leaves(self.tree), jax.tree.leaves({name: variables[name] for name in self.tree})
@@ -406,10 +406,6 @@ class _PieceLayer:
         updates = self._by_collection(updated)
         written = [name for name in updates if (name != "params" if context.train else name in self.writes)]
         return gives, {name: updates[name] for name in written}
-
-    def bind(self, item: LayerVariables) -> Callable[..., Activation]:
-        """The piece with these variables, as a function of what crosses into it, in evaluation mode."""
-        return lambda *inputs: self.apply(item, inputs, Context(None, train=False))[0]
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         """The mesh axes that the model's metadata names for these parts."""
