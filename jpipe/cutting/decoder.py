@@ -9,7 +9,8 @@ from itertools import pairwise
 import jax
 
 from jpipe.cutting.module import Read, WholeModel, told_of, without_unread
-from jpipe.cutting.pieces import Cutting, NoSuchPlace, Traced, places_again, unused_parts
+from jpipe.cutting.pieces import Cutting, NoSuchPlace, places_again, unused_parts
+from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part
 from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import AnyLayer, describe

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.cutting.pieces import Traced
+from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerVariables, describe, positional

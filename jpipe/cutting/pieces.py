@@ -17,87 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.cutting.places import Places, find_places
-from jpipe.cutting.straight import Part, Straight
+from jpipe.cutting.places import Traced, find_places
+from jpipe.cutting.straight import Part
 from jpipe.jax.primitives import shapes_of
 from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.types import Leaf
-
-
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """A model's trace in one mode, at some shapes.
-
-    Attributes:
-      straight: its equations.
-    """
-
-    straight: Straight
-
-    @cached_property
-    def written(self) -> dict[Part, int]:
-        """The new values of the state: by part that changes, the number of its new value."""
-        new = self.straight.new_state.items()
-        return {part: n for leaf, number in new for part, n in self.straight.slices_made(Part(leaf), number).items()}
-
-    @cached_property
-    def places(self) -> Places:
-        """The places between its equations."""
-        return Places(self.straight)
-
-    @cached_property
-    def parts_used(self) -> list[set[Part]]:
-        """For each main equation, the parts of the variables that it needs besides activations.
-
-        The last one also has those that outputs follow from alone; one that makes a part of the state has that part.
-        """
-        straight = self.straight
-        used = [{*straight.support(straight.flat.equations[i].reads)[1]} for i in straight.main]
-        if used:
-            used[-1] |= {*straight.support(straight.outputs)[1]}
-        for part, number in self.written.items():
-            p = self._position.get(straight.flat.made_by.get(number, -1))
-            if p is None and not any(part in parts for parts in used):
-                read = straight.support([number])[1]
-                p = next((p for p, parts in enumerate(used) if not parts.isdisjoint(read)), None)
-            if p is not None:
-                used[p].add(part)
-        return used
-
-    def used(self, start: int = 0, stop: int | None = None) -> set[Part]:
-        """The parts that the main equations between two places use."""
-        return set().union(*self.parts_used[start:stop])
-
-    @cached_property
-    def _position(self) -> dict[int, int]:
-        return {i: p for p, i in enumerate(self.straight.main)}
-
-    @cached_property
-    def split(self) -> list[frozenset[Part]]:
-        """For each place the parts that are used both before and behind it."""
-        last = {part: p for p, parts in enumerate(self.parts_used) for part in parts}
-        split = [frozenset[Part]()]
-        for p, parts in enumerate(self.parts_used):
-            split.append(frozenset(part for part in split[-1] | parts if last[part] > p) if parts else split[-1])
-        return split
-
-    def is_inside_of_state(self, place: int) -> bool:
-        """Whether a part of the state is read before a place and written behind it."""
-        return any(start < place < stop for start, stop in self.spans.values())
-
-    @cached_property
-    def spans(self) -> dict[Part, tuple[int, int]]:
-        """For each part of the state, the places before its first use and behind the equation that writes it."""
-        first: dict[Part, int] = {}
-        for p in reversed(range(len(self.parts_used))):
-            first.update(dict.fromkeys(self.parts_used[p], p))
-        spans = {}
-        for part, number in self.written.items():
-            made = self._position.get(self.straight.flat.made_by.get(number, -1))
-            if made is not None and part in first:
-                spans[part] = min(first[part], made), max(made + 1, first[part] + 1)
-        return spans
-
 
 Before = frozenset[tuple[Part, int]]
 """The variables that are used before a place; tied ones together with how often, others with a 0."""
@@ -109,7 +33,7 @@ class Cutting:
 
     Attributes:
       before: for each place, the variables that are used before it, of those in `told_by`.
-      kinds: for each place, the dimensions and dtypes of what crosses it (`Places.kinds`).
+      kinds: for each place, the dimensions and dtypes of what crosses it (`Traced.kinds`).
       following: for each place, how many of those like it follow behind the same variables.
       parts: for each piece, the variables that it has.
       tied: for each piece, the index of the first one with the same ones, if there are several; else None.
@@ -217,22 +141,22 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
         # Where nothing crosses, the model hasn't begun. Evaluation has to have the same place, and may use variables on
         # both sides of it only if training does.
         both = any(split <= training.split[p] for split in there.get(here[p], ()))
-        return training.is_inside_of_state(p) or not training.places.crossing[p] or not both
+        return training.is_inside_of_state(p) or not training.crossing[p] or not both
 
-    def places_at(of: Places) -> list[int]:
+    def places_at(of: Traced) -> list[int]:
         return _told_apart(training, _with_ties_alone(training, find_places(of, wanted, is_no_place)), told_by)
 
-    places = places_at(training.places)
+    places = places_at(training)
     if len(places) + 1 < wanted:
         with suppress(TiedTogether):  # blocks may be norms, gates and recurrences, without any product
-            places = max(places, places_at(replace(training.places, each_use=True)), key=len)
+            places = max(places, places_at(replace(training, each_use=True)), key=len)
     ends = [0, *places, len(training.straight.main)]
     used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]
     _check_ties_alone(used)
     times = Counter(part for own in used for part in own)
     ties = frozenset(part for part, pieces in times.items() if pieces > 1)
     by_place = _used_before(training, told_by, ties)
-    before, kinds = tuple(by_place[place] for place in places), tuple(map(training.places.kinds, places))
+    before, kinds = tuple(by_place[place] for place in places), tuple(map(training.kinds, places))
     by_used = _places_by_used(training, told_by, ties)
     alike = [by_used[key] for key in zip(before, kinds, strict=True)]
     following = [len(own) - 1 - own.index(place) for own, place in zip(alike, places, strict=True)]
@@ -257,14 +181,14 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
 def _described_places(traced: Traced, told_by: Collection[Part]) -> list[object]:
     """For each place the variables that are used before it, and the shapes of what crosses it."""
     used = _used_before(traced, told_by, ())
-    return [(before, tuple(traced.places.shapes(p))) for p, before in enumerate(used)]
+    return [(before, tuple(traced.shapes(p))) for p, before in enumerate(used)]
 
 
 def _told_apart(traced: Traced, places: Sequence[int], told_by: Collection[Part]) -> list[int]:
     """The places without those that no variable lies between: of such, the one that the fewest bytes cross."""
     uses = [0, *accumulate(int(not frozenset(told_by).isdisjoint(parts)) for parts in traced.parts_used)]
     groups = [list(group) for _, group in groupby(places, lambda p: uses[p])]
-    return [min(group, key=lambda p: traced.places.bytes[p]) for group in groups]
+    return [min(group, key=lambda p: traced.bytes[p]) for group in groups]
 
 
 def unused_parts(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> set[Part]:
@@ -341,8 +265,8 @@ def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[
     for index, used in enumerate(cutting.before):
         candidates = [p for p in by_used.get((used, cutting.kinds[index]), ()) if p > places[-1]]
         if like is not None:
-            wanted = like[0].places.shapes(like[1][index])
-            candidates = [p for p in candidates if traced.places.shapes(p) == wanted]
+            wanted = like[0].shapes(like[1][index])
+            candidates = [p for p in candidates if traced.shapes(p) == wanted]
         if not candidates:
             raise NoSuchPlace(index)
         places.append(candidates[max(-1 - cutting.following[index], -len(candidates))])
@@ -356,7 +280,7 @@ def _places_by_used(
     by_used: dict[tuple[Before, object], list[int]] = {}
     for p, used in enumerate(_used_before(traced, told_by, ties)[:-1]):
         if p > 0 and not traced.is_inside_of_state(p) and traced.split[p] & told_by <= ties:
-            by_used.setdefault((used, traced.places.kinds(p)), []).append(p)
+            by_used.setdefault((used, traced.kinds(p)), []).append(p)
     return by_used
 
 
@@ -372,7 +296,7 @@ def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int], kinds: 
     straight, pieces = traced.straight, []
     for index, (start, stop) in enumerate(pairwise([0, *places, len(straight.main)])):
         parts = cutting.parts[index]
-        gives = straight.outputs if index == len(places) else traced.places.crossing[stop]
+        gives = straight.outputs if index == len(places) else traced.crossing[stop]
         written = [i for i, part in enumerate(parts) if part in traced.written]
         new = [traced.written[parts[i]] for i in written]
         main = straight.main[start:stop]
@@ -386,7 +310,7 @@ def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int], kinds: 
         leaves = [i for i, number in enumerate(straight.data) if number in read]
         takes = [
             *(numbers[parts[i]] for i in variables),
-            *traced.places.crossing[start],
+            *traced.crossing[start],
             *(straight.data[i] for i in leaves),
         ]
         part = kinds.part(straight.flat, equations, takes, [*gives, *new])

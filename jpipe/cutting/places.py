@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jpipe.cutting.straight import Follows, Straight, does_work
+from jpipe.cutting.straight import Follows, Part, Straight, does_work
 from jpipe.jax.flops import flops_of
 from jpipe.types import PyTree
 
@@ -33,16 +33,18 @@ MOST_WIDER = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """The places between the main equations of a model: place p is behind p of them.
+class Traced:
+    """A model's trace in one mode, at some shapes, with the places between its main equations: place p is behind p.
 
     Attributes:
-      straight: the model.
+      straight: its equations.
       each_use: each use of variables is work, whether it is a product or not.
     """
 
     straight: Straight
     each_use: bool = False
+
+    # --- what crosses a place ---
 
     @cached_property
     def crossing(self) -> list[tuple[int, ...]]:
@@ -114,48 +116,109 @@ class Places:
         names = [equations[i].equation for i in self.straight.main]
         return [p + 1 for p, e in enumerate(names) if e.primitive.name == "name" and e.params["name"] == CUT]
 
+    # --- variables ---
 
-def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -> list[int]:
+    @cached_property
+    def written(self) -> dict[Part, int]:
+        """The new values of the state: by part that changes, the number of its new value."""
+        new = self.straight.new_state.items()
+        return {part: n for leaf, number in new for part, n in self.straight.slices_made(Part(leaf), number).items()}
+
+    @cached_property
+    def parts_used(self) -> list[set[Part]]:
+        """For each main equation, the parts of the variables that it needs besides activations.
+
+        The last one also has those that outputs follow from alone; one that makes a part of the state has that part.
+        """
+        straight = self.straight
+        used = [{*straight.support(straight.flat.equations[i].reads)[1]} for i in straight.main]
+        if used:
+            used[-1] |= {*straight.support(straight.outputs)[1]}
+        for part, number in self.written.items():
+            p = self._position.get(straight.flat.made_by.get(number, -1))
+            if p is None and not any(part in parts for parts in used):
+                read = straight.support([number])[1]
+                p = next((p for p, parts in enumerate(used) if not parts.isdisjoint(read)), None)
+            if p is not None:
+                used[p].add(part)
+        return used
+
+    def used(self, start: int = 0, stop: int | None = None) -> set[Part]:
+        """The parts that the main equations between two places use."""
+        return set().union(*self.parts_used[start:stop])
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {i: p for p, i in enumerate(self.straight.main)}
+
+    @cached_property
+    def split(self) -> list[frozenset[Part]]:
+        """For each place the parts that are used both before and behind it."""
+        last = {part: p for p, parts in enumerate(self.parts_used) for part in parts}
+        split = [frozenset[Part]()]
+        for p, parts in enumerate(self.parts_used):
+            split.append(frozenset(part for part in split[-1] | parts if last[part] > p) if parts else split[-1])
+        return split
+
+    def is_inside_of_state(self, place: int) -> bool:
+        """Whether a part of the state is read before a place and written behind it."""
+        return any(start < place < stop for start, stop in self.spans.values())
+
+    @cached_property
+    def spans(self) -> dict[Part, tuple[int, int]]:
+        """For each part of the state, the places before its first use and behind the equation that writes it."""
+        first: dict[Part, int] = {}
+        for p in reversed(range(len(self.parts_used))):
+            first.update(dict.fromkeys(self.parts_used[p], p))
+        spans = {}
+        for part, number in self.written.items():
+            made = self._position.get(self.straight.flat.made_by.get(number, -1))
+            if made is not None and part in first:
+                spans[part] = min(first[part], made), max(made + 1, first[part] + 1)
+        return spans
+
+
+def find_places(traced: Traced, wanted: int, forbidden: Callable[[int], bool]) -> list[int]:
     """The places to cut at, in order.
 
     They follow from the model alone, so that pipelines of other numbers of stages have the same layers; but where
     these are fewer than wanted, or some far larger than the others can be, more places are taken.
 
     Args:
-      places: of the model.
+      traced: the model.
       wanted: how many pieces there have to be at least, if the model has so many.
       forbidden: whether a place must not be used.
     """
-    end = len(places.straight.main)
-    if places.marked:
-        return [p for p in places.marked if 0 < p < end and not forbidden(p)]
-    chosen = _cut(places, 0, end, forbidden)
+    end = len(traced.straight.main)
+    if traced.marked:
+        return [p for p in traced.marked if 0 < p < end and not forbidden(p)]
+    chosen = _cut(traced, 0, end, forbidden)
     # A place beside the model's path, as behind the embedding of a time, is narrow and leaves nearly all in one piece;
     # and what all blocks read may be large. Such pieces are cut by all means, and then at good places.
     for most, by_all_means in ((LARGEST, False), (SHARES / max(wanted, FEWEST), True), (LARGEST, False)):
-        chosen = _cut_again(places, chosen, forbidden, most, by_all_means=by_all_means)
+        chosen = _cut_again(traced, chosen, forbidden, most, by_all_means=by_all_means)
     for by_all_means in (False, True):
         if len(chosen) + 1 < wanted:
-            chosen = _cut_again(places, chosen, forbidden, 1 / wanted, by_all_means=by_all_means)
+            chosen = _cut_again(traced, chosen, forbidden, 1 / wanted, by_all_means=by_all_means)
     return chosen
 
 
 def _cut_again(
-    places: Places, chosen: Sequence[int], forbidden: Callable[[int], bool], most: float, *, by_all_means: bool
+    traced: Traced, chosen: Sequence[int], forbidden: Callable[[int], bool], most: float, *, by_all_means: bool
 ) -> list[int]:
     """The places chosen so far, and those inside of pieces that have more than such a part of the model's FLOPs.
 
     Unless it is to be by all means, not where much more crosses, or where what comes of a piece is nearly itself.
     """
-    flops, end = places.flops, len(places.straight.main)
+    flops, end = traced.flops, len(traced.straight.main)
     size = lambda pair: flops[pair[1]] - flops[pair[0]]
 
     def inside(start: int, stop: int) -> list[int]:
         if size((start, stop)) <= most * flops[-1]:
             return []
-        ends = max(places.bytes[start], places.bytes[stop] if stop < end else 0)
+        ends = max(traced.bytes[start], traced.bytes[stop] if stop < end else 0)
         limit = np.inf if by_all_means else MOST_WIDER * max(ends, 1)
-        inner = _cut(places, start, stop, lambda p: forbidden(p) or places.bytes[p] > limit)
+        inner = _cut(traced, start, stop, lambda p: forbidden(p) or traced.bytes[p] > limit)
         pieces = pairwise([start, *inner, stop]) if inner else ()
         inner = sorted([*inner, *(p for piece in pieces for p in inside(*piece))])
         is_nearly = max(map(size, pairwise([start, *inner, stop]))) > NEARLY * size((start, stop))
@@ -164,32 +227,32 @@ def _cut_again(
     return sorted([*chosen, *(p for piece in pairwise([0, *chosen, end]) for p in inside(*piece))])
 
 
-def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]) -> list[int]:
+def _cut(traced: Traced, start: int, stop: int, forbidden: Callable[[int], bool]) -> list[int]:
     """The narrowest places inside of a piece: those that the fewest values cross, one between two products."""
     # Where no work lies between a place and an end, the two are one. A model begins with a look-up, which is none.
-    begins = places.works if start else [a or b for a, b in zip(places.works, places.uses_variables, strict=True)]
+    begins = traced.works if start else [a or b for a, b in zip(traced.works, traced.uses_variables, strict=True)]
     first = next((p + 1 for p in range(start, stop) if begins[p]), stop)
-    last = next((p for p in reversed(range(start, stop)) if places.works[p]), start)
+    last = next((p for p in reversed(range(start, stop)) if traced.works[p]), start)
     inside = [p for p in range(first, last + 1) if not forbidden(p)]
     if not inside:
         return []
-    fewest = min(len(places.crossing[p]) for p in inside)
-    narrow = [p for p in inside if len(places.crossing[p]) == fewest]
+    fewest = min(len(traced.crossing[p]) for p in inside)
+    narrow = [p for p in inside if len(traced.crossing[p]) == fewest]
     # Places with no product between them are one place: the one at which crosses what crosses elsewhere, so that a cast
     # behind the table or before the head leaves the blocks equal; of such the one with the fewest bytes; of such the
     # one behind what is behind other products, so that a norm before the head is no part of the last block; and then
     # the last. So a bias, an activation or a norm behind each block belongs to the product before it.
-    choices = [list(group) for _, group in groupby(narrow, lambda p: places.products[p])]
-    common = Counter(kind for choice in choices for kind in {places.kinds(p) for p in choice})
-    tails = Counter(places.tails[p] for p in narrow)
-    rank = lambda p: (-common[places.kinds(p)], places.bytes[p], -tails[places.tails[p]])
-    return _without_peaks(places, [min(reversed(choice), key=rank) for choice in choices])
+    choices = [list(group) for _, group in groupby(narrow, lambda p: traced.products[p])]
+    common = Counter(kind for choice in choices for kind in {traced.kinds(p) for p in choice})
+    tails = Counter(traced.tails[p] for p in narrow)
+    rank = lambda p: (-common[traced.kinds(p)], traced.bytes[p], -tails[traced.tails[p]])
+    return _without_peaks(traced, [min(reversed(choice), key=rank) for choice in choices])
 
 
-def _without_peaks(places: Places, candidates: list[int]) -> list[int]:
+def _without_peaks(traced: Traced, candidates: list[int]) -> list[int]:
     """Without places that bear more bytes than those before and behind them: such as a wide hidden layer."""
-    runs = [list(run) for _, run in groupby(candidates, lambda p: places.bytes[p])]
-    size = lambda run: places.bytes[run[0]]
+    runs = [list(run) for _, run in groupby(candidates, lambda p: traced.bytes[p])]
+    size = lambda run: traced.bytes[run[0]]
 
     def is_peak(i: int) -> bool:
         neighbours = [size(runs[j]) for j in (i - 1, i + 1) if 0 <= j < len(runs)]

@@ -23,11 +23,11 @@ from jpipe.cutting.pieces import (
     Piece,
     ReadsOthers,
     TiedTogether,
-    Traced,
     decide_cutting,
     make_pieces,
     places_again,
 )
+from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import INLINED, Part, rows_of
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.flops import flops_of
@@ -302,14 +302,14 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
 def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     """The words for a model that has too few places: how many, the largest piece, and where most of its work is."""
     ends = [0, *places_again(model.cutting, training, None), len(training.straight.main)]
-    flops = training.places.flops
+    flops = training.flops
     sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
     largest = sizes.index(max(sizes))
     inside = training.straight.main[ends[largest] : ends[largest + 1]] or range(1)  # a model without parameters
     heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
     operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
     remedy = "use fewer stages or chunks, or split what that line does: each piece has to use parameters"
-    if marks := len(training.places.marked):
+    if marks := len(training.marked):
         remedy = (
             f"it has {marks} marks (jpipe.cut), and with marks nothing else is a place: add marks, or leave all out"
         )

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from functools import partial
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,24 +84,34 @@ def initial(tx: optax.GradientTransformation, params: StageTree) -> PyTree:
     return _by_slices(tx.init, params.layout, (params,), _places_of(params), places, replaces=False)
 
 
-def _places_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
-    """Where each leaf of a tree lies, which is an optimiser's state for parameters of a layout, if one is given."""
+T = TypeVar("T")
+
+
+def by_buffer(
+    tree: PyTree, of_leaf: Callable[[Layout, jax.ShapeDtypeStruct, Leaf], T], of_other: Callable[[Leaf], T]
+) -> PyTree:
+    """Maps a pytree: each leaf that has the shape of its buffer, of a layout, by `of_leaf`, each other leaf alone."""
 
     def of_node(node: Leaf | StageTree) -> PyTree:
         if not isinstance(node, StageTree):
-            return Place()
-        of_buffer = lambda name: jax.tree.map(lambda leaf: of_leaf(node, name, leaf), node[name])
-        return {name: of_buffer(name) for name in node}
+            return of_other(node)
+        shapes, layout = node.layout.shapes, node.layout
+        of = lambda buffer, leaf: of_leaf(layout, buffer, leaf) if leaf.shape == buffer.shape else of_other(leaf)
+        return StageTree({n: jax.tree.map(partial(of, shapes[n]), node[n]) for n in node}, layout)
 
-    def of_leaf(node: StageTree, name: str, leaf: Leaf) -> Place:
-        buffer, by_record = node.layout.shapes[name], params not in (None, node.layout)
-        if leaf.shape != buffer.shape:
-            return Place()
+    return jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
+
+
+def _places_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
+    """Where each leaf of a tree lies, which is an optimiser's state for parameters of a layout, if one is given."""
+
+    def of_leaf(layout: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> Place:
+        by_record = params not in (None, layout)
         hosted = params is not None and may_go(leaf, buffer, by_layer=False)
         return Place(buffer.sharding.spec, RECORDS if by_record else SLICES if hosted else DEVICE)
 
-    nodes = jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
-    return jax.tree.leaves(nodes, is_leaf=lambda node: isinstance(node, Place))
+    places = by_buffer(tree, of_leaf, lambda _: Place())
+    return jax.tree.leaves(places, is_leaf=lambda node: isinstance(node, Place))
 
 
 def _by_slices(
@@ -192,13 +203,15 @@ class _Update:
         """Computes an equation whole, if its operands are known; one that is elementwise waits until it is wanted."""
         equation, specs = flat.equation, {self.sliced[n] for n in flat.reads if n in self.sliced}
         name, shape = equation.primitive.name, self.flat.avals[flat.makes[0]].shape if flat.makes else ()
-        if not specs:
-            if self._is_program(equation):
-                results = self._of_program(flat)
-            elif name == "select_n" and not self._replaced.keys().isdisjoint(flat.reads):
-                results = [self._of_records(flat)]
-            else:
-                results = carry_out(equation, [self.arrays[n] for n in flat.reads])
+        if self._is_program(equation):
+            for number in {*flat.reads} & {*self.sliced}:
+                (self.arrays[number],) = self._loop(self.sliced[number], [_Target(number)])
+                del self.sliced[number]
+            results = self._of_program(flat)
+        elif name == "select_n" and not self._replaced.keys().isdisjoint(flat.reads):
+            results = [self._of_records(flat)]
+        elif not specs:
+            results = carry_out(equation, [self.arrays[n] for n in flat.reads])
         elif name in ELEMENTWISE:
             (self.sliced[flat.makes[0]],) = specs
             return
@@ -206,11 +219,6 @@ class _Update:
             (operand,), (spec,) = flat.reads, specs
             (sums,) = self._loop(spec, [_Target(operand, sums=equation)])
             results = carry_out(equation, [sums], equation.params | {"axes": (0,)})
-        elif self._is_program(equation):
-            for number in {*flat.reads} & {*self.sliced}:
-                (self.arrays[number],) = self._loop(self.sliced[number], [_Target(number)])
-                del self.sliced[number]
-            results = self._of_program(flat)
         else:
             raise ValueError(_REFUSED.format(name))
         self.arrays |= zip(flat.makes, results, strict=True)

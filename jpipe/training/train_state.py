@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import on_host
 from jpipe.layers.fingerprint import fingerprint
-from jpipe.memory.layout import StageTree, laid_out, may_go
+from jpipe.memory.layout import Layout, StageTree, laid_out, may_go
 from jpipe.mesh.axes import AXIS
-from jpipe.training.by_slices import initial, updated
+from jpipe.training.by_slices import by_buffer, initial, updated
 from jpipe.training.optimizers import checked_opt_state, global_norm, skips
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
@@ -122,22 +122,11 @@ def state_shardings(opt_state: Shapes, params: StageTree, *, on_hosts: bool = Fa
         is_by_stage = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages  # a vector `[K]` is none
         return NamedSharding(layout.mesh, PartitionSpec(AXIS) if is_by_stage else PartitionSpec())
 
-    def of_node(node: Leaf | StageTree) -> PyTree:
-        """The shardings of a leaf, or of a part of the state that mirrors the parameters, buffer by buffer."""
-        if not is_tree(node):
-            return guess(node)
-        shapes = node.layout.shapes
+    def of_leaf(of_node: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> NamedSharding:
+        goes = on_hosts and may_go(leaf, buffer, by_layer=of_node != layout)
+        return on_host(buffer.sharding) if goes else buffer.sharding
 
-        def of_leaf(buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> NamedSharding:
-            if leaf.shape != buffer.shape:
-                return guess(leaf)
-            goes = on_hosts and may_go(leaf, buffer, by_layer=node.layout != layout)
-            return on_host(buffer.sharding) if goes else buffer.sharding
-
-        return StageTree({n: jax.tree.map(partial(of_leaf, shapes[n]), node[n]) for n in node}, node.layout)
-
-    is_tree = lambda node: isinstance(node, StageTree)
-    return jax.tree.map(of_node, opt_state, is_leaf=is_tree)
+    return by_buffer(opt_state, of_leaf, guess)
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------

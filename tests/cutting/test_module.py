@@ -37,7 +37,7 @@ def test_what_nobody_reads_is_not_computed():
     assert [leaf.shape for leaf in jax.tree.leaves(modes.outputs)] == [(2, 3), (2, 4), (2, 64)]
     for read, products in (((True, True, True), 3), ((True, False, False), 2)):
         for traced in (modes.reading(read).training, modes.reading(read).evaluation):
-            assert sum(traced.places.works) == products
+            assert sum(traced.works) == products
             assert len(traced.straight.outputs) == sum(read)
 
 

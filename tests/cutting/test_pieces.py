@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.cutting.pieces import TiedTogether, Traced, decide_cutting, make_pieces, places_again
+from jpipe.cutting.pieces import TiedTogether, decide_cutting, make_pieces, places_again
+from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, straighten
 from jpipe.model.kinds import Kinds
 
@@ -115,7 +116,7 @@ def test_what_follows_from_the_batch_alone_does_not_cross():
     trace = traced(masked)
     cutting = decide_cutting(trace, trace, SHAPES, 1)
     places = places_again(cutting, trace, None)
-    assert [len(trace.places.crossing[p]) for p in places] == [1, 1, 1]
+    assert [len(trace.crossing[p]) for p in places] == [1, 1, 1]
     assert all(piece.data == (0,) for piece in make_pieces(trace, cutting, places, Kinds()))
     assert len(list(pairwise([0, *places, len(trace.straight.main)]))) == 4
 

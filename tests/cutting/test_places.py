@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jpipe
-from jpipe.cutting.places import Places, find_places
+from jpipe.cutting.places import Traced, find_places
 from jpipe.cutting.straight import straighten
 
 X = jnp.ones((2, 8))
@@ -16,7 +16,7 @@ X = jnp.ones((2, 8))
 def places_of(function, num_weights, wanted=1, width=8):
     weights = [jnp.ones((width, width)) for _ in range(num_weights)]
     closed = jax.make_jaxpr(function)(weights, X)
-    places = Places(straighten(closed, num_weights, 1, ()))
+    places = Traced(straighten(closed, num_weights, 1, ()))
     return places, find_places(places, wanted, lambda place: False)
 
 
