@@ -283,7 +283,7 @@ class Checkpointer:
         pipe.agreement.check(batch, "init")
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         wanted = contents.description()
-        origin = origin_of(about, wanted, contents)
+        origin = origin_of(about, wanted)
         difference = first_difference(origin.renamed(about, wanted), wanted)
         if difference is not None:
             tree, kind = ("tree", "model") if "model" in wanted else ("trees", "layer")

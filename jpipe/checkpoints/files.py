@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jpipe.checkpoints.containers import Json, name_of
+from jpipe.checkpoints.containers import Json
 from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Contents, Named, NamedRecord, Path, of_item, own_trees
 from jpipe.jax.in_place import HOST
 from jpipe.memory.layout import StageTree, zeros_like
@@ -275,13 +275,12 @@ class Origin:
         return saved | {"arrays": kept + [array for array in wanted["arrays"] if tuple(array[0]) in self.fresh]}
 
 
-def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
+def origin_of(saved: Json, wanted: Json) -> Origin:
     """Finds where a state's arrays come from.
 
     Args:
       saved: the checkpoint's description.
       wanted: the pipeline's description.
-      contents: the names and places of the arrays of the pipeline's state.
 
     Raises:
       ValueError: an array of the optimiser can't be told apart by parameters; it is named.
@@ -289,8 +288,12 @@ def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
     names = _renamed_parameters(saved, wanted)
     changed = {parameter_of(path)[0] for path in names}
     collections = {parameter_of(path)[1] for pair in names.items() for path in pair}
-    parameters = _parameters(contents, collections)
     there, here = ({tuple(path): shape for path, _, shape in description["arrays"]} for description in (saved, wanted))
+    parameters: dict[str, dict[Path, Path]] = {}
+    for path in (path for path in here if path[0] in (LAYERS, MODEL)):
+        layer, collection, keys = parameter_of(path)
+        if collection in collections:
+            parameters.setdefault(layer, {})[keys] = path
     fresh, dropped = set(), set()
     for path, shape in (there | here).items():
         layer = next((name for name in ("", *path) if name in changed), None)
@@ -298,8 +301,10 @@ def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
             continue
         # An array of the optimiser for a parameter has its name at the end of its path; the longest such name counts. A
         # parameter that is all of its layer has an empty name: arrays of its shape belong to it.
+        # Of a list of layers it may end with the metadata box around the parameter, too.
+        unboxed = path[:-1] if path[-1] == "value" else path
         named = {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape}
-        ends = [keys for keys in named if path[len(path) - len(keys) :] == keys]
+        ends = [keys for keys in named if keys in (path[len(path) - len(keys) :], unboxed[len(unboxed) - len(keys) :])]
         owner = named[max(ends, key=len)] if ends else None
         if owner is None:
             trained = sum(math.prod(here[p]) for p in parameters[layer].values() if parameter_of(p)[1] == PARAMS)
@@ -336,29 +341,6 @@ def _renamed_parameters(saved: Json, wanted: Json) -> dict[Path, Path]:
 def parameter_of(path: Path) -> tuple[str, str, Path]:
     """(Its layer, empty in a model that is one module; its collection; its path there) of an array of the model."""
     return ("", path[1], path[2:]) if path[0] == MODEL else (path[1], path[2], path[3:])
-
-
-def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Path, Path]]:
-    """The paths of each layer's parameters, by their names in an optimiser's tree, with metadata boxes.
-
-    Args:
-      contents: the names and places of the arrays of the pipeline's state.
-      collections: the collection of trained parameters and that of frozen ones.
-    """
-    by_layer = {}
-    for record in contents.each_record:
-        if contents.cut is not None:
-            paths = [path for name in collections for path in record.shapes.get(f"{LAYERS}/{name}", ())]
-            by_layer.setdefault("", {}).update((parameter_of(path)[2], path) for path in paths)
-            continue
-        names = by_layer.setdefault(contents.layer_name(record.users[0]), {})
-        for collection in sorted(collections, key=PARAMS.__eq__):  # where names are the same, the trained one counts
-            if shapes := record.shapes.get(f"{LAYERS}/{collection}"):
-                treedef = contents.state.variables[collection].layout.treedefs[record.record_type]
-                numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-                keys = [tuple(map(name_of, path)) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-                names |= dict(zip(keys, shapes, strict=True))
-    return by_layer
 
 
 # --- devices, hosts and files -----------------------------------------------------------------------------------------

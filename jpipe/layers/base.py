@@ -57,19 +57,9 @@ Apply = Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVaria
 """(variables, inputs, context) -> (outputs, new values of all collections but the parameters)."""
 
 
-def unchanged(variables: LayerVariables) -> Item:
-    """Returns the variables themselves, for layers whose library has them by collection too."""
-    return variables
-
-
 def split_over_nothing(variables: LayerVariables) -> Specs:
     """Makes the specs of a layer without metadata: no leaf is split over an axis."""
     return {name: [PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
-
-
-def no_dropouts() -> AbstractContextManager[list[str]]:
-    """Makes the context of a layer without known dropouts."""
-    return nullcontext([])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,12 +99,12 @@ class AnyLayer:
     init: Callable[[jax.Array, Inputs, Batch], LayerVariables]
     apply: Apply
     bind: Callable[[Item], Callable[..., Activation]]
-    to_item: Callable[[LayerVariables], Item] = unchanged
-    from_item: Callable[[Item], LayerVariables] = unchanged
+    to_item: Callable[[LayerVariables], Item] = lambda variables: variables
+    from_item: Callable[[Item], LayerVariables] = lambda item: item
     partition_specs: Callable[[LayerVariables], Specs] = split_over_nothing
     decode: Callable[[Shapes, int, int], AnyLayer] | None = None
     keeps_cache: bool = False
-    dropouts: Callable[[], AbstractContextManager[list[str]]] = no_dropouts
+    dropouts: Callable[[], AbstractContextManager[list[str]]] = lambda: nullcontext([])
     ready: LayerVariables | None = None
     reads_batch: bool = False
     shared: Shared | None = None

@@ -31,11 +31,7 @@ class Frozen:
     where: Where
 
 
-def _everything(path: str) -> bool:
-    return True
-
-
-def freeze(layer: object, where: Where = _everything) -> Frozen | Marked:
+def freeze(layer: object, where: Where = lambda path: True) -> Frozen | Marked:
     """Keeps parameters of a layer from being trained: they have no gradients, optimiser state or sums of either.
 
     `blocks = [jpipe.freeze(Block(), lambda path: "lora" not in path) for _ in range(8)]`

@@ -64,24 +64,6 @@ def check_update(tx: optax.GradientTransformation, params: Shapes, opt_state: Sh
 _BY_PARAMETER = ("MaskedState", "PartitionState", "MultiTransformState", "FactoredState", "ScaleByTrustRatioState")
 
 
-def check_optimizer(opt_state: Shapes) -> None:
-    """Checks that no transformation outside of `per_layer` tells parameters apart.
-
-    Under a layout leaves of many layers lie in one array: a mask, a label or a norm of a parameter would be another's.
-    A transformation without state (the trust ratio of lamb, adaptive gradient clipping) isn't noticed here, but by
-    `jpipe.training.optimizers`.
-
-    Args:
-      opt_state: the state of the optimiser; the states of transformations inside of `per_layer` can't be seen in it.
-
-    Raises:
-      ValueError: naming the state that gives it away.
-    """
-    is_by_parameter = lambda node: type(node).__name__ in _BY_PARAMETER
-    for node in filter(is_by_parameter, jax.tree.leaves(opt_state, is_leaf=is_by_parameter)):
-        raise ValueError(TELLS_APART.format(f"its state holds a {type(node).__name__}: a mask, labels, or statistics"))
-
-
 def checked_opt_state(tx: optax.GradientTransformation, params: Shapes, loss: jax.ShapeDtypeStruct) -> Shapes:
     """The shapes of the state of an optimiser that may work on these parameters; errors as of `abstract_state`."""
     check_is_optimizer(tx)
@@ -91,7 +73,11 @@ def checked_opt_state(tx: optax.GradientTransformation, params: Shapes, loss: ja
         raise
     except Exception as error:
         raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error
-    check_optimizer(opt_state)
+    # Those inside of `per_layer` can't be seen in it. One that tells parameters apart without a state (the trust ratio
+    # of lamb, adaptive gradient clipping) isn't noticed here, but by `check_elementwise`.
+    is_by_parameter = lambda node: type(node).__name__ in _BY_PARAMETER
+    for node in filter(is_by_parameter, jax.tree.leaves(opt_state, is_leaf=is_by_parameter)):
+        raise ValueError(TELLS_APART.format(f"its state holds a {type(node).__name__}: a mask, labels, or statistics"))
     check_update(tx, params, opt_state, loss)
     check_elementwise(tx)
     return opt_state

@@ -128,7 +128,7 @@ def _updated(
         layouts = {name: _layout_of(tree) for name, tree in trees.items()}
         layouts.setdefault("state", layouts.get("state") or _state_layout(tx, layout))
         return _for_each_layer(partial(_on_trees, make), layouts, trees, extra, results)
-    state = _model_state(tx, layout)
+    state = _ModelState(tx, layout, layout.model_tree)
     cut = _ModelUpdate(make, state, tuple(sorted(trees)), tuple(sorted(results)), jax.eval_shape(lambda x: x, extra))
     before = [] if "state" not in trees else state.in_order(trees["state"].shared)
     own = {name: tree.own if name == "state" else tree for name, tree in trees.items()}
@@ -307,14 +307,31 @@ class _ModelState:
     """The state of a transformation for the tree of a whole model.
 
     Attributes:
+      tx: the transformation.
       layout: where the parameters lie.
       tree: the tree of the parameters.
-      shapes: the state, as the transformation makes it for the tree.
     """
 
+    tx: optax.GradientTransformation
     layout: Layout
     tree: ModelTree
-    shapes: Shapes
+
+    @cached_property
+    def params(self) -> Shapes:
+        """The tree of the parameters as a transformation sees it, of a slice of each stacked one."""
+        leaves: dict[int, jax.ShapeDtypeStruct] = {}
+        for instances, record_type in zip(self.tree.parts, self.layout.storage.record_types, strict=True):
+            for parts in instances:
+                leaves |= {part[0]: leaf for part, leaf in zip(parts, record_type.leaves, strict=True)}
+        return jax.tree.unflatten(self.tree.treedef, [leaves[i] for i in range(self.tree.treedef.num_leaves)])
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The state, as the transformation makes it for the tree."""
+        with no_mesh():
+            shapes = jax.eval_shape(self.tx.init, self.params)
+        _check_numbers(shapes)
+        return shapes
 
     @cached_property
     def paths(self) -> list[Path]:
@@ -374,24 +391,6 @@ class _ModelState:
         return [path or ("state",) for path, owner in zip(self.paths, self.owners, strict=True) if owner is None]
 
 
-def _model_state(tx: optax.GradientTransformation, layout: Layout) -> _ModelState:
-    tree = layout.model_tree
-    assert tree is not None
-    with no_mesh():
-        shapes = jax.eval_shape(tx.init, _model_shapes(layout, tree))
-    _check_numbers(shapes)
-    return _ModelState(layout, tree, shapes)
-
-
-def _model_shapes(layout: Layout, tree: ModelTree) -> Shapes:
-    """The tree of a whole model as a transformation sees it, of a slice of each stacked parameter."""
-    leaves: dict[int, jax.ShapeDtypeStruct] = {}
-    for instances, record_type in zip(tree.parts, layout.storage.record_types, strict=True):
-        for parts in instances:
-            leaves |= {part[0]: leaf for part, leaf in zip(parts, record_type.leaves, strict=True)}
-    return jax.tree.unflatten(tree.treedef, [leaves[i] for i in range(tree.treedef.num_leaves)])
-
-
 _Kind = list[tuple[tuple[int, ...], ClosedJaxpr, Constants]]
 """The function of some layers of a set, the same but for numbers: for each parameter, where the layers' state for it
 lies; a jaxpr that takes what belongs to the parameter, then what is shared, and gives what belongs to it; the numbers.
@@ -416,7 +415,7 @@ class _ModelUpdate:
         self, function: OnTrees, state: _ModelState, takes: tuple[str, ...], gives: tuple[str, ...], extra: Shapes
     ):
         self._state, self._takes, self._gives = state, takes, gives
-        whole, params = _model_shapes(state.layout, state.tree), range(len(state.tree.paths))
+        whole, params = state.params, range(len(state.tree.paths))
         trees = {"updates": whole, "params": whole, "state": state.shapes}
         owners = {"updates": params, "params": params, "state": state.owners}
         with no_mesh():
