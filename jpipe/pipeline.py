@@ -14,7 +14,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jpipe import checks
-from jpipe.configuration import Agreement
 from jpipe.execution import programs
 from jpipe.execution.decoding import PickLogits
 from jpipe.execution.generator import Generator
@@ -156,7 +155,7 @@ class Pipeline(Tabular):
             options=Options(cast, unroll, ends, as_offload(offload), rings, loss_over),
         )
         self.planner = Planner(request)
-        self.agreement = Agreement(self.planner)
+        self.agreement = checks.Agreement(self.planner)
         # A function of this pipeline's own: what was compiled of it goes when the pipeline goes.
         jit = lambda program, *static: jax.jit(partial(program), static_argnums=static)
         self._train_steps = TrainSteps(programs.value_and_grad, self._state_shapes)

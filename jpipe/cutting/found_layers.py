@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import overload
 
 import jax
 
@@ -47,27 +46,18 @@ class FoundLayer:
     couples: str = ""
 
 
-class FoundLayers(Sequence[FoundLayer], Tabular):
+class FoundLayers(list[FoundLayer], Tabular):
     """The layers of a model in order. Printed, or shown in a notebook, it is a table."""
 
-    def __init__(self, title: str, layers: Sequence[FoundLayer]):
-        self._title, self._layers = title, tuple(layers)
-
-    @overload
-    def __getitem__(self, index: int) -> FoundLayer: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[FoundLayer]: ...
-    def __getitem__(self, index: int | slice) -> FoundLayer | Sequence[FoundLayer]:
-        return self._layers[index]
-
-    def __len__(self) -> int:
-        return len(self._layers)
+    def __init__(self, title: str, layers: Iterable[FoundLayer]):
+        super().__init__(layers)
+        self._title = title
 
     def __repr__(self) -> str:
         return f"<{self._title}>"
 
     def _table(self) -> Table:
-        total = sum(layer.flops for layer in self._layers) or 1.0
+        total = sum(layer.flops for layer in self) or 1.0
         rows = [
             (
                 str(index),
@@ -77,10 +67,10 @@ class FoundLayers(Sequence[FoundLayer], Tabular):
                 f"{layer.flops / total:.1%}",
                 describe(layer.gives),
             )
-            for index, layer in enumerate(self._layers)
+            for index, layer in enumerate(self)
         ]
-        marks = {index: "couples examples" for index, layer in enumerate(self._layers) if layer.couples}
-        notes = list(dict.fromkeys(layer.couples for layer in self._layers if layer.couples))
+        marks = {index: "couples examples" for index, layer in enumerate(self) if layer.couples}
+        notes = list(dict.fromkeys(layer.couples for layer in self if layer.couples))
         return Table(self._title, ("layer", "name", "function", "arrays", "FLOPs", "gives"), rows, marks, notes)
 
 

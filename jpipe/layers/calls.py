@@ -49,13 +49,11 @@ class Arguments:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[object, object]]:
         """The same; each array with its place or its keyword."""
+        arrays, rest = self.tree_flatten()
         named = jax.tree_util.tree_leaves_with_path(self.both)
         keys = [jax.tree_util.keystr(path[1:], simple=True, separator="/") for path, _ in named]
-        arrays = [key for key, fixed in zip(keys, self._fixed, strict=True) if fixed is None]
-        return list(zip(map(jax.tree_util.GetAttrKey, arrays), self._arrays, strict=True)), (
-            self._structure,
-            self._fixed,
-        )
+        names = [jax.tree_util.GetAttrKey(key) for key, fixed in zip(keys, self._fixed, strict=True) if fixed is None]
+        return list(zip(names, arrays, strict=True)), rest
 
     @classmethod
     def tree_unflatten(cls, rest: tuple[object, object], arrays: Sequence[Leaf]) -> Arguments:

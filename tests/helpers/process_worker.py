@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jpipe
 from cases import compilations, model, pipeline
-from jpipe import configuration
+from jpipe import checks
 from jpipe.planning import costs
 from jpipe.processes.runtime import shared_store
 
@@ -275,9 +275,9 @@ def errors() -> Any:
 
 def late() -> Any:
     """A process that doesn't come is missed within the timeout."""
-    configuration.SECONDS = 2.0
+    checks.SECONDS = 2.0
     if jax.process_index() == 0:
-        return error_of(lambda: configuration.check_agreement({}, range(jax.process_count())))
+        return error_of(lambda: checks.check_agreement({}, range(jax.process_count())))
     return ""
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpipe.configuration import check_placed
+from jpipe.checks import check_placed
 from jpipe.memory.rows import (
     batch_size,
     check_no_example,

@@ -91,7 +91,7 @@ def test_a_store_that_is_hidden(monkeypatch):
 
 def test_importing_jpipe_names_no_private_module_itself():
     """`jax` imports its own; the package reaches into it when a cluster is there, and not before."""
-    code = "import jpipe.configuration as a, sys; print([n for n in vars(a) if n == 'distributed'])"
+    code = "import jpipe.checks as a, sys; print([n for n in vars(a) if n == 'distributed'])"
     assert run(code).stdout.strip() == "[]"
 
 
