@@ -126,7 +126,7 @@ def test_what_differs_is_named_with_its_values():
 # --- comparing facts --------------------------------------------------------------------------------------------------
 
 
-BATCH = np.ones((8, 4), np.float32)
+INPUTS = np.ones((8, 4), np.float32)
 
 
 def make(width=4, **options):
@@ -135,7 +135,7 @@ def make(width=4, **options):
     return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, **({"balance": "even"} | options)).planner
 
 
-def found(batch=BATCH, values=True, key=None, **options):
+def found(batch=INPUTS, values=True, key=None, **options):
     return facts(make(**options).plan_for(batch), batch, values=values, key=key)
 
 
@@ -153,8 +153,8 @@ CHANGES = [
     ({"unroll": True}, {"shard_over, gather, cast, unroll, ends, offload"}),
     ({"loss_over": "batch"}, {"rings, loss_over"}),
     ({"balance": [1.0, 1.05]}, {"costs of layers"}),
-    ({"batch": BATCH[:4]}, {"batch", "the values of batch (rows of this process alone go through pipe.place)"}),
-    ({"batch": 2 * BATCH}, {"the values of batch (rows of this process alone go through pipe.place)"}),
+    ({"batch": INPUTS[:4]}, {"batch", "the values of batch (rows of this process alone go through pipe.place)"}),
+    ({"batch": 2 * INPUTS}, {"the values of batch (rows of this process alone go through pipe.place)"}),
     ({"key": jax.eval_shape(lambda: jax.random.key(0))}, set()),
 ]
 
@@ -168,7 +168,7 @@ def test_what_differs_is_named(changed, names):
     if "num_microbatches" in changed:
         layers = [nn.Dense(4), nn.Dense(4)]
         pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, balance="even", **changed)
-        other = facts(pipe.planner.plan_for(BATCH), BATCH, values=True)
+        other = facts(pipe.planner.plan_for(INPUTS), INPUTS, values=True)
     else:
         other = found(**changed)
     here = found()
@@ -182,7 +182,7 @@ def test_which_axes_split_examples_is_compared(make_mesh):
 
 
 def test_values_do_not_matter_for_initialisation():
-    assert found(values=False) == found(2 * BATCH, values=False)
+    assert found(values=False) == found(2 * INPUTS, values=False)
 
 
 def test_keys_are_compared_by_their_data():
@@ -193,4 +193,4 @@ def test_keys_are_compared_by_their_data():
 def test_one_process_agrees_with_itself():
     planner = make()
     assert processes_of(planner.request.mesh) == (0,)
-    Agreement(planner).check(BATCH, "train")  # without a plan: nothing is compared
+    Agreement(planner).check(INPUTS, "train")  # without a plan: nothing is compared

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -23,38 +24,10 @@ from jpipe.model.trace import telling
 from jpipe.types import Shapes
 
 
-@dataclass(frozen=True, eq=False)
-class CutDecoder:
-    """A model in decode mode, and where it is cut.
-
-    Attributes:
-      model: its variables are those of training, and the caches.
-      read: tokens -> what the model is called with.
-    """
-
-    model: CutModel
-    read: Read
-
-    def layers(self, tokens: jax.ShapeDtypeStruct) -> tuple[AnyLayer, ...]:
-        """The pieces as layers that take tokens `[b, T]` and write their caches.
-
-        Raises:
-          ValueError: the model can't be cut for so many tokens; or a piece but the first reads the tokens.
-        """
-        traced, outputs = trace_decoder(self.model.whole, self.model.cutting, self.read, tokens)
-        pieces = self.model.pieces_of(traced, places_of(self.model, traced), Kinds())
-        for index, piece in enumerate(pieces[1:], start=1):
-            if piece.data:
-                raise ValueError(
-                    f"generate: the piece {self.model.names[index]} of {self.model.whole.layer.name} reads the tokens "
-                    "in decode mode, but they are on the first stage only: leave out there what is made of them, such "
-                    "as a mask of padding"
-                )
-        return self.model.as_layers(pieces, pieces, outputs, 1, (CACHE,))
-
-
-def cut_decoder(model: CutModel, inputs: Shapes, size: int, length: int) -> CutDecoder:
-    """Cuts a model in decode mode.
+def cut_decoder(
+    model: CutModel, inputs: Shapes, size: int, length: int
+) -> Callable[[jax.ShapeDtypeStruct], tuple[AnyLayer, ...]]:
+    """Cuts a model in decode mode: tokens `[b, T]` -> the pieces as layers that take these and write their caches.
 
     Args:
       model: as it is cut in training.
@@ -76,7 +49,24 @@ def cut_decoder(model: CutModel, inputs: Shapes, size: int, length: int) -> CutD
     traced, _ = trace_decoder(whole, cutting, read, tokens)
     caches = _caches(decoder, traced, places_of(decoder, traced))
     parts = tuple((*own, *more) for own, more in zip(cutting.parts, caches, strict=True))
-    return CutDecoder(CutModel(whole, replace(cutting, parts=parts)), read)
+    return partial(_layers, CutModel(whole, replace(cutting, parts=parts)), read)
+
+
+def _layers(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[AnyLayer, ...]:
+    """The pieces of a model in decode mode; `read` makes of tokens what it is called with.
+
+    Raises:
+      ValueError: the model can't be cut for so many tokens; or a piece but the first reads the tokens.
+    """
+    traced, outputs = trace_decoder(model.whole, model.cutting, read, tokens)
+    pieces = model.pieces_of(traced, places_of(model, traced), Kinds())
+    for index, piece in enumerate(pieces[1:], start=1):
+        if piece.data:
+            raise ValueError(
+                f"generate: the piece {model.names[index]} of {model.whole.layer.name} reads the tokens in decode mode, "
+                "but they are on the first stage only: leave out there what is made of them, such as a mask of padding"
+            )
+    return model.as_layers(pieces, pieces, outputs, 1, (CACHE,))
 
 
 def _numbers(training: WholeModel, decoder: WholeModel) -> list[int]:

@@ -182,12 +182,8 @@ class CutModel:
           num_leaves: how many leaves the batch has.
           writes: the collections of which they give new values in evaluation too.
         """
-        pairs = zip(training, evaluation, strict=True)
-        makers = [
-            _PieceLayer(self, index, trained, evaluated, outputs, num_leaves, writes)
-            for index, (trained, evaluated) in enumerate(pairs)
-        ]
-        return tuple(maker.layer() for maker in makers)
+        modes = enumerate(zip(training, evaluation, strict=True))
+        return tuple(_PieceLayer(self, i, *pair, outputs, num_leaves, writes).layer() for i, pair in modes)
 
     def to_model(self, trees: Mapping[int, Mapping[str, PyTree]]) -> dict[str, PyTree]:
         """The model's own variables by collection, from the pieces' by index; collections that these lack are missing.

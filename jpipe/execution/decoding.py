@@ -200,7 +200,7 @@ def _decoding_layers(
 ) -> Callable[[jax.ShapeDtypeStruct], Sequence[AnyLayer]]:
     """Tokens `[b, T]` -> the layers that take them in decode mode, with caches for sequences of a length."""
     if cut is not None:
-        return cut_decoder(cut, plan.traced.inputs, size, length).layers
+        return cut_decoder(cut, plan.traced.inputs, size, length)
     takes = [plan.traced.called_with(i) for i in range(plan.traced.num_layers)]
     layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
     return lambda tokens: layers

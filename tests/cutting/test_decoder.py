@@ -63,7 +63,7 @@ class Sum(nn.Module):
 def test_each_piece_has_the_caches_that_it_uses(scanned):
     model = cut(Blocks(scanned))
     decoder = cut_decoder(model, TOKENS, size=3, length=7)
-    layers = decoder.layers(jax.ShapeDtypeStruct((3, 1), jnp.int32))
+    layers = decoder(jax.ShapeDtypeStruct((3, 1), jnp.int32))
     assert [layer.name for layer in layers] == model.names
     made = [jax.eval_shape(layer.init, jax.random.key(0), (), None) for layer in layers]
     caches = [jax.tree_util.tree_leaves_with_path(tree.get("cache", {})) for tree in made]
@@ -111,4 +111,4 @@ class Other(nn.Module):
 )
 def test_bad_models(model, message):
     with pytest.raises(ValueError, match=message):
-        cut_decoder(cut(model), TOKENS, size=2, length=8).layers(jax.ShapeDtypeStruct((2, 1), jnp.int32))
+        cut_decoder(cut(model), TOKENS, size=2, length=8)(jax.ShapeDtypeStruct((2, 1), jnp.int32))
