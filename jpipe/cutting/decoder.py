@@ -63,8 +63,9 @@ def _layers(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[
     for index, piece in enumerate(pieces[1:], start=1):
         if piece.data:
             raise ValueError(
-                f"generate: the piece {model.names[index]} of {model.whole.layer.name} reads the tokens in decode mode, "
-                "but they are on the first stage only: leave out there what is made of them, such as a mask of padding"
+                f"generate: the piece {model.names[index]} of {model.whole.layer.name} reads the tokens in decode "
+                "mode, but they are on the first stage only: leave out there what is made of them, such as a mask of "
+                "padding"
             )
     return model.as_layers(pieces, pieces, outputs, 1, (CACHE,))
 
