@@ -65,15 +65,20 @@ def updated(
         changes, new = update_with_loss(tx, grads, opt_state, params, loss)
         return cast(StageTree, optax.apply_updates(params, changes)), new
 
-    if not params.layout.state_on_hosts:
+    if not state_is_on_hosts(params):
         return update(params, opt_state, grads, loss)
     places = [*_places_of(params), *_places_of(opt_state, params.layout), *_places_of(grads), Place()]
     return _by_slices(update, params.layout, (params, opt_state, grads, loss), places, places)
 
 
+def state_is_on_hosts(params: PyTree) -> bool:
+    """Whether an optimiser's state for these parameters lies on the hosts; never for a tree that is no pipeline's."""
+    return isinstance(params, StageTree) and params.layout.state_on_hosts
+
+
 def initial(tx: optax.GradientTransformation, params: StageTree) -> PyTree:
     """Makes the state of an optimiser for these parameters."""
-    if not params.layout.state_on_hosts:
+    if not state_is_on_hosts(params):
         return tx.init(params)
     places = _places_of(jax.eval_shape(tx.init, params), params.layout)
     return _by_slices(tx.init, params.layout, (params,), _places_of(params), places, replaces=False)

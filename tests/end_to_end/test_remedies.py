@@ -1085,18 +1085,18 @@ ELSEWHERE = {
     "bring it to the hosts first: jax.experimental.multihost_utils.process_allgather(array, tiled=True)": (
         "helpers/process_worker.py"
     ),
-    "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "generation/test_decoding.py",
+    "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "execution/test_decoding.py",
     "call it with pipe.model_variables(variables)": "end_to_end/test_whole_corners.py",
     "outside: optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(...)), optax.apply_if_finite(": (
         "end_to_end/test_whole_checkpoints.py"
     ),
-    "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "generation/test_decoding.py",
+    "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "execution/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "end_to_end/test_tpu.py",
-    "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",
+    "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "tools/test_profile.py",
     "if that part of tx may look at one layer at a time, wrap it in jpipe.per_layer(...)": "training/test_by_slices.py",
     "move it: state = pipe.place_state(state, tx)": "training/test_by_slices.py",
     "x = jpipe.cut(x)": "end_to_end/test_whole_models.py",
-    "pipe.communication(batch) lists them": "costs/test_communication.py",
+    "pipe.communication(batch) lists them": "tools/test_communication.py",
     "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_handlers.py",
 }
 """Proposals that are followed in tests of their own, which need several processes, trained models or time."""
