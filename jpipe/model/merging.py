@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.jax.inside import needed_part
-from jpipe.jax.tracing import evaluated, origins, trace, without_stops
+from jpipe.jax.tracing import interpret, on_this_host, origins, trace, without_stops
 from jpipe.jax.trees import is_float
 from jpipe.layers.base import describe
 from jpipe.mesh.splits import WHOLE, Splits
@@ -296,4 +296,5 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
         remedy = 'pass merge={"batch_stats": "mean"} (the collection\'s name), or let each move once, at a fixed rate'
         fault = f"layer {function.group.indices[0]} ({function.group.layer.name}) {depends if any(used) else several}"
         raise ValueError(f"{fault}; {remedy}")
-    return tuple(evaluated(alone))
+    with on_this_host():
+        return tuple(map(np.asarray, interpret(alone)))

@@ -32,7 +32,7 @@ from jax import lax
 from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
 from jpipe.jax.inside import carry_out, line_of, needed_part, standing_alone
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
-from jpipe.jax.tracing import evaluated
+from jpipe.jax.tracing import interpret, on_this_host
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
@@ -203,8 +203,11 @@ class Examples:
         """A value that no argument has to do with; None if one has."""
         if number in self.flat.constants or number in self._late | self._early:
             return self.flat.constants.get(number)
-        equations = [self.flat.equations[i] for i in self.flat.needed_for([number])]
-        return evaluated(jaxpr_of(self.flat, equations, (), (number,)))[0]
+        with on_this_host():
+            (found,) = interpret(
+                jaxpr_of(self.flat, [self.flat.equations[i] for i in self.flat.needed_for([number])], (), (number,))
+            )
+        return found
 
     # --- from the first equation to the last: how a micro-batch has each value ---
 

@@ -43,7 +43,7 @@ from jpipe.types import Batch, Leaf, PyTree
 _COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 """Elementwise operations that compilers carry out once, however many read their result."""
 _FUSED = ELEMENTWISE | MOVES | {"dynamic_slice"}
-_READ_FUSED = _FUSED | REDUCTIONS
+_READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxpr_as_fun
 
 from jpipe.jax.primitives import ClosedJaxpr, draws
-from jpipe.jax.tracing import compiled, equations_in, evaluated, on_this_host, trace
+from jpipe.jax.tracing import equations_in, interpret, on_this_host, trace
 from jpipe.jax.trees import accumulator_dtype
 from jpipe.layers.calls import signature_of
 from jpipe.memory.layout import TELLS_APART, PerLayerError, TellsApartError
@@ -186,13 +185,13 @@ def deviation(tx: optax.GradientTransformation) -> float | None:
         return [new for new, _ in pairs], [state for _, state in pairs]
 
     params = _both(_leaves(np.random.default_rng(0), 1.0))
-    with on_this_host():  # on one device, whatever the mesh is
+    with on_this_host():  # computed, even if the caller is being traced; on one device, whatever the mesh is
         try:
             init, states = trace(lambda trees: [tx.init(tree) for tree in trees], params)
             step, _ = trace(update, params, states, params, np.float32(1))
             if any(draws(equation.primitive.name) for equation in equations_in(step.jaxpr.eqns)):
                 return None
-            return _run(step, evaluated(init, *jax.tree.leaves(params)), params)
+            return _run(step, interpret(init, *jax.tree.leaves(params)), params)
         except Exception:  # whatever it needs, it has with real parameters, or raises there
             return None
 
@@ -210,12 +209,10 @@ def _run(step: ClosedJaxpr, states: list[np.ndarray], params: Probes) -> float:
     """
     random, worst, seen = np.random.default_rng(1), 0.0, 0
     num_apart, num_updates = len(params[0]), len(jax.tree.leaves(params))
-    leaves = jax.tree.leaves(params)
-    run = compiled(jaxpr_as_fun(step), *leaves, *states, *leaves, np.float32(1))
     for number in range(_MOST_STEPS):
         grads = _both(_leaves(random, (1.0, 100.0, 0.01)[number % 3]))
         value = np.float32(1 / (1 + number))
-        results = list(map(np.asarray, run(*jax.tree.leaves(grads), *states, *leaves, value)))
+        results = interpret(step, *jax.tree.leaves(grads), *states, *jax.tree.leaves(params), value)
         apart, together, states = results[:num_apart], results[num_apart:num_updates], results[num_updates:]
         pairs = [(array[0, i], apart[2 * n + i]) for n, array in enumerate(together) for i in (0, 1)]
         worst = max(worst, *(_off(update, expected) for update, expected in pairs))

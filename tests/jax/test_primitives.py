@@ -29,7 +29,7 @@ from jpipe.jax.primitives import (
     draws,
     shapes_of,
 )
-from jpipe.jax.tracing import depends_on, evaluated, replay, trace, uses
+from jpipe.jax.tracing import depends_on, interpret, replay, trace, uses
 from jpipe.model.remat import save_but_elementwise
 
 
@@ -105,6 +105,20 @@ def jaxs(name, operands):
     return jax.jit(getattr(jax.lax, function))(*operands)
 
 
+@pytest.mark.parametrize("name", sorted(REDUCTIONS))
+def test_numpy_reduces_the_same(name):
+    x = (
+        np.arange(1, 7).reshape(2, 3) % 4 > 1
+        if name in ("reduce_and", "reduce_or")
+        else np.arange(1.0, 7, 1, np.float32)
+    )
+    x = x.reshape(2, 3)
+    closed = jax.make_jaxpr(getattr(jax.lax, name), static_argnums=1)(x, (1,))
+    (equation,) = closed.eqns
+    assert (equation.primitive.name, equation.params["axes"]) == (name, (1,))
+    np.testing.assert_array_equal(interpret(closed, x)[0], getattr(np, REDUCTIONS[name])(x, 1))
+
+
 @jax.custom_jvp
 def with_jvp(x):
     return x
@@ -165,7 +179,7 @@ def test_its_flops_are_named():
 
 
 def test_it_is_left_to_jax():
-    (found,) = evaluated(jax.make_jaxpr(lambda x: 2 * unheard_of.bind(x))(X), X)
+    (found,) = interpret(jax.make_jaxpr(lambda x: 2 * unheard_of.bind(x))(X), X)
     assert_close(found, 2 * np.cumsum(X, 0))
 
 

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 import jpipe
 from cases import assert_close, assert_equal, compilations
 from jpipe.jax.inside import scan_counts
-from jpipe.jax.tracing import changed, compiled, depends_on, evaluated, replay, trace, unrounded, uses, without_stops
+from jpipe.jax.tracing import changed, compiled, depends_on, interpret, replay, trace, unrounded, uses, without_stops
 
 RANDOM = np.random.default_rng(0)
 NUMBERS, Y = (RANDOM.standard_normal((3, 4)).astype(np.float32) for _ in range(2))
@@ -57,10 +57,13 @@ def test_functions(name):
     with jax.numpy_dtype_promotion("standard"):
         closed = jax.make_jaxpr(FUNCTIONS[name])(NUMBERS, Y, COUNT)
         expected = jax.tree.leaves(jax.jit(FUNCTIONS[name])(NUMBERS, Y, COUNT))
-    found = evaluated(closed, NUMBERS, Y, COUNT)
+    found = interpret(closed, NUMBERS, Y, COUNT)
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_allclose(got.astype(np.float32), np.asarray(want, np.float32), rtol=2e-6, atol=1e-6)
+
+
+# --- small jaxprs in NumPy --------------------------------------------------------------------------------------------
 
 
 X = np.linspace(-1, 1, 6, dtype=np.float32)
