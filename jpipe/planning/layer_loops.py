@@ -5,8 +5,8 @@ layers of whatever values it has, and drop what they give: what it keeps goes in
 (`lower`), and it adds nothing to sums. Then all loops turn equally often on all stages, and a compiler knows how often.
 A GPU's host stops before each trip of a loop whose number of trips follows from data, until all kernels are done. And a
 collective in such a loop hangs if a device waits there for stages that skip the loop. Layers that all virtual stages
-have equally many of are computed along. So are the first and the last layer, which one of them has, and layers that
-send, as many as the virtual stage with the most has, if that takes next to no time. On CPUs idle stages idle: there
+have equally many of are computed along. So are layers that send, as many as the virtual stage with the most has, and on
+GPUs the first and the last layer, which one of them has, if that takes next to no time. On CPUs idle stages idle: there
 what is computed along takes the cores of those that work.
 
 *In pairs.* Where layers send (a tensor axis, weights gathered at each use), a layer waits for what it sends: the next
@@ -29,6 +29,7 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.jax.flops import count_flops
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.jax.trees import bytes_of, is_float
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.partitioner.conversions import sent_in
@@ -123,7 +124,7 @@ def plan_idle_work(
     layers: Sequence[DeviceLayer],
     ranges: LayerRanges,
     num_chunks: int,
-    sizes: Mapping[str, int],
+    splits: Splits,
 ) -> IdleWork:
     """Decides what idle stages compute along.
 
@@ -131,7 +132,7 @@ def plan_idle_work(
       model, forwards, layers: of the step (`Step`).
       ranges: the layers of each virtual stage.
       num_chunks: the virtual stages of each stage.
-      sizes: mesh axis -> how many devices it has.
+      splits: the mesh. On GPUs ends are computed along also if they don't send, since a loop of theirs stops the host.
     """
     programs = [{forward.jaxpr} for forward in forwards]  # a set: a forward that keeps residuals is that of its layer
     for of_group, layer in zip(programs, layers, strict=False):
@@ -143,8 +144,9 @@ def plan_idle_work(
     # Slots in which stages run a chunk last as long as the slowest of them.
     lasting = lambda takes: takes.reshape(num_chunks, -1).max(axis=1).sum()
     limit, takes, uneven = MORE * lasting(number @ costs), number @ costs, list[int]()
-    sends = {g for g in safe if any(sent_in(one.jaxpr, sizes) for one in programs[g])}
-    others = {g for g in sends | {0, model.last} & {*safe} if most[g]} - {*trips}
+    sends = {g for g in safe if any(sent_in(one.jaxpr, splits.mesh.shape) for one in programs[g])}
+    stops_hosts = {0, model.last} & {*safe} if splits.on_gpu else set[int]()
+    others = {g for g in sends | stops_hosts if most[g]} - {*trips}
     if ranges.num_passes > 1:  # they would be computed in each pass
         others = set[int]()
     for g in sorted(others, key=lambda g: (g not in sends, costs[g])):

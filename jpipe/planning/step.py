@@ -243,7 +243,7 @@ def build_step(
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     idle_work = IdleWork()
     if idles_work and not splits.on_cpu:
-        idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, request.mesh.shape)
+        idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, splits)
     table, kept = _rows(plan, traced, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
     if layers and len(bounds) > 1 and not (splits.on_cpu or splits.on_gpu):  # where devices know who takes part
         warn_of_skipped(model, of_groups[1], ranges, idle_work, table, request.mesh.shape)

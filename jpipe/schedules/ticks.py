@@ -238,7 +238,7 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
 
 
 def _together(kinds: Sequence[str], *, idle_work: bool) -> str:
-    """The kind that all stages can compute in a slot of a tick (`Run.together`), of those that they have; "" of idle."""
+    """What all stages can compute in a slot of a tick (`Run.together`), of the kinds that they have; "" where idle."""
     has = {*kinds} - {""} if idle_work else {*kinds}
     if len(has) == 1:
         return has.pop()
