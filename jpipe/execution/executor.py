@@ -248,7 +248,7 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
             elif (slot.kind[run.start : run.stop] == slot.code(kind)).any() or stage.only is not None:
                 carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
     carry = beside_slots.after_slot(stage, run, turns, i, carry)
-    if any(crossing.values()) and (stage.step.model.axes or run.together[i]):
+    if any(crossing.values()) and stage.step.model.axes:
         carry = _held(carry, together=bool(run.together[i]))
     crossing, carry = beside_slots.send_rows(stage, slot, now.away, (coming, crossing), carry)
     # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is in
@@ -288,8 +288,8 @@ def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
 def _held(carry: TickCarry, *, together: bool) -> TickCarry:
     """The carry, with what a slot left at its boundaries behind an `optimization_barrier`.
 
-    It is for a slot beside which something crosses, and that all stages compute `together`, or on a mesh with more axes
-    than `stage`: along these layers may send too. XLA's scheduler places the operations of a tick from the last to the first. Where a loop that sends and the end
+    It is for a slot beside which something crosses, on a mesh with more axes than `stage`: along these layers may send
+    too. XLA's scheduler places the operations of a tick from the last to the first. Where a loop that sends and the end
     of a transfer could both come next, it places the loop. The transfer then ends before the loop begins, with nothing
     beside it. With something behind the loop, the end of the transfer comes first.
 

@@ -5,9 +5,12 @@ layers of whatever values it has, and drop what they give: what it keeps goes in
 (`lower`), and it adds nothing to sums. Then all loops turn equally often on all stages, and a compiler knows how often.
 A GPU's host stops before each trip of a loop whose number of trips follows from data, until all kernels are done. And a
 collective in such a loop hangs if a device waits there for stages that skip the loop. Layers that all virtual stages
-have equally many of are computed along. So are layers that send, as many as the virtual stage with the most has, and on
-GPUs the first and the last layer, which one of them has, if that takes next to no time. On CPUs idle stages idle: there
-what is computed along takes the cores of those that work.
+have equally many of are computed along. So are the first and the last layer, which one of them has, and layers that
+send, as many as the virtual stage with the most has, if that takes next to no time.
+
+On TPUs that is done only where layers send. Elsewhere a loop that is skipped does no harm, and a slot that is one loop
+hides a transfer whole: of several loops and operations a TPU's compiler takes as many as it thinks that the transfer
+takes. On CPUs idle stages idle: there what is computed along takes the cores of those that work.
 
 *In pairs.* Where layers send (a tensor axis, weights gathered at each use), a layer waits for what it sends: the next
 product needs it. A layer's backward of another micro-batch doesn't. If one body of a loop has both, a GPU's compiler
@@ -132,7 +135,7 @@ def plan_idle_work(
       model, forwards, layers: of the step (`Step`).
       ranges: the layers of each virtual stage.
       num_chunks: the virtual stages of each stage.
-      splits: the mesh. On GPUs ends are computed along also if they don't send, since a loop of theirs stops the host.
+      splits: the mesh.
     """
     programs = [{forward.jaxpr} for forward in forwards]  # a set: a forward that keeps residuals is that of its layer
     for of_group, layer in zip(programs, layers, strict=False):
@@ -145,8 +148,9 @@ def plan_idle_work(
     lasting = lambda takes: takes.reshape(num_chunks, -1).max(axis=1).sum()
     limit, takes, uneven = MORE * lasting(number @ costs), number @ costs, list[int]()
     sends = {g for g in safe if any(sent_in(one.jaxpr, splits.mesh.shape) for one in programs[g])}
-    stops_hosts = {0, model.last} & {*safe} if splits.on_gpu else set[int]()
-    others = {g for g in sends | stops_hosts if most[g]} - {*trips}
+    if not (sends or splits.on_gpu):
+        return IdleWork()
+    others = {g for g in sends | {0, model.last} & {*safe} if most[g]} - {*trips}
     if ranges.num_passes > 1:  # they would be computed in each pass
         others = set[int]()
     for g in sorted(others, key=lambda g: (g not in sends, costs[g])):

@@ -109,7 +109,7 @@ class Step:
       activations: the format of activations at the boundaries.
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
-      idle_work: the layers that idle stages compute along; none on CPUs.
+      idle_work: the layers that idle stages compute along; none on CPUs, and on TPUs only where layers send.
       table: when each action runs, T ticks of K stages.
       ends: how the first and the last layer run.
       outputs_step: the step forward only that gives the outputs of which the loss is computed at once
