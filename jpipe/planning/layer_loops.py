@@ -22,7 +22,7 @@ in such a body too, so that nothing runs beside them: there the passes run one a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -194,21 +194,25 @@ def warn_of_skipped(
     ranges: LayerRanges,
     idle_work: IdleWork,
     table: TickTable,
-    sizes: Mapping[str, int],
+    splits: Splits,
 ) -> None:
     """Warns, once, of each group of layers that send in a loop that other stages skip.
 
     Args:
-      model, layers, ranges, idle_work, table: of the step (`Step`), in training.
-      sizes: mesh axis -> how many devices it has.
+      model, layers, ranges, idle_work, table: of the step (`Step`).
+      splits: the mesh; on CPUs and GPUs devices know who takes part.
     """
+    if splits.on_cpu or splits.on_gpu or len(ranges.start) == 1:
+        return
     of_kinds = any(
         not together and slot.kind[run.start : run.stop].any()
         for run in table.runs
         for slot, together in zip(table.slots, run.together, strict=True)
     )
-    for g, (group, layer) in enumerate(zip(model.groups, layers, strict=True)):
-        sent = sent_in(layer.forward.jaxpr.jaxpr, sizes) + sent_in(layer.backward_jaxpr.jaxpr, sizes)
+    for g, (group, layer) in enumerate(zip(model.groups, layers, strict=False)):
+        sent = sent_in(layer.forward.jaxpr.jaxpr, splits.mesh.shape) + sent_in(
+            layer.backward_jaxpr.jaxpr, splits.mesh.shape
+        )
         if not sent or not ranges.most[g] or (g in idle_work.trips and not of_kinds):
             continue
         why = "actions of several kinds share a slot of the schedule"
@@ -227,24 +231,25 @@ LEAST = 0.25
 
 
 def paired_group(
-    layers: Sequence[DeviceLayer], ranges: LayerRanges, idle_work: IdleWork, table: TickTable, sizes: Mapping[str, int]
+    layers: Sequence[DeviceLayer], ranges: LayerRanges, idle_work: IdleWork, table: TickTable, splits: Splits
 ) -> int | None:
     """The group whose layers both passes of a pair go through in one loop; None if there is none for which it pays.
 
-    All stages have to run the loop equally often, so the group is one of `idle_work`. The caller sees to it that the
-    devices are GPUs, and that nothing has to happen between the two passes: that a backward doesn't compute its forward
-    again, that residuals stay on the device, and that the ends aren't shared.
+    All stages have to run the loop equally often, so the group is one of `idle_work`. The caller sees to it that
+    nothing has to happen between the two passes: that a backward doesn't compute its forward again, that residuals stay on the device, and that the ends aren't shared.
 
     Args:
       layers: for each group its forward and backward, as one device runs them.
       ranges: the layers of each virtual stage.
       idle_work: the layers that all stages compute, also where they idle.
       table: when each action runs.
-      sizes: mesh axis -> how many devices it has.
+      splits: the mesh; only a GPU's compiler has one pass run beside the other.
     """
     paired = sum(run.stop - run.start for run in table.runs if run.pairs)
-    if ranges.num_passes > 1 or paired < LEAST * table.num_ticks:
+    if not splits.on_gpu or ranges.num_passes > 1 or paired < LEAST * table.num_ticks:
         return None
-    sends = lambda g: any(sent_in(jaxpr.jaxpr, sizes) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr))
+    sends = lambda g: any(
+        sent_in(jaxpr.jaxpr, splits.mesh.shape) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr)
+    )
     sending = [g for g, trips in idle_work.trips.items() if trips > 1 and sends(g)]
     return max(sending, key=lambda g: idle_work.trips[g], default=None)
