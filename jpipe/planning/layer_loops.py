@@ -236,7 +236,8 @@ def paired_group(
     """The group whose layers both passes of a pair go through in one loop; None if there is none for which it pays.
 
     All stages have to run the loop equally often, so the group is one of `idle_work`. The caller sees to it that
-    nothing has to happen between the two passes: that a backward doesn't compute its forward again, that residuals stay on the device, and that the ends aren't shared.
+    nothing has to happen between the two passes: that a backward doesn't compute its forward again, that residuals stay
+    on the device, and that the ends aren't shared.
 
     Args:
       layers: for each group its forward and backward, as one device runs them.
