@@ -249,7 +249,7 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
                 carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
     carry = beside_slots.after_slot(stage, run, turns, i, carry)
     if any(crossing.values()) and stage.step.model.axes:
-        carry = _held(carry)
+        carry = _held(carry, together=bool(run.together[i]))
     crossing, carry = beside_slots.send_rows(stage, slot, now.away, (coming, crossing), carry)
     # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is in
     #    `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow crosses
@@ -285,17 +285,24 @@ def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
     return reduce(or_, [now.kind == code for code in codes])
 
 
-def _held(carry: TickCarry) -> TickCarry:
+def _held(carry: TickCarry, *, together: bool) -> TickCarry:
     """The carry, with what a slot left at its boundaries behind an `optimization_barrier`.
 
     It is for a slot beside which something crosses, on a mesh with more axes than `stage`: along these layers may send
     too. XLA's scheduler places the operations of a tick from the last to the first. Where a loop that sends and the end
     of a transfer could both come next, it places the loop. The transfer then ends before the loop begins, with nothing
     beside it. With something behind the loop, the end of the transfer comes first.
+
+    In a slot without a loop around it, what waits is behind the barrier too: it is read before anything is written
+    there. Else a TPU's compiler copies it all.
     """
-    activation, cotangent = jax.lax.optimization_barrier((carry.forward.activation, carry.backward.cotangent))
-    forward, backward = carry.forward._replace(activation=activation), carry.backward._replace(cotangent=cotangent)
-    return carry._replace(forward=forward, backward=backward)
+    left, waiting = (carry.forward.activation, carry.backward.cotangent), ()
+    if together:
+        waiting = carry.waiting_activations, carry.waiting_cotangents
+    left, waiting = jax.lax.optimization_barrier((left, waiting))
+    forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
+    carry = carry._replace(forward=forward, backward=backward)
+    return carry._replace(waiting_activations=waiting[0], waiting_cotangents=waiting[1]) if together else carry
 
 
 def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> dict[int, dict[int, Buffers]]:

@@ -6,8 +6,11 @@ layers of whatever values it has, and drop what they give: what it keeps goes in
 A GPU's host stops before each trip of a loop whose number of trips follows from data, until all kernels are done. And a
 collective in such a loop hangs if a device waits there for stages that skip the loop. Layers that all virtual stages
 have equally many of are computed along. So are the first and the last layer, which one of them has, and layers that
-send, as many as the virtual stage with the most has, if that takes next to no time. On CPUs idle stages idle: there
-what is computed along takes the cores of those that work.
+send, as many as the virtual stage with the most has, if that takes next to no time.
+
+On TPUs that is done only where layers send. Elsewhere a loop that is skipped does no harm, and a slot that is one loop
+hides a transfer whole: of several loops and operations a TPU's compiler takes as many as it thinks that the transfer
+takes. On CPUs idle stages idle: there what is computed along takes the cores of those that work.
 
 *In pairs.* Where layers send (a tensor axis, weights gathered at each use), a layer waits for what it sends: the next
 product needs it. A layer's backward of another micro-batch doesn't. If one body of a loop has both, a GPU's compiler
@@ -19,7 +22,7 @@ in such a body too, so that nothing runs beside them: there the passes run one a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -29,6 +32,7 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.jax.flops import count_flops
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.jax.trees import bytes_of, is_float
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.partitioner.conversions import sent_in
@@ -123,7 +127,7 @@ def plan_idle_work(
     layers: Sequence[DeviceLayer],
     ranges: LayerRanges,
     num_chunks: int,
-    sizes: Mapping[str, int],
+    splits: Splits,
 ) -> IdleWork:
     """Decides what idle stages compute along.
 
@@ -131,7 +135,7 @@ def plan_idle_work(
       model, forwards, layers: of the step (`Step`).
       ranges: the layers of each virtual stage.
       num_chunks: the virtual stages of each stage.
-      sizes: mesh axis -> how many devices it has.
+      splits: the mesh.
     """
     programs = [{forward.jaxpr} for forward in forwards]  # a set: a forward that keeps residuals is that of its layer
     for of_group, layer in zip(programs, layers, strict=False):
@@ -143,7 +147,9 @@ def plan_idle_work(
     # Slots in which stages run a chunk last as long as the slowest of them.
     lasting = lambda takes: takes.reshape(num_chunks, -1).max(axis=1).sum()
     limit, takes, uneven = MORE * lasting(number @ costs), number @ costs, list[int]()
-    sends = {g for g in safe if any(sent_in(one.jaxpr, sizes) for one in programs[g])}
+    sends = {g for g in safe if any(sent_in(one.jaxpr, splits.mesh.shape) for one in programs[g])}
+    if not (sends or splits.on_gpu):
+        return IdleWork()
     others = {g for g in sends | {0, model.last} & {*safe} if most[g]} - {*trips}
     if ranges.num_passes > 1:  # they would be computed in each pass
         others = set[int]()
@@ -188,21 +194,25 @@ def warn_of_skipped(
     ranges: LayerRanges,
     idle_work: IdleWork,
     table: TickTable,
-    sizes: Mapping[str, int],
+    splits: Splits,
 ) -> None:
     """Warns, once, of each group of layers that send in a loop that other stages skip.
 
     Args:
-      model, layers, ranges, idle_work, table: of the step (`Step`), in training.
-      sizes: mesh axis -> how many devices it has.
+      model, layers, ranges, idle_work, table: of the step (`Step`).
+      splits: the mesh; on CPUs and GPUs devices know who takes part.
     """
+    if splits.on_cpu or splits.on_gpu or len(ranges.start) == 1:
+        return
     of_kinds = any(
         not together and slot.kind[run.start : run.stop].any()
         for run in table.runs
         for slot, together in zip(table.slots, run.together, strict=True)
     )
-    for g, (group, layer) in enumerate(zip(model.groups, layers, strict=True)):
-        sent = sent_in(layer.forward.jaxpr.jaxpr, sizes) + sent_in(layer.backward_jaxpr.jaxpr, sizes)
+    for g, (group, layer) in enumerate(zip(model.groups, layers, strict=False)):
+        sent = sent_in(layer.forward.jaxpr.jaxpr, splits.mesh.shape) + sent_in(
+            layer.backward_jaxpr.jaxpr, splits.mesh.shape
+        )
         if not sent or not ranges.most[g] or (g in idle_work.trips and not of_kinds):
             continue
         why = "actions of several kinds share a slot of the schedule"
@@ -221,24 +231,26 @@ LEAST = 0.25
 
 
 def paired_group(
-    layers: Sequence[DeviceLayer], ranges: LayerRanges, idle_work: IdleWork, table: TickTable, sizes: Mapping[str, int]
+    layers: Sequence[DeviceLayer], ranges: LayerRanges, idle_work: IdleWork, table: TickTable, splits: Splits
 ) -> int | None:
     """The group whose layers both passes of a pair go through in one loop; None if there is none for which it pays.
 
-    All stages have to run the loop equally often, so the group is one of `idle_work`. The caller sees to it that the
-    devices are GPUs, and that nothing has to happen between the two passes: that a backward doesn't compute its forward
-    again, that residuals stay on the device, and that the ends aren't shared.
+    All stages have to run the loop equally often, so the group is one of `idle_work`. The caller sees to it that
+    nothing has to happen between the two passes: that a backward doesn't compute its forward again, that residuals stay
+    on the device, and that the ends aren't shared.
 
     Args:
       layers: for each group its forward and backward, as one device runs them.
       ranges: the layers of each virtual stage.
       idle_work: the layers that all stages compute, also where they idle.
       table: when each action runs.
-      sizes: mesh axis -> how many devices it has.
+      splits: the mesh; only a GPU's compiler has one pass run beside the other.
     """
     paired = sum(run.stop - run.start for run in table.runs if run.pairs)
-    if ranges.num_passes > 1 or paired < LEAST * table.num_ticks:
+    if not splits.on_gpu or ranges.num_passes > 1 or paired < LEAST * table.num_ticks:
         return None
-    sends = lambda g: any(sent_in(jaxpr.jaxpr, sizes) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr))
+    sends = lambda g: any(
+        sent_in(jaxpr.jaxpr, splits.mesh.shape) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr)
+    )
     sending = [g for g, trips in idle_work.trips.items() if trips > 1 and sends(g)]
     return max(sending, key=lambda g: idle_work.trips[g], default=None)

@@ -109,7 +109,7 @@ class Step:
       activations: the format of activations at the boundaries.
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
-      idle_work: the layers that idle stages compute along; none on CPUs.
+      idle_work: the layers that idle stages compute along; none on CPUs, and on TPUs only where layers send.
       table: when each action runs, T ticks of K stages.
       ends: how the first and the last layer run.
       outputs_step: the step forward only that gives the outputs of which the loss is computed at once
@@ -241,15 +241,12 @@ def build_step(
     alone = lambda: [programs.forward(function, over(g)) for g, function in enumerate(functions)]
     forwards = [layer.forward for layer in layers] if stores_residuals else alone()
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
-    idle_work = IdleWork()
-    if idles_work and not splits.on_cpu:
-        idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, request.mesh.shape)
+    along = idles_work and not splits.on_cpu
+    idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, splits) if along else IdleWork()
     table, kept = _rows(plan, traced, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
-    if layers and len(bounds) > 1 and not (splits.on_cpu or splits.on_gpu):  # where devices know who takes part
-        warn_of_skipped(model, of_groups[1], ranges, idle_work, table, request.mesh.shape)
-    # Nothing has to happen between the two passes; and only a GPU's compiler has one run beside the other.
-    may_pair = splits.on_gpu and stores_residuals and not (kept.away or over_stages)
-    pairs = paired_group(of_groups[1], ranges, idle_work, table, request.mesh.shape) if may_pair else None
+    warn_of_skipped(model, of_groups[1], ranges, idle_work, table, splits)
+    may_pair = stores_residuals and not (kept.away or over_stages)  # nothing has to happen between the two passes
+    pairs = paired_group(of_groups[1], ranges, idle_work, table, splits) if may_pair else None
     return Step(
         plan=plan,
         schedule=schedule,

@@ -169,24 +169,19 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     by_slot = {name: column.reshape(num_ticks, width, -1) for name, column in columns.items()}
     runs = _with_pairs(orders.slots, _runs(used, by_slot["kind"], idle_work=idle_work), by_slot)
     anew = np.where((at["R"] >= 0) | (not keep_inputs), at["R"], np.maximum(at["B"], at["I"]))
-    columns["anew"] = np.zeros(shape, np.int32)
-    stages, microbatches, chunks = np.nonzero(anew >= 0)
-    columns["anew"][anew[stages, microbatches, chunks], stages] = 1
+    columns["anew"], wholes = _marked(anew, shape), _marked(at["B"], shape) > 0
     arrivals: dict[str, list[np.ndarray]] = {}
     waiting: dict[str, tuple[range, ...]] = {}
     for name, flow in (("activation", +1), ("cotangent", -1)):
         later = [anew] if keep_inputs and flow > 0 and (anew >= 0).any() else []
         columns[name], arrivals[name], waiting[name] = arrival_rows(orders, at, flow, later, shape, always=idle_work)
-    writes_no_stash = np.zeros(shape, bool)
-    stages, microbatches, chunks = np.nonzero(at["B"] >= 0)
-    writes_no_stash[at["B"][stages, microbatches, chunks], stages] = True
     moves: dict[str, Away] = {}
     for name, (writer, readers) in KEEPS.items():
         unused = name == "kept" and not occurs["W"]
         again = keep_inputs and writer == "F"
         values = kept_values(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
-        keeps_nothing = (columns["kind"] == 0) | (writes_no_stash if name == "stash" else False)
-        along = _works_along(runs, "RBI" if again else writer, keeps_nothing & idle_work)
+        writes_nothing = (columns["kind"] == 0) | (wholes if name == "stash" else False)
+        along = _works_along(runs, "RBI" if again else writer, writes_nothing & idle_work)
         columns[name] = kept_rows(values, shape, along)
         if away and writer == "F" and values.stage.size:
             moved = rows_away(values, shape, width, along)
@@ -238,11 +233,18 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
 
 
 def _together(kinds: Sequence[str], *, idle_work: bool) -> str:
-    """The kind that all stages can compute in a slot of a tick (`Run.together`), of what they have; "" if they idle."""
+    """Returns what all stages can compute in a slot of a tick (`Run.together`) in which they have these kinds."""
     has = {*kinds} - {""} if idle_work else {*kinds}
     if len(has) == 1:
         return has.pop()
     return "IW" if idle_work and "B" in has and has <= {*"BIW"} else ""
+
+
+def _marked(times: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """A column with 1 where a stage has one of these slot times, `[K, M, V]`; -1 is none."""
+    column, places = np.zeros(shape, np.int32), np.nonzero(times >= 0)
+    column[times[places], places[0]] = 1
+    return column
 
 
 def _with_pairs(slots: Sequence[str], runs: Sequence[Run], by_slot: dict[str, np.ndarray]) -> tuple[Run, ...]:

@@ -125,7 +125,7 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
 
 
 def _as_one_run(step: Step) -> Step:
-    """The step without what idle stages compute along on GPUs: then each action and each layer is there once."""
+    """The step without what idle stages compute along: then each action and each layer is there once."""
     if not step.idle_work.trips:
         return step
     run = Run(0, step.table.num_ticks, ("",) * len(step.table.slots))

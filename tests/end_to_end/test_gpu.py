@@ -20,6 +20,8 @@ from gpu_program import needs_gpu_compiler
 from jpipe.schedules.ticks import lower
 from jpipe.tools.chips import parse_topology
 from jpipe.tools.compiled_program import read
+from split_model import SPLIT_STEPS, lowered_split_step
+from tpu_program import skipped
 
 pytestmark = needs_gpu_compiler
 
@@ -108,6 +110,16 @@ def test_no_loop_of_a_steady_tick_stops_the_host(schedule, chunks, remat):
     inner = [each for one in loop.walk() for each in counted(one)]
     assert {one.name for one, count in inner if not count} <= ends
     assert any(count for _, count in inner)
+
+
+SLOW = ("v", "interleaved", "unequal stages")
+
+
+@pytest.mark.parametrize("words", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in SPLIT_STEPS])
+def test_nothing_is_sent_in_a_loop_that_other_stages_skip(words):
+    """If a device waited there for more than its stage's devices, the step would hang."""
+    program = read(compiled(lowered_split_step(words, gpu_mesh((4,), ("stage",)).devices)).as_text())
+    assert [loop.trips for loop in program.find("ticks")] and skipped(program) == []
 
 
 def test_residuals_of_an_end_that_all_stages_compute_are_written_in_place():

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpipe
 from compiled_transfers import FETCH, HOST_MOVES, SEND
-from tpu_program import Loop, compile_with_text, large_moves, needs_tpu_compiler, read, tpu_devices, transfers
+from split_model import SPLIT_STEPS, lowered_split_step
+from tpu_program import Loop, compile_with_text, large_moves, needs_tpu_compiler, read, skipped, tpu_devices, transfers
 
 pytestmark = needs_tpu_compiler
 
@@ -85,6 +86,16 @@ def check(step: Loop, remat: str, num_transfers: int = 2) -> None:
 
 def test_a_step_is_in_place_and_its_transfers_are_hidden():
     check(compiled_step("v5e:2x2", remat="none"), "none")
+
+
+SLOW = ("v", "interleaved", "unequal stages")
+
+
+@pytest.mark.parametrize("words", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in SPLIT_STEPS])
+def test_nothing_is_sent_in_a_loop_that_other_stages_skip(words):
+    """If a device waited there for more than its stage's devices, the step would hang."""
+    program = read(compile_with_text(lowered_split_step(words, np.asarray(tpu_devices("v5e:2x2"))))[1])
+    assert [loop.trips for loop in program.find("ticks")] and skipped(program) == []
 
 
 @pytest.mark.slow

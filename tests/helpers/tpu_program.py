@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from compiled_transfers import transfers as transfers
+from jpipe.tools.compiled_program import COLLECTIVES
 from jpipe.tools.compiled_program import Loop as Loop
 from jpipe.tools.compiled_program import Operation as Operation
 from jpipe.tools.compiled_program import compile_with_text as compile_with_text
@@ -48,6 +49,21 @@ def only_moves(operation: Operation, computations: dict[str, list[Operation]]) -
         return len({layout for _, dims, layout, _ in ARRAY.findall(operation.type) if dims}) > 1
     called = operation.attribute("calls") if operation.opcode == "fusion" else None
     return called is not None and all(inner.opcode in MOVES for inner in computations[called])
+
+
+def skipped(program: Loop, *, of_data: bool = False) -> list[str]:
+    """The collectives in loops whose trips are data, which other devices may skip; `of_data` if it is in one itself.
+
+    The condition of such a loop compares with an element of the carry, and not with a number.
+    """
+    found = []
+    for operation in program.operations if of_data else ():
+        called = program.computations.get(operation.attribute("calls") or "", [])
+        kinds = {each.opcode.removesuffix("-start") for each in (operation, *called)}
+        found += [operation.line.strip()[:200]] if kinds & {*COLLECTIVES} else []
+    for loop in program.inner:
+        found += skipped(loop, of_data=of_data or loop.trips is None)
+    return found
 
 
 def moves_in_loops(program: Loop) -> list[tuple[Loop, Operation]]:
