@@ -8,7 +8,7 @@ from hypothesis import given
 from any_schedule import schedules
 from cases import names
 from jpipe.schedules.orders import SCHEDULES, make_schedule
-from jpipe.schedules.published import zero_bubble
+from jpipe.schedules.orders import zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
 

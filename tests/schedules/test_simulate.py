@@ -15,7 +15,7 @@ from any_schedule import schedules
 from cases import ahead, names, one_slot_from_k
 from jpipe.schedules.actions import needs
 from jpipe.schedules.orders import make_schedule
-from jpipe.schedules.published import zero_bubble
+from jpipe.schedules.orders import zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, Work, in_time, simulate
 from jpipe.schedules.ticks import KEEPS
