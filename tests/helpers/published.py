@@ -1,4 +1,4 @@
-"""The schedules of papers, as `examples/published_orders.py` makes them; and any schedule on stages of their own time."""
+"""The schedules of papers, as `examples/published_orders.py` makes them, and timed as the papers do."""
 
 import sys
 from dataclasses import replace
@@ -15,7 +15,7 @@ from published_orders import PUBLISHED as PUBLISHED
 TWO_CHUNKS = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
-def order(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def schedule_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule of that name, jpipe's or a paper's."""
     if name in PUBLISHED:
         return PUBLISHED[name](num_stages, num_microbatches)
@@ -28,9 +28,10 @@ def published_of(num_chunks: int) -> list[str]:
 
 
 def out_of_lockstep(timeline: Timeline) -> Timeline:
-    """The same actions, each as soon as the one before it on its stage has ended, and what it needs (hops take no time).
+    """The same actions, each as soon as the one before it on its stage, and those that it needs, have ended.
 
-    So papers time schedules: their stages are programs of their own. Spans list an action after those that it needs.
+    So papers time schedules, for stages that are programs of their own. Hops take no time here. A timeline lists an
+    action after those that it needs.
     """
     ends: dict[Placed, float] = {}
     clocks = [0.0] * timeline.schedule.num_stages
