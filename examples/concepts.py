@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import published_orders
+
 import jpipe
 from jpipe.tools.gantt import write_beside
 
@@ -57,9 +59,9 @@ def schedules() -> Any:
 
 
 def published() -> Any:
-    """Those of papers, as their stages run them, each a program of its own."""
-    names = ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"]
-    return jpipe.compare(names, num_stages=4, num_microbatches=8, width=WIDTH, memory=False, lockstep=False)
+    """Those of papers."""
+    orders = [make(4, 8) for make in published_orders.PUBLISHED.values()]
+    return jpipe.compare(orders, width=WIDTH, memory=False)
 
 
 PICTURES: dict[str, Callable[[], Any]] = {

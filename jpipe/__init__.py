@@ -16,8 +16,7 @@ from jpipe.processes.joining import initialize
 from jpipe.processes.progress import show_progress
 from jpipe.processes.watching import watch
 from jpipe.schedules.actions import Action
-from jpipe.schedules.orders import make_schedule
-from jpipe.schedules.published import zero_bubble
+from jpipe.schedules.orders import make_schedule, zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
 from jpipe.tools.figures import compare

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Placed, crosses_beside, needs
+from jpipe.schedules.actions import ACTION_KINDS, Action, Placed, crosses_beside
 from jpipe.schedules.schedule import Schedule
 from jpipe.users_numbers import as_number
 
@@ -182,9 +182,8 @@ def simulate(
     *,
     weight: float | Sequence[float] | None = None,
     recompute: float | Sequence[float] = 0.0,
-    lockstep: bool = True,
 ) -> Timeline:
-    """Times a schedule as the executor runs it, in lockstep; or as it would run if stages waited for nothing else.
+    """Times a schedule as the executor runs it, in lockstep.
 
     A stage runs its slots in order; an idle slot takes no time. After a slot come the `ppermute`s of the kinds that it
     admits, on all stages and in all ticks, so a stage starts its next slot when the slot just past has ended on itself,
@@ -201,13 +200,11 @@ def simulate(
       forward: time of one micro-batch's forward on one whole stage, one number or K of them. With V chunks an action
         takes a V-th of it.
       backward: the same for its backward, with the recomputation that `recompute` does not tell apart.
-      transfer: time of a hop, from the end of a slot (or action, without lockstep) until what it sent is there.
+      transfer: time of a hop, from the end of a slot until what it sent is there.
       weight: the same as `backward` for that part of it which W takes where the backward is split, and I doesn't;
         default: half of it.
       recompute: the same as `forward` for what a backward action computes anew before that (remat); 0 if nothing, or
         not apart. An R takes it from the B or I of its micro-batch.
-      lockstep: False starts each action as soon as the one before it on its stage has ended and what it needs has
-        arrived, whatever the slots: a schedule as systems run it whose stages are programs of their own.
 
     Raises:
       TypeError: the schedule is not a `Schedule`, or a time is not a number.
@@ -224,7 +221,7 @@ def simulate(
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
     hop = as_number("transfer", transfer, "give the time of one hop, 0 for hops that take none")
-    return in_time(schedule, Work.of(schedule, forward, backward, weight, recompute), hop, lockstep=lockstep)
+    return in_time(schedule, Work.of(schedule, forward, backward, weight, recompute), hop)
 
 
 @dataclass(frozen=True)
@@ -262,23 +259,35 @@ def in_time(
     work: Work,
     hop: float = 0.0,
     moves: Sequence[float] = (),
-    *,
-    lockstep: bool = True,
     paired: Collection[int] = (),
 ) -> Timeline:
-    """A schedule whose actions take these times; see `simulate`.
+    """A schedule whose actions take these times: its slots one after the other, on all stages at once; see `simulate`.
 
     Args:
       schedule, work, hop: what is timed.
-      moves: what all devices move to and from the hosts in every tick, in lockstep: how long it takes beside each slot,
-        whose end waits for it, and then after the last slot. Empty for nothing.
-      lockstep: as of `simulate`.
-      paired: in lockstep, the ticks whose slots run as pairs (`Run.pairs`): nothing crosses beside a slot there.
+      moves: what all devices move to and from the hosts in every tick: how long it takes beside each slot, whose end
+        waits for it, and then after the last slot. Empty for nothing.
+      paired: the ticks whose slots run as pairs (`Run.pairs`): nothing crosses beside a slot there.
     """
     takes = _takes(schedule, work)
-    spans = _in_lockstep(schedule, takes, hop, moves, paired) if lockstep else _asynchronously(schedule, takes, hop)
+    spans: list[Span] = []
+    width = len(schedule.slots)
+    *beside, after = moves or [0.0] * (1 + width)
+    crossings = [_crossings(schedule, index) for index in range(width)]
+    clocks = np.zeros(schedule.num_stages)  # when each stage can go on
+    arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
+    for tau, (index, actions) in enumerate(_slots(schedule)):
+        ends = clocks.tolist()
+        for stage, action in actions:
+            start, (anew, rest) = ends[stage], takes(stage, action)
+            ends[stage] += anew + rest
+            spans.append(Span(stage, action, start, ends[stage], anew))
+        waits = after if index == width - 1 else 0.0
+        crossed, ended = arriving, np.maximum(ends, clocks + beside[index]) + waits
+        clocks, arriving = _after_hops(crossings[index], ended, hop, at_once=(tau + 1) // width in paired)
+        clocks = np.maximum(clocks, crossed)
     makespan = max(span.end for span in spans)
-    return Timeline(schedule, spans, makespan, busy_times(schedule, work), transfer=hop)
+    return Timeline(schedule, tuple(spans), makespan, busy_times(schedule, work), transfer=hop)
 
 
 def busy_times(schedule: Schedule, work: Work) -> tuple[float, ...]:
@@ -298,42 +307,6 @@ def _takes(schedule: Schedule, work: Work) -> Takes:
         return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
 
     return takes
-
-
-def _in_lockstep(
-    schedule: Schedule, takes: Takes, hop: float, moves: Sequence[float], paired: Collection[int]
-) -> tuple[Span, ...]:
-    """Runs the slots one after the other, on all stages at once."""
-    spans: list[Span] = []
-    width = len(schedule.slots)
-    *beside, after = moves or [0.0] * (1 + width)
-    crossings = [_crossings(schedule, index) for index in range(width)]
-    clocks = np.zeros(schedule.num_stages)  # when each stage can go on
-    arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
-    for tau, (index, actions) in enumerate(_slots(schedule)):
-        ends = clocks.tolist()
-        for stage, action in actions:
-            start, (anew, rest) = ends[stage], takes(stage, action)
-            ends[stage] += anew + rest
-            spans.append(Span(stage, action, start, ends[stage], anew))
-        waits = after if index == width - 1 else 0.0
-        crossed, ended = arriving, np.maximum(ends, clocks + beside[index]) + waits
-        clocks, arriving = _after_hops(crossings[index], ended, hop, at_once=(tau + 1) // width in paired)
-        clocks = np.maximum(clocks, crossed)
-    return tuple(spans)
-
-
-def _asynchronously(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
-    """Starts each action once those that it needs have ended; slot order lists an action after those that it needs."""
-    spans: list[Span] = []
-    ends: dict[Placed, float] = {}
-    clocks = [0.0] * schedule.num_stages
-    for stage, action in schedule.slot_times:
-        arrivals = [ends[source] + hop * (source[0] != stage) for source in needs(schedule, stage, action)]
-        start, (anew, rest) = max([clocks[stage], *arrivals]), takes(stage, action)
-        ends[stage, action] = clocks[stage] = start + anew + rest
-        spans.append(Span(stage, action, start, clocks[stage], anew))
-    return tuple(spans)
 
 
 def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:

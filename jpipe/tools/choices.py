@@ -18,7 +18,7 @@ from jpipe.tools.forecaster import Forecast
 from jpipe.tools.step_cost import Parts, StepCost
 
 WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
-"""Schedules with V. "gpipe" takes the time of "1f1b" and more memory; those of papers gain nothing in lockstep."""
+"""Schedules with V. "gpipe" takes the time of "1f1b" and more memory."""
 OVERLAPPED = (("overlapped", 1), ("overlapped", 2), ("overlapped-v", 2))
 """Further ones for GPUs whose layers send: what they send travels beside the other pass (`jpipe.planning.pairs`)."""
 MICROBATCHES_A_STAGE = 4

@@ -87,7 +87,7 @@ def compare(
       unit: the unit of the times, such as "ms".
       width: the picture's width in inches; default: as its bars need. With 6 its texts can be read on a telephone.
       memory: whether what stages hold is drawn.
-      **times: `forward`, `backward`, `weight`, `recompute` and `lockstep` of `simulate`, for names and schedules.
+      **times: `forward`, `backward`, `weight` and `recompute` of `simulate`, for names and schedules.
 
     Returns:
       The figure; its axes are bars and memory of each schedule in turn (bars alone where nothing trains).

@@ -13,6 +13,7 @@ import pytest
 
 import jpipe
 from cases import assert_close
+from published import schedule_of
 
 
 @jax.custom_vjp
@@ -133,8 +134,8 @@ def test_it_sees_what_it_sees_in_the_whole_model(case):
 LOSSES, SIZES, RULES = (mean, masked, counted, two_means), (1, 2, 4, 8), ("clip", "round", "load")
 ORDERS = ("1f1b", "gpipe", "naive", "zero_bubble", "zb-h1", "zb-h2")
 COMBINED = [
-    (rule, LOSSES[(i + j) % 4], SIZES[(i + 2 * j) % 4], {}, {"schedule": order})
-    for i, order in enumerate(ORDERS)
+    (rule, LOSSES[(i + j) % 4], m := SIZES[(i + 2 * j) % 4], {}, {"schedule": schedule_of(name, 2, m)})
+    for i, name in enumerate(ORDERS)
     for j, rule in enumerate(RULES)
 ]
 

@@ -10,7 +10,7 @@ import jpipe
 import sequential
 from cases import MODELS, assert_close, assert_step_equals, model, names, one_slot_from_k, pipeline
 from device_programs import DEVICES, devices_of, programs_for, programs_of
-from jpipe.schedules.orders import SCHEDULES
+from published import published_of, schedule_of
 
 REMATS = {
     "none": "none",
@@ -68,7 +68,7 @@ IN_FLOAT32_IN_TEST_ALL = [
 ORDERS = [
     (name, k, v)
     for v in (1, 2, 3)
-    for name in [*names(chunks=v, train=True, split=None), *["one slot"] * (v == 1)]
+    for name in [*names(chunks=v, train=True, split=None), *["one slot"] * (v == 1), *published_of(v)]
     for k in (1, 2, 3, 4)
 ]
 
@@ -94,7 +94,7 @@ def swapped(choice, v):
 def runs(case):
     """Whether the backward of a case has what it needs: one in two parts, residuals."""
     _, order, k, m, v, remat = case
-    in_two_parts = order in SCHEDULES and SCHEDULES[order](k, m, v).splits  # dualpipe-v only with several micro-batches
+    in_two_parts = order != "one slot" and schedule_of(order, k, m, v).splits  # dualpipe-v if M > 1
     return not in_two_parts or REMATS[remat] not in ("stage", "full")
 
 

@@ -184,7 +184,7 @@ TABLE: dict[str, Callable[[Mesh], Example]] = {
 """From the mesh to an example, for each program in `examples` and each model in `examples/models`."""
 
 ELSEWHERE = {"__init__", "cluster", "names", "precision", "schedules", "concepts", "pipedream", "llama"} | {
-    "transfer", "translate", "translation_study", "dit_stream", "llama_decoding", "lora",
+    "published_orders", "transfer", "translate", "translation_study", "dit_stream", "llama_decoding", "lora",
 }  # fmt: skip
 """What has no model: helpers, and scripts for pictures; what `test_llama_example` compiles, with its package; and what
 runs a model that is in the table."""

@@ -11,6 +11,7 @@ import jpipe
 from cases import assert_close, assert_equal, model
 from cases import pipeline as model_pipeline
 from device_programs import programs_for
+from published import schedule_of
 from vocabulary import WIDTH, WORDS, Block, Head, batch_of, cross_entropy, pipeline, tied, untied, wide
 
 
@@ -51,7 +52,7 @@ CASES = [
     (untied, 2, 4, {"schedule": "naive", "remat": "full"}, {}),
     (tied, 2, 4, {"schedule": "interleaved", "num_chunks": 2}, {}),
     (untied, 2, 4, {"schedule": "v", "num_chunks": 2, "unroll": True}, {}),
-    (untied, 2, 4, {"schedule": "zb-h1"}, {}),
+    (untied, 2, 4, {"schedule": schedule_of("zb-h1", 2, 4)}, {}),
     (untied, 2, 2, {"shard_over": "fsdp"}, {"fsdp": 4}),
     (tied, 2, 2, {"shard_over": "fsdp", "gather": "use"}, {"fsdp": 4}),
     (wide_at_the_ends, 2, 4, {"remat": "stage"}, {}),

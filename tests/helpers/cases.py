@@ -20,6 +20,7 @@ from flax import nnx
 
 import jpipe
 from jpipe.schedules.orders import SCHEDULES
+from published import PUBLISHED
 
 VOCABULARY = 11
 WIDTH = 8
@@ -432,7 +433,7 @@ def ahead(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
     return jpipe.Schedule(orders, slots=("FR", "B"), name="ahead")
 
 
-ORDERS_OF_OUR_OWN = {"one slot": one_slot, "ahead": ahead}
+ORDERS_OF_OUR_OWN = {"one slot": one_slot, "ahead": ahead, **PUBLISHED}
 
 
 def names(*, chunks: int | None = None, train: bool | None = None, split: bool | None = False) -> list[str]:

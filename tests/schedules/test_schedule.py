@@ -18,6 +18,7 @@ from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
+from published import out_of_lockstep, schedule_of
 
 
 def test_spellings_of_an_action_are_equal():
@@ -146,7 +147,7 @@ def test_files_of_pytorch(name, num_chunks, style, bubble, rows):
     schedule = read(name)
     assert (schedule.num_stages, schedule.num_microbatches) == (4, 8)
     assert (schedule.num_chunks, schedule.style) == (num_chunks, style)
-    timeline = simulate(schedule, lockstep=False)
+    timeline = out_of_lockstep(simulate(schedule))
     assert timeline.makespan - max(timeline.busy) == bubble
     assert tuple(map(max, schedule.ticks.rows.values())) == rows
     assert Schedule.from_csv(schedule.to_csv()) == schedule
@@ -154,11 +155,9 @@ def test_files_of_pytorch(name, num_chunks, style, bubble, rows):
 
 def test_orders_by_name_are_pytorchs():
     """Its 1F1B and interleaved orders begin a backward as soon as it can be there, those for lockstep a hop later."""
-    sizes = {"num_stages": 4, "num_microbatches": 8}
-    same = {"GPipe": ("gpipe", 1), "ZBVZeroBubble": ("zb-v", 2), "DualPipeV": ("dualpipe-v", 2)}
-    for theirs, (ours, num_chunks) in same.items():
-        assert read(theirs).actions == make_schedule(ours, **sizes, num_chunks=num_chunks).actions
-    assert read("1F1B").actions != make_schedule("1f1b", **sizes).actions
+    for theirs, ours in {"GPipe": "gpipe", "ZBVZeroBubble": "zb-v", "DualPipeV": "dualpipe-v"}.items():
+        assert read(theirs).actions == schedule_of(ours, 4, 8).actions
+    assert read("1F1B").actions != schedule_of("1f1b", 4, 8).actions
 
 
 def test_a_file_of_pytorch_that_is_wrong_is_refused():

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from any_schedule import schedules
 from cases import ahead, names, one_slot_from_k
 from jpipe.schedules.actions import needs
-from jpipe.schedules.orders import make_schedule
-from jpipe.schedules.published import zero_bubble
+from jpipe.schedules.orders import make_schedule, zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, Work, in_time, simulate
 from jpipe.schedules.ticks import KEEPS
+from published import PUBLISHED, out_of_lockstep
 
 CHUNKED = names(chunks=2, split=None)
 TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact
@@ -92,13 +92,12 @@ def test_gpipe_with_unequal_stages(times, num_microbatches):
     st.sampled_from(names(split=None)),
     st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
     st.integers(1, 5),
-    st.booleans(),
 )
-def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbatches, lockstep):
+def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbatches):
     f, b = map(list, zip(*times, strict=True))
     num_chunks = 2 if name in CHUNKED else 1
     schedule = make(name, len(f), num_microbatches, num_chunks)
-    timeline = simulate(schedule, f, b, lockstep=lockstep)
+    timeline = simulate(schedule, f, b)
     end = {(span.stage, span.action): span.end for span in timeline.spans}
     for stage, order in enumerate(schedule.actions):
         spans = [span for span in timeline.spans if span.stage == stage]
@@ -284,11 +283,6 @@ def bubble(timeline: Timeline) -> float:
     return timeline.makespan - max(timeline.busy)
 
 
-def bubble_between_steps(timeline: Timeline) -> float:
-    """The most that a stage idles from its own first action to its own last, as if steps didn't end together."""
-    return max(own[-1].end - own[0].start - busy for own, busy in zip(timeline.of_stages, timeline.busy, strict=True))
-
-
 @pytest.mark.parametrize(("name", "num_chunks", "most"), [("1f1b", 1, 7.0), ("interleaved", 2, 7.0)])
 def test_zero_bubble_idles_less(name, num_chunks, most):
     """At F = I = W = 1 it was 21 and 10.5."""
@@ -330,59 +324,23 @@ def test_zero_bubble_never_idles_longer_than_what_it_is_made_of(weight):
             assert split.makespan <= simulate(base).makespan * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "equal", "unequal", "memory"),
-    [
-        ("zb-h1", (7, 7), (10.5, 10.5), 8),
-        ("zb-h2", (7, 0), (7, 5.25), 15),
-        ("zb-v", (3.5, 0), (4.375, 3.5), 8),
-        ("v-half", (13, 13), (16.125, 16.125), 5),
-        ("v-min", (13.5, 13.5), (38.625, 38.625), 4),
-        ("dualpipe-v", (3.5, 3.5), (5.625, 5.625), 8.5),
-    ],
-)
-def test_published_orders_have_their_published_figures(name, equal, unequal, memory):
-    """K=8, M=32, asynchronously: bubbles at F:I:W = 1:1:1 and 1:1.25:0.75, of a step and between steps; memory."""
-    schedule = make(name, 8, 32, 1 if name in ("zb-h1", "zb-h2") else 2)
-    for weight, expected in ((1.0, equal), (0.75, unequal)):
-        timeline = simulate(schedule, 1.0, 2.0, weight=weight, lockstep=False)
-        assert (bubble(timeline), bubble_between_steps(timeline)) == pytest.approx(expected)
-        assert max(timeline.peak_in_flight) / schedule.num_chunks == memory
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6, 7])
-@pytest.mark.parametrize(("i", "w"), [(1.0, 1.0), (1.25, 0.75), (2.0, 0.5)])
-def test_published_formulas(num_stages, i, w):
-    """arXiv 2401.10241, table 1, and 2405.15362; memory of stage k in those of F until I and of I until W."""
-    K, M = num_stages, 3 * num_stages
-    at = lambda name, V=1: simulate(make(name, K, M, V), 1.0, i + w, weight=w, lockstep=False)
-    assert bubble(at("zb-h1")) == pytest.approx((K - 1) * (1 + i - w))
-    assert bubble_between_steps(at("zb-h2")) == pytest.approx((K - 1) * (1 + i - 2 * w))
-    assert at("zb-h1").peak_in_flight == (K,) * K
-    assert at("zb-h2").peak_in_flight == (2 * K - 1,) * K
-    assert set(at("zb-v", 2).peak_in_flight) == {2 * K}
-    assert max(at("v-half", 2).peak_in_flight) == 2 * ((K + 2) // 2)
-    assert max(at("v-min", 2).peak_in_flight) == 2 * ((K + 4) // 3)
-    assert set(at("dualpipe-v", 2).peak_in_flight) == {2 * K + 1}
-
-
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_one_mixed_slot_costs_as_much_as_the_longest_of_its_kinds(num_stages):
     """In lockstep orders of unit times have their published bubble where F = I = W, and a larger one elsewhere."""
-    for name, V in (("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("v-half", 2)):
-        schedule = make(name, num_stages, 4 * num_stages, V)
-        free, bound = (simulate(schedule, lockstep=lockstep) for lockstep in (False, True))
-        assert free.makespan == bound.makespan
-        free, bound = (simulate(schedule, 1.0, 2.0, weight=0.5, lockstep=lockstep) for lockstep in (False, True))
-        assert free.makespan < bound.makespan
+    for name in ("zb-h1", "zb-h2", "zb-v", "v-half"):
+        schedule = PUBLISHED[name](num_stages, 4 * num_stages)
+        bound = simulate(schedule)
+        assert out_of_lockstep(bound).makespan == bound.makespan
+        bound = simulate(schedule, 1.0, 2.0, weight=0.5)
+        assert out_of_lockstep(bound).makespan < bound.makespan
         aligned = simulate(make("zero_bubble", num_stages, 4 * num_stages), 1.0, 2.0, weight=0.5)
         assert aligned.makespan < bound.makespan
 
 
 @settings(max_examples=50)
-@given(schedules(), st.booleans(), st.integers(0, 4).map(lambda n: n / 2))
-def test_what_is_in_flight_has_its_rows(schedule, lockstep, transfer):
-    timeline = simulate(schedule, 1.0, 3.0, transfer, weight=1.0, recompute=0.5, lockstep=lockstep)
+@given(schedules(), st.integers(0, 4).map(lambda n: n / 2))
+def test_what_is_in_flight_has_its_rows(schedule, transfer):
+    timeline = simulate(schedule, 1.0, 3.0, transfer, weight=1.0, recompute=0.5)
     for name, kinds in KEEPS.items():
         peaks = [max(n for _, n in timeline.in_flight(stage, *kinds)) for stage in range(schedule.num_stages)]
         if name != "kept" or schedule.splits:
@@ -392,16 +350,10 @@ def test_what_is_in_flight_has_its_rows(schedule, lockstep, transfer):
 
 
 @settings(max_examples=50)
-@given(schedules(), st.integers(0, 4).map(lambda n: n / 2))
-def test_without_lockstep_actions_start_when_what_they_need_is_there(schedule, transfer):
-    timeline = simulate(schedule, 1.0, 3.0, transfer, weight=1.0, recompute=0.5, lockstep=False)
-    end = {(span.stage, span.action): span.end for span in timeline.spans}
-    for stage, own in enumerate(timeline.of_stages):
-        for before, span in itertools.pairwise([None, *own]):
-            arrived = [end[need] + transfer * (need[0] != stage) for need in needs(schedule, stage, span.action)]
-            assert span.start == max([0.0 if before is None else before.end, *arrived])
-    if transfer == 0:
-        assert timeline.makespan <= simulate(schedule, 1.0, 3.0, weight=1.0, recompute=0.5).makespan
+@given(schedules())
+def test_lockstep_takes_no_less_time_than_stages_that_wait_for_nothing_else(schedule):
+    timeline = simulate(schedule, 1.0, 3.0, weight=1.0, recompute=0.5)
+    assert out_of_lockstep(timeline).makespan <= timeline.makespan
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 8), (4, 8), (4, 16), (8, 32)])
@@ -410,10 +362,10 @@ def test_recomputation_ahead_hides_one_for_each_stage_but_the_last(num_stages, n
     """And costs the memory of as many micro-batches' residuals, for which "v" need not recompute at all."""
     K, M, times = num_stages, num_microbatches, {"backward": 2.0, "recompute": recompute}
     plain, early = make("1f1b", K, M), ahead(K, M)
-    saved = simulate(plain, **times).makespan - simulate(early, **times).makespan
-    assert saved == pytest.approx((K - 1) * min(1.0, recompute))
-    free = simulate(early, **times, lockstep=False)
-    assert simulate(plain, **times, lockstep=False).makespan - free.makespan == pytest.approx((K - 1) * recompute)
+    late, soon = simulate(plain, **times), simulate(early, **times)
+    assert late.makespan - soon.makespan == pytest.approx((K - 1) * min(1.0, recompute))
+    late, free = out_of_lockstep(late), out_of_lockstep(soon)
+    assert late.makespan - free.makespan == pytest.approx((K - 1) * recompute)
     assert [max(n for _, n in free.in_flight(k, "R", "B")) for k in range(K)] == list(reversed(range(K)))
     without = simulate(make("v", K, M, 2), backward=2.0)
     assert max(without.peak_in_flight) == 2 * min(K, M) and without.makespan <= free.makespan

@@ -15,6 +15,7 @@ from jpipe.schedules.actions import Action, admitted
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import AWAY, KEEPS, SlotTable, TickTable, lower
+from published import PUBLISHED, published_of, schedule_of
 
 Tag = tuple[str, int, int]  # kind, micro-batch, and the virtual stage that sent it
 EMPTY: Tag = ("", -1, -1)
@@ -23,10 +24,10 @@ BOUNDARIES = {"activation": "F", "cotangent": "BI"}
 
 
 def named(num_chunks: int) -> list[Schedule]:
-    """Every schedule that has a name and these chunks, with several stages and micro-batches."""
+    """Every schedule that has a name, jpipe's or a paper's, and these chunks, with several stages and micro-batches."""
     return [
-        make_schedule(name, num_stages=k, num_microbatches=m, num_chunks=num_chunks)
-        for name in names(chunks=num_chunks, split=None)
+        schedule_of(name, k, m, num_chunks)
+        for name in [*names(chunks=num_chunks, split=None), *published_of(num_chunks)]
         for k in (1, 2, 3, 4)
         for m in (1, 3, 4, 6)
     ]
@@ -364,7 +365,8 @@ def test_runs_of_named_schedules():
     assert steady == {
         name: (a, b, ("F", "B"), ()) for name, a, b in (("interleaved", 7, 19), ("v", 7, 22), ("zero_bubble", 6, 16))
     }
-    assert runs("zb-h2", num_microbatches=16) == ((0, 51, ("",), ()),), "kinds change often: one run"
+    often = lower(PUBLISHED["zb-h2"](4, 16), idle_work=True).runs
+    assert often == ((0, 51, ("",), ()),), "kinds change often: one run"
 
 
 @given(schedules())

@@ -8,6 +8,7 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import lower
 from jpipe.schedules.waiting import WaitingValues
+from published import schedule_of
 
 THERE_AND_BACK = Schedule(
     [
@@ -57,7 +58,7 @@ def test_routes_share_a_buffer_where_that_takes_fewer_rows():
 
 @pytest.mark.parametrize("name", ["v", "zb-v", "v-half", "v-min", "dualpipe-v"])
 def test_a_buffer_of_one_row_is_always_written_if_its_sender_leaves_nothing_else(name):
-    table = lower(make_schedule(name, num_stages=4, num_microbatches=8, num_chunks=2))
+    table = lower(schedule_of(name, 4, 8, 2))
     columns = [
         column
         for slot in table.slots

@@ -20,6 +20,7 @@ import jpipe
 from jpipe.schedules.simulate import Timeline, simulate
 from jpipe.tools import palette
 from jpipe.tools.gantt import corners
+from published import schedule_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["naive", "gpipe", "1f1b", "interleaved"]
@@ -34,8 +35,7 @@ def agg():
 
 
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, **times) -> Timeline:
-    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    return simulate(jpipe.make_schedule(name, **sizes), **times)
+    return simulate(schedule_of(name, num_stages, num_microbatches, num_chunks), **times)
 
 
 def rendered(figure) -> FigureCanvasAgg:

@@ -50,6 +50,7 @@ from jpipe.tools.page import (
     write_page,
 )
 from jpipe.tools.page import Page as Written
+from published import PUBLISHED
 from view_chromium import Page, chromium, find
 
 CLOSE = 1e-9
@@ -800,8 +801,7 @@ def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots
 @pytest.mark.parametrize("name", ["zb-h1", "v-half", "dualpipe-v"])
 def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
     """Its backwards are in two parts, some or all, and each kind of row is as often there as stages hold it."""
-    num_chunks = 1 if name == "zb-h1" else 2
-    schedule = make_schedule(name, num_stages=2, num_microbatches=5, num_chunks=num_chunks)
+    schedule = PUBLISHED[name](2, 5)
     residuals = tuple(Rows(kind, 10**6, (1, 1)) for kind in ("residual", "kept", "stash"))
     own_page(tab, tmp_path, schedule, residuals=residuals)
     timeline = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5])

@@ -1,0 +1,114 @@
+"""The orders of `examples/published_orders.py`: action for action, their figures, their files; any sizes make one."""
+
+import doctest
+from pathlib import Path
+
+import published_orders
+import pytest
+
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import Timeline, simulate
+from published import PUBLISHED, out_of_lockstep
+
+FILES = Path(__file__).parents[2] / "examples" / "data" / "orders"
+
+ORDERS = {
+    "zb-h1": """
+        F0 F1 F2 I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+        F0 F1 I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+    """,
+    "zb-h2": """
+        F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
+        F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
+        F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
+    """,
+    "v-half": """
+        F0 F1 F0.1 I0.1 W0.1 F2 F1.1 I1.1 W1.1 I0 W0 F2.1 I2.1 W2.1 I1 W1 I2 W2
+        F0 F0.1 F1 I0.1 W0.1 F1.1 F2 I0 I1.1 W1.1 F2.1 W0 I1 I2.1 W2.1 W1 I2 W2
+        F0 F0.1 F1 F1.1 I0.1 W0.1 I0 W0 F2 F2.1 I1.1 W1.1 I1 W1 I2.1 W2.1 I2 W2
+    """,
+    "v-min": """
+        F0 F0.1 F1 I0.1 W0.1 F1.1 F2 I0 I1.1 W1.1 W0 F2.1 I1 I2.1 W2.1 W1 I2 W2
+        F0 F0.1 F1 I0.1 F1.1 W0.1 I0 F2 W0 I1.1 F2.1 W1.1 I1 W1 I2.1 W2.1 I2 W2
+        F0 F0.1 F1 F1.1 I0.1 I0 W0.1 W0 F2 F2.1 I1.1 I1 W1.1 W1 I2.1 I2 W2.1 W2
+    """,
+}
+"""Three stages; of five micro-batches there, of three here and back."""
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_order_is_as_drawn(name):
+    drawn = [line.split() for line in ORDERS[name].strip().splitlines()]
+    made = PUBLISHED[name](3, 3 if name.startswith("v") else 5)
+    assert [list(map(str, order)) for order in made.actions] == drawn
+    assert (made.name, made.slots, made.style) == (name, ("FBW",), "v" if made.num_chunks == 2 else "loop")
+
+
+def test_grids_are_as_their_docstrings_show():
+    assert doctest.testmod(published_orders) == (0, 6), "(failed, tried)"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_any_sizes_make_an_order(name):
+    """One that isn't valid would raise."""
+    for num_stages in (1, 2, 3, 4, 6, 7):
+        for num_microbatches in (1, 2, 3, 5, 8, 14):
+            made = PUBLISHED[name](num_stages, num_microbatches)
+            assert isinstance(made, Schedule)
+            assert (made.num_stages, made.num_microbatches) == (num_stages, num_microbatches)
+
+
+def test_files_are_what_the_script_writes(tmp_path):
+    published_orders.write(4, 8, tmp_path)
+    assert {path.stem for path in FILES.iterdir()} == {*PUBLISHED}
+    for name, make in PUBLISHED.items():
+        text = (FILES / f"{name}.csv").read_text()
+        assert text == (tmp_path / f"{name}.csv").read_text()
+        assert Schedule.from_csv(text).actions == make(4, 8).actions
+
+
+def bubble(timeline: Timeline) -> float:
+    """The time in which the stage that works longest idles."""
+    return timeline.makespan - max(timeline.busy)
+
+
+def bubble_between_steps(timeline: Timeline) -> float:
+    """The most that a stage idles from its own first action to its own last, as if steps didn't end together."""
+    return max(own[-1].end - own[0].start - busy for own, busy in zip(timeline.of_stages, timeline.busy, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "equal", "unequal", "memory"),
+    [
+        ("zb-h1", (7, 7), (10.5, 10.5), 8),
+        ("zb-h2", (7, 0), (7, 5.25), 15),
+        ("zb-v", (3.5, 0), (4.375, 3.5), 8),
+        ("v-half", (13, 13), (16.125, 16.125), 5),
+        ("v-min", (13.5, 13.5), (38.625, 38.625), 4),
+        ("dualpipe-v", (3.5, 3.5), (5.625, 5.625), 8.5),
+    ],
+)
+def test_published_orders_have_their_published_figures(name, equal, unequal, memory):
+    """K=8, M=32, not in lockstep: bubbles at F:I:W = 1:1:1 and 1:1.25:0.75, of a step and between steps; memory."""
+    schedule = PUBLISHED[name](8, 32)
+    for weight, expected in ((1.0, equal), (0.75, unequal)):
+        timeline = out_of_lockstep(simulate(schedule, 1.0, 2.0, weight=weight))
+        assert (bubble(timeline), bubble_between_steps(timeline)) == pytest.approx(expected)
+        assert max(timeline.peak_in_flight) / schedule.num_chunks == memory
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize(("i", "w"), [(1.0, 1.0), (1.25, 0.75), (2.0, 0.5)])
+def test_published_formulas(num_stages, i, w):
+    """arXiv 2401.10241, table 1, and 2405.15362; memory of stage k in those of F until I and of I until W."""
+    K, M = num_stages, 3 * num_stages
+    at = lambda name: out_of_lockstep(simulate(PUBLISHED[name](K, M), 1.0, i + w, weight=w))
+    assert bubble(at("zb-h1")) == pytest.approx((K - 1) * (1 + i - w))
+    assert bubble_between_steps(at("zb-h2")) == pytest.approx((K - 1) * (1 + i - 2 * w))
+    assert at("zb-h1").peak_in_flight == (K,) * K
+    assert at("zb-h2").peak_in_flight == (2 * K - 1,) * K
+    assert set(at("zb-v").peak_in_flight) == {2 * K}
+    assert max(at("v-half").peak_in_flight) == 2 * ((K + 2) // 2)
+    assert max(at("v-min").peak_in_flight) == 2 * ((K + 4) // 3)
+    assert set(at("dualpipe-v").peak_in_flight) == {2 * K + 1}
