@@ -20,25 +20,21 @@ class Parts(Mapping[str, Number]):
     """
 
     def __init__(self, parts: Mapping[str, Number] = MappingProxyType({}), **more: Number):
-        self._parts = {**parts, **more}
+        self.__dict__.update(parts, **more)
 
     def __getitem__(self, name: str) -> Number:
-        return self._parts[name]
+        return self.__dict__[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self.__dict__)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self.__dict__)
 
     def __repr__(self) -> str:
-        return f"Parts({self._parts})"
+        return f"Parts({self.__dict__})"
 
     def __getattr__(self, name: str) -> Number:
-        if name.startswith("_"):  # copying asks for such, while there are no parts yet
-            raise AttributeError(name)
-        if name in self:
-            return self[name]
         raise AttributeError(f"there is no part {name!r}; the parts are {', '.join(self) or 'none'}")
 
     @property
@@ -65,7 +61,7 @@ class StepCost(Tabular):
     bytes: Parts[int]
     timeline: Timeline | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
-    host: Parts[int] = field(default_factory=Parts[int])
+    host: Parts[int] = field(default_factory=Parts)
 
     @property
     def step(self) -> float:
