@@ -6,18 +6,22 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backend_bases import RendererBase
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch, Rectangle
-from matplotlib.text import Text
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.simulate import Span, Timeline
 from jpipe.tools import palette
 from jpipe.tools.measure import MILLISECONDS, StageTimes
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backend_bases import RendererBase
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.text import Text
+except ImportError as error:
+    raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
 
 Target = str | os.PathLike[str] | BytesIO | None
 """Where a picture is saved; None for a figure of pyplot's, which isn't."""
