@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
-from jpipe.tools.findings import recomputed
+from jpipe.tools.findings import recomputation_apart
 from jpipe.tools.measure import (
     SLICES,
     LayerTimes,
@@ -106,7 +106,9 @@ def test_sums_over_stages_and_their_chunks():
 def test_the_part_of_a_backward_that_is_recomputed():
     cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
     times = LayerTimes([cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
-    assert recomputed(planned().planner, times) == pytest.approx([0.25, 0.0])  # never less than nothing
+    apart = recomputation_apart(planned().planner, times, StageTimes((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
+    assert apart.recompute == pytest.approx([1.0, 0.0])  # never less than nothing
+    assert apart.backward == pytest.approx([3.0, 4.0])
 
 
 def test_a_number_of_micro_batches_that_a_layer_refuses_is_left_out():
