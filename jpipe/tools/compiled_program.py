@@ -245,9 +245,6 @@ def _numbers(text: str) -> list[int]:
 # --- waits ------------------------------------------------------------------------------------------------------------
 
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
-
-
 @dataclass(frozen=True)
 class TransferInTime:
     """A collective in time.
@@ -379,13 +376,9 @@ def type_bytes(text: str) -> int:
     >>> type_bytes("(f32[2,8]{1,0:T(8,128)}, bf16[], pred[3])")
     69
     """
-    found = re.findall(r"(\w+)\[([\d,<=]*)\]", text)
-    return sum(_bits(name) * math.prod(map(int, re.findall(r"\d+", dims))) for name, dims in found) // 8
-
-
-def _bits(name: str) -> int:
-    digits = re.search(r"\d+", name)  # f8e4m3fn has 8
-    return _BITS[name] if name in _BITS else int(digits[0]) if digits else 0
+    found = re.findall(r"([a-z]+)(\d*)\w*\[([\d,<=]*)\]", text)  # f8e4m3fn has 8 bits, a token none
+    bits = lambda kind, digits: 8 if kind == "pred" else int(digits or 0)
+    return sum(bits(kind, digits) * math.prod(_numbers(dims)) for kind, digits, dims in found) // 8
 
 
 # --- cycles -----------------------------------------------------------------------------------------------------------

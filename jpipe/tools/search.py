@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,12 +64,12 @@ def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Seq
     place = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
     run = jax.jit(jax.vmap(function), donate_argnums=0, out_shardings=place)
     x = jax.device_put(jnp.zeros((len(devices), rows, WIDTH), jnp.float32), place)
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        begin = time.perf_counter()
+
+    def turn() -> None:
+        nonlocal x
         x = jax.block_until_ready(run(x))
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:])
+
+    return min(timeit.repeat(turn, repeat=ROUNDS + 1, number=1)[1:])
 
 
 # --- the search -------------------------------------------------------------------------------------------------------

@@ -19,22 +19,27 @@ class Parts(Mapping[str, Number]):
     (4, 6, {'parameters': 4, 'residuals': 2})
     """
 
+    _parts: Mapping[str, Number] = MappingProxyType({})
+    """Empty while a copy is made, which asks for attributes that there aren't."""
+
     def __init__(self, parts: Mapping[str, Number] = MappingProxyType({}), **more: Number):
-        self.__dict__.update(parts, **more)
+        self._parts = {**parts, **more}
 
     def __getitem__(self, name: str) -> Number:
-        return self.__dict__[name]
+        return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.__dict__)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self.__dict__)
+        return len(self._parts)
 
     def __repr__(self) -> str:
-        return f"Parts({self.__dict__})"
+        return f"Parts({self._parts})"
 
     def __getattr__(self, name: str) -> Number:
+        if name in self:
+            return self[name]
         raise AttributeError(f"there is no part {name!r}; the parts are {', '.join(self) or 'none'}")
 
     @property
@@ -61,7 +66,7 @@ class StepCost(Tabular):
     bytes: Parts[int]
     timeline: Timeline | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
-    host: Parts[int] = field(default_factory=Parts)
+    host: Parts[int] = field(default_factory=Parts[int])
 
     @property
     def step(self) -> float:

@@ -76,7 +76,8 @@ def test_parts_are_those_of_the_fullest_device(make_mesh):
     split = jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec("stage")))
     alone = jax.device_put(jnp.zeros(3), mesh.devices[1])
     state = SimpleNamespace(variables={"params": {"w": split}, "batch_stats": [split, alone]}, opt_state=(split, split))
-    found = memory_of(SimpleNamespace(temporary_bytes=5), state)
+    compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=5))
+    found = memory_of(SimpleNamespace(compiled=compiled), state)
     assert found == {"parameters": 16, "other_variables": 16 + 12, "optimizer": 32, "gradients": 16, "temporaries": 5}
     assert found.total == 97
 
