@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 from jpipe.mesh.users_mesh import TPUS, tpu_of
 from jpipe.processes.runtime import register_gpu_compiler
@@ -70,11 +69,9 @@ class Gpu:
         """
 
 
-_HOPPER = {"capability": (9, 0), "multiprocessors": 132, "cores": 128, "clock": 1.98e9, "cache": 52428800}
-
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41e9, 85100068864, 2039040000000, 41943040, 167936)
-H100 = Gpu("NVIDIA H100 80GB HBM3", memory=84942979072, memory_bandwidth=3352320000000, shared_memory=233472, **_HOPPER)
-H200 = Gpu("NVIDIA H200", memory=151397597184, memory_bandwidth=4800000000000, shared_memory=233472, **_HOPPER)
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98e9, 84942979072, 3352320000000, 52428800, 233472)
+H200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98e9, 151397597184, 4800000000000, 52428800, 233472)
 B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965e9, 191514411008, 7672320000000, 132644864, 233472)
 
 # --- chips ------------------------------------------------------------------------------------------------------------
@@ -229,11 +226,11 @@ class Topology:
         """Devices to plan for, in place of `devices`."""
         chip, number = self.chip, self.shape[-1]
         if chip.gpu is not None:
-            return cast("list[Device]", [StandIn(i, i // number, chip.gpu.kind) for i in range(self.num_devices)])
+            return [StandIn(i, i // number, chip.gpu.kind) for i in range(self.num_devices)]
         places = itertools.product(*map(range, (*reversed(self.shape), chip.cores)))  # the first dimension first
         where = [((*reversed(chips), *[0] * (3 - len(chips))), core) for *chips, core in places]
         kind = "TPU " + next(word for word, name in TPUS.items() if name == chip.name)
-        return cast("list[Device]", [StandIn(i, 0, kind, "tpu", *place) for i, place in enumerate(where)])
+        return [StandIn(i, 0, kind, "tpu", *place) for i, place in enumerate(where)]
 
     def devices(self) -> list[Device]:
         """Devices for which programs compile, whether or not they are there.
@@ -333,11 +330,9 @@ class StandIn:
 
 def stand_ins_of(devices: Sequence[Device]) -> list[Device]:
     """Devices at hand to plan for: GPUs, and what stands in for TPUs, for which nothing is compiled then; not CPUs."""
-    tpus = [device for device in devices if device.platform == "tpu"]
-    slices = [getattr(device, "slice_index", None) for device in tpus]
-    where = [("tpu", tuple(device.coords), device.core_on_chip) for device in tpus]
-    there = [StandIn(d.id, 0, d.device_kind, *at, n) for d, at, n in zip(tpus, where, slices, strict=True)]
-    return [*cast("list[Device]", there), *(device for device in devices if device.platform == "gpu")]
+    place = lambda d: (tuple(d.coords), d.core_on_chip, getattr(d, "slice_index", None))
+    tpus = [StandIn(d.id, 0, d.device_kind, "tpu", *place(d)) for d in devices if d.platform == "tpu"]
+    return [*tpus, *(device for device in devices if device.platform == "gpu")]
 
 
 def chip_of(device: Device) -> Chip | None:

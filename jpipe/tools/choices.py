@@ -127,11 +127,6 @@ class Space:
         at = counts.index(setting.num_microbatches) + steps
         return [replace(setting, num_microbatches=counts[at])] if 0 <= at < len(counts) else []
 
-    def splits_more(self, setting: Setting, other: Setting) -> bool:
-        """Whether a setting, of as many stages, splits layers over as many devices of each axis as another, or more."""
-        mine, others = dict(setting.axes), dict(other.axes)
-        return mine[AXIS] == others[AXIS] and all(mine[name] >= others[name] for name in self.others)
-
     def why_empty(self) -> str:
         """Why there is no setting, in words."""
         kept = ", ".join(f"{name}={word_of(value)}" for name, value in self.pinned.items()) or "nothing kept"

@@ -19,9 +19,9 @@ from jpipe.planning.step import Step
 from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.ticks import Run
+from jpipe.tools.chips import MIB
 from jpipe.types import Batch
 
-MIB = 2**20
 FORWARD, BACKWARD, TICK, ENDS, STEP = "forward", "backward", "between stages", "shared ends", "step"
 HOW_OFTEN = {
     FORWARD: "for each layer and micro-batch",
@@ -30,7 +30,7 @@ HOW_OFTEN = {
     ENDS: "for each micro-batch, where all stages compute the first or the last layer together",
     STEP: "once in a step",
 }
-TURNS = {"enter", "leave", "back"}
+TURNS = ("enter", "leave", "back")
 """The scopes of what all stages compute together (`jpipe.planning.ends`)."""
 
 
@@ -142,7 +142,7 @@ def _loop_of(sent: Sent) -> str:
     """The loop that runs a collective in each of its turns."""
     if "ticks" not in sent.scope:
         return STEP
-    if not TURNS.isdisjoint(sent.scope[sent.scope.index("ticks") + 1 :][:1]):  # a user may call a scope so too
+    if any(scope in TURNS for scope in sent.scope[sent.scope.index("ticks") + 1 :][:1]):  # a user may call one so too
         return ENDS
     if AXIS in sent.axes:
         return TICK

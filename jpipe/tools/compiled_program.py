@@ -27,6 +27,7 @@ from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.simulate import Timeline, Work, in_time
 from jpipe.schedules.ticks import Run
 from jpipe.tools.chips import Chip
+from jpipe.tools.communication import TURNS
 from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import Network
 
@@ -116,12 +117,6 @@ def compile_with_text(lowered: Lowered) -> tuple[Compiled, str]:
 
 def read(text: str) -> Loop:
     """The loops of a compiled program."""
-    computations, entry = _computations(text)
-    return loop_of(computations, entry, "")
-
-
-def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
-    """Returns the operations of each computation by its name, and the name of the program's own."""
     computations: dict[str, list[Operation]] = {}
     name = entry = ""
     for line in text.splitlines():
@@ -131,7 +126,7 @@ def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
             entry = name if match.group(1) else entry
         elif name and (match := _OPERATION.match(line)):
             computations[name].append(_operation(line, *match.groups()))
-    return computations, entry
+    return loop_of(computations, entry, "")
 
 
 def _operation(line: str, name: str, kind: str, opcode: str, rest: str) -> Operation:
@@ -248,9 +243,6 @@ def _numbers(text: str) -> list[int]:
 
 
 # --- waits ------------------------------------------------------------------------------------------------------------
-
-
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 
 
 @dataclass(frozen=True)
@@ -384,13 +376,9 @@ def type_bytes(text: str) -> int:
     >>> type_bytes("(f32[2,8]{1,0:T(8,128)}, bf16[], pred[3])")
     69
     """
-    found = re.findall(r"(\w+)\[([\d,<=]*)\]", text)
-    return sum(_bits(name) * math.prod(map(int, re.findall(r"\d+", dims))) for name, dims in found) // 8
-
-
-def _bits(name: str) -> int:
-    digits = re.search(r"\d+", name)  # f8e4m3fn has 8
-    return _BITS[name] if name in _BITS else int(digits[0]) if digits else 0
+    found = re.findall(r"([a-z]+)(\d*)\w*\[([\d,<=]*)\]", text)  # f8e4m3fn has 8 bits, a token none
+    bits = lambda kind, digits: 8 if kind == "pred" else int(digits or 0)
+    return sum(bits(kind, digits) * math.prod(_numbers(dims)) for kind, digits, dims in found) // 8
 
 
 # --- cycles -----------------------------------------------------------------------------------------------------------
@@ -418,10 +406,10 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
     outside, bodies = _bodies(step, program)
     schedule, virtual_stages = step.schedule, range(step.schedule.placement.num_virtual_stages)
     actions = {kind: tuple(_action(step, bodies, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
-    ends = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in ENDS}
+    ends = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in TURNS}
     takes = {name: _mean(bodies, name, _turned) for name, turns in ends.items() if turns}
     # Of parts that run in place of whole backwards there may be no actions.
-    beyond = lambda body: body.own - sum(_unlooped(body, name) for name in (*ACTION_KINDS, *ENDS))
+    beyond = lambda body: body.own - sum(_unlooped(body, name) for name in (*ACTION_KINDS, *TURNS))
     # Runs of one tick lie one after the other, so that what they take is that of all of them.
     between = sum(beyond(body) * max([run.stop - run.start for run in runs], default=1) for body, runs in bodies)
     timeline = in_time(schedule, Work(actions, [0.0] * len(virtual_stages)))
@@ -432,8 +420,6 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
     return StepCycles(actions, Parts(parts), timeline)
 
 
-ENDS = ("enter", "leave", "back")
-"""The scopes of what all stages compute together (`jpipe.planning.ends`)."""
 Bodies = list[tuple[Loop, list[Run]]]
 """What runs in ticks, and the runs that it is for: a loop for each, the longest first; last all those of one tick."""
 

@@ -10,7 +10,6 @@ import os
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
-from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,6 @@ def plot(
     timeline: Timeline, path_or_ax: str | os.PathLike[str] | Axes | None = None, *, unit: str | None = None
 ) -> Axes:
     """Draws one timeline; see `Timeline.plot`."""
-    check_matplotlib()
     from jpipe.tools.gantt import draw_alone, draw_timelines
 
     if path_or_ax is None or isinstance(path_or_ax, (str, os.PathLike)):
@@ -44,17 +42,14 @@ def plot(
 
 def to_html(what: Schedule | Timeline) -> str:
     """The HTML for a notebook: the timeline's picture; its text without matplotlib, or if it takes long to draw."""
-    timeline, why_not = simulate(what) if isinstance(what, Schedule) else what, ""
-    if len(timeline.spans) > MOST_SPANS:
-        why_not = f"{len(timeline.spans):,} actions take long to draw; Timeline.plot() does"
+    timeline = simulate(what) if isinstance(what, Schedule) else what
     try:
-        check_matplotlib()
-    except ImportError as error:
-        why_not = str(error)
-    if why_not:
-        return f"<pre>{escape(str(timeline))}\n{escape(str(timeline.schedule))}\n{escape(why_not)}</pre>"
-    from jpipe.tools.gantt import draw_timelines
+        from jpipe.tools.gantt import draw_timelines
 
+        if len(timeline.spans) > MOST_SPANS:
+            raise ValueError(f"{len(timeline.spans):,} actions take long to draw; Timeline.plot() does")
+    except (ImportError, ValueError) as why_not:
+        return f"<pre>{escape(str(timeline))}\n{escape(str(timeline.schedule))}\n{escape(str(why_not))}</pre>"
     picture = BytesIO()
     figure = draw_timelines([timeline], picture, None)
     style = f"width: {100 * figure.get_figwidth():.0f}px; max-width: 100%"
@@ -97,7 +92,6 @@ def compare(
       TypeError: `schedules` is no sequence, or something in it neither a name, a schedule nor a timeline.
       ValueError: there are none, or a name without `num_stages` and `num_microbatches`.
     """
-    check_matplotlib()
     from jpipe.tools.gantt import draw_timelines
 
     remedy = 'pass names, schedules or timelines, as ["gpipe", "1f1b"]'
@@ -117,14 +111,6 @@ def compare(
         return simulate(item, **times)
 
     return draw_timelines(list(map(timeline_of, schedules)), path, unit, width=width, memory=memory)
-
-
-def check_matplotlib() -> None:
-    """Raises an ImportError that names the extra if matplotlib is not installed."""
-    try:
-        import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
 
 
 # --- traces that ui.perfetto.dev and chrome://tracing open ------------------------------------------------------------

@@ -53,18 +53,8 @@ class MicrobatchSize:
 def recomputation_apart(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
     """The stages' times as measured, with recomputation apart from the rest of the backward."""
     backward = np.asarray(stages.backward)
-    again = backward * recomputed(planner, times)
+    again = backward * np.clip(1.0 - _factors(planner, times.kept, times.here, "backward"), 0.0, 1.0)
     return replace(stages, backward=tuple((backward - again).tolist()), recompute=tuple(again.tolist()))
-
-
-def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
-    """The share of each stage's backward that computes anew what a forward computed before, `[K]`."""
-    return np.clip(1.0 - _factors(planner, times.kept, times.here, "backward"), 0.0, 1.0)
-
-
-def without_remat(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
-    """Predicts the stages' times if residuals were kept, which takes time too."""
-    return stages.scaled(_factors(planner, times.kept, times.here))
 
 
 def _factors(planner: Planner, costs: Sequence[Cost], here: Sequence[Cost], part: str = "total") -> np.ndarray:
@@ -316,12 +306,13 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
     """Advises to keep residuals, if recomputing them takes enough of the step."""
     if planner.request.remat is MODES["none"]:
         return
-    promise = model.step(without_remat(planner, times, model.stages)) / model.step()
+    kept = model.stages.scaled(_factors(planner, times.kept, times.here))  # to keep residuals takes time too
+    promise = model.step(kept) / model.step()
     if promise > 1 - WORTH:
         return
     held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
-    kept = float((held * by_stage(planner, [cost.residual_bytes for cost in times.kept])).max())
-    holds = f"a stage holds up to {bytes_in_words(kept)} of residuals: step {_percent(promise)}"
+    stored = float((held * by_stage(planner, [cost.residual_bytes for cost in times.kept])).max())
+    holds = f"a stage holds up to {bytes_in_words(stored)} of residuals: step {_percent(promise)}"
     yield Finding(f'without recomputation (remat="none") {holds}', {"remat": "none"}, promise)
 
 

@@ -32,7 +32,7 @@ from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, commu
 from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read, with_waits
 from jpipe.tools.memory_model import on_device
 from jpipe.tools.step_cost import Parts, StepCost
-from jpipe.tools.summary import remedies
+from jpipe.tools.summary import remedies, room_on
 from jpipe.tools.time_model import Network, predict_time
 from jpipe.types import Batch, Device
 
@@ -200,7 +200,7 @@ def forecast(
         except jax.errors.JaxRuntimeError as error:
             if not found_no_room(error):
                 raise
-            return _without_room(predicted, there, str(error))
+            return _without_room(predicted, planner.request, str(error))
     if memory := compiled.memory_analysis():
         beyond = {
             "batch": max(0, memory.argument_size_in_bytes - held.total),
@@ -246,14 +246,11 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
 
 def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip) -> Forecast:
     """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
-    device, held = pipe.mesh.devices.flat[0], known.cost.bytes
-    stats = device.memory_stats() if device in jax.devices() else None  # of a device that isn't there there are none
-    room = (stats or {}).get("bytes_limit", chip.room)
+    held, room = known.cost.bytes, room_on(pipe.mesh) or chip.room
     if held.total > room:
         used, most = bytes_in_words(held.total), bytes_in_words(room)
         message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
-        rest = held.total - held.temporaries
-        return replace(known, fits=False, message=message, advice=_advice(pipe.planner.request, rest, held.temporaries))
+        return _too_large(known, message, pipe.planner.request)
     share = held.total / chip.memory
     message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
     time = predict_time(pipe.planner, batch, chip, tx=tx)
@@ -285,16 +282,22 @@ def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | No
     return replace(predicted, cycles=by_kind | others, cost=cost)
 
 
-def _without_room(predicted: Forecast, pipe: Pipeline, error: str) -> Forecast:
+def _without_room(predicted: Forecast, request: Request, error: str) -> Forecast:
     """The forecast of a step that doesn't fit, as its compiler says."""
     message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
     held = predicted.cost.bytes
     used = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", error)  # the first number before one of these words
     left = max(0, int(float(used[1]) * UNITS[used[2]]) - held.total) if used else 0
     cost = replace(predicted.cost, bytes=Parts(held, temporaries=left))
-    return replace(
-        predicted, fits=False, cost=cost, message=message, advice=_advice(pipe.planner.request, held.total, left)
-    )
+    return _too_large(replace(predicted, cost=cost), message, request)
+
+
+def _too_large(predicted: Forecast, message: str, request: Request) -> Forecast:
+    """The forecast of a step that doesn't fit: advises what makes temporaries smaller first, if they are most of it."""
+    smaller, temporaries = remedies(request), predicted.cost.bytes.temporaries
+    parts = ["residuals"] * (2 * temporaries > predicted.total_bytes) + ["parameters", "casts"]
+    advice = dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part])
+    return replace(predicted, fits=False, message=message, advice=tuple(advice))
 
 
 def _without_room_on_hosts(predicted: Forecast, room: int) -> Forecast:
@@ -343,10 +346,3 @@ def _collectives(planner: Planner, batch: Batch, title: str) -> dict[tuple[str, 
         turns = {FORWARD: of_layers, BACKWARD: of_layers, ENDS: count, TICK: step.table.num_ticks, STEP: 1}[one.loop]
         sent[one.axes] = sent.get(one.axes, 0.0) + turns * one.bytes
     return sent
-
-
-def _advice(request: Request, held: int, temporaries: int) -> tuple[str, ...]:
-    """Settings that would take less memory; what makes temporaries smaller first, if those are most of it."""
-    smaller = remedies(request)
-    parts = ["residuals"] * (temporaries > held) + ["parameters", "casts"]
-    return tuple(dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part]))

@@ -6,18 +6,23 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backend_bases import RendererBase
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch, Rectangle
-from matplotlib.text import Text
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.simulate import Span, Timeline
 from jpipe.tools import palette
 from jpipe.tools.measure import MILLISECONDS, StageTimes
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backend_bases import RendererBase
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.text import Text
+except ImportError as error:
+    raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
 
 Target = str | os.PathLike[str] | BytesIO | None
 """Where a picture is saved; None for a figure of pyplot's, which isn't."""
@@ -84,11 +89,6 @@ def draw_gantt(axes: Axes, timeline: Timeline) -> None:
     label_stages(axes, schedule.num_stages)
 
 
-def peak(timeline: Timeline) -> float:
-    """The most that any stage holds, in micro-batches: a chunk of V holds a V-th of one."""
-    return max(timeline.peak_in_flight) / timeline.schedule.num_chunks
-
-
 def draw_memory(axes: Axes, timeline: Timeline, *, scale: float) -> None:
     """Draws an area for each stage, the first stage on top; beside it how much its peak is.
 
@@ -153,11 +153,10 @@ def draw_timelines(
         panels += [("bars", timeline), *[("memory", timeline)] * (memory and timeline.schedule.trains)]
     heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]
     size = (width or _width(timelines), sum(heights) + 0.25 * len(timelines) + 0.06 * len(panels) + 0.7)
-    figure = _new_figure(path, size)
-    figure.get_layout_engine().set(h_pad=0.04, w_pad=0.06, hspace=0.0)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    figure = _new_figure(path, size, ConstrainedLayoutEngine(h_pad=0.04, w_pad=0.06, hspace=0.0))
     column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     column[0].set_xlim(0, max(timeline.makespan for timeline in timelines))
-    scale = max(1.0, *map(peak, timelines))
+    scale = max(1.0, *(max(timeline.peak_in_flight) / timeline.schedule.num_chunks for timeline in timelines))
     for axes, (draw, timeline) in zip(column, panels, strict=True):
         if draw == "bars":
             draw_gantt(axes, timeline)
@@ -194,13 +193,13 @@ def _finish(figure: Figure, timelines: Sequence[Timeline], path: Target, *, memo
     return figure
 
 
-def _new_figure(path: Target, size: tuple[float, float]) -> Figure:
+def _new_figure(path: Target, size: tuple[float, float], layout: ConstrainedLayoutEngine) -> Figure:
     """A figure of pyplot's, for a window or a notebook, unless it is to be saved."""
     if path is not None:
-        return Figure(figsize=size, layout="constrained")
+        return Figure(figsize=size, layout=layout)
     from matplotlib import pyplot
 
-    return pyplot.figure(figsize=size, layout="constrained")
+    return pyplot.figure(figsize=size, layout=layout)
 
 
 def _width(timelines: Sequence[Timeline]) -> float:
@@ -257,8 +256,8 @@ def draw_profile(
     num_stages = len(stages.forward)
     line = max(0.16, 0.3 - 0.02 * num_stages)
     heights = [0.85, line * num_stages + 0.25, line * num_stages + 0.25]
-    figure = _new_figure(path, (7.0, sum(heights) + 0.55 * len(heights) + 0.3))
-    figure.get_layout_engine().set(h_pad=0.05, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    size = (7.0, sum(heights) + 0.55 * len(heights) + 0.3)
+    figure = _new_figure(path, size, ConstrainedLayoutEngine(h_pad=0.05, hspace=0.03))
     column = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     _draw_slices(column[0], slices)
     _draw_stages(column[1], stages)

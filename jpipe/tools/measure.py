@@ -260,6 +260,7 @@ class Program:
     Attributes:
       table: the ticks.
       batch: the batch on the devices, so that no run has to bring it there.
+      compiled: the program itself.
       set_up: runs the part of the step that needs no tick.
     """
 
@@ -271,18 +272,9 @@ class Program:
             self.batch, self._mesh = on_mesh(batch, pipe.mesh), pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(programs.value_and_grad, step))
-            self._compiled = run.lower(*self._arguments, self.only("FRBIW")).compile()
+            self.compiled = run.lower(*self._arguments, self.only("FRBIW")).compile()
             without = *self._arguments, on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
             self.set_up = partial(run.lower(*without).compile(), *without)
-
-    @property
-    def temporary_bytes(self) -> int:
-        """The bytes on a device besides arguments and results, all actions run and nothing updated.
-
-        The compiler says it; 0 if it doesn't.
-        """
-        analysis = self._compiled.memory_analysis()
-        return int(analysis.temp_size_in_bytes) if analysis else 0
 
     def only(self, kinds: str, stage: int | None = None) -> jax.Array:
         """The actions of these kinds on a stage, or on all of them: `[slots, T, K]` of 1 and 0 on the devices."""
@@ -295,7 +287,7 @@ class Program:
 
     def run(self, only: jax.Array) -> PyTree:
         """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""
-        return self._compiled(*self._arguments, only)
+        return self.compiled(*self._arguments, only)
 
 
 def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> StepModel:
@@ -380,4 +372,6 @@ def memory_of(program: Program, state: TrainState) -> Parts[int]:
     rest = {name: tree for name, tree in state.variables.items() if name != "params"}
     held = {"parameters": params, "other_variables": rest, "optimizer": state.opt_state}
     held["gradients"] = params  # laid out and typed like them
-    return Parts({name: on_device(tree) for name, tree in held.items()}, temporaries=program.temporary_bytes)
+    analysis = program.compiled.memory_analysis()  # None where the compiler doesn't say
+    temporaries = int(analysis.temp_size_in_bytes) if analysis else 0
+    return Parts({name: on_device(tree) for name, tree in held.items()}, temporaries=temporaries)

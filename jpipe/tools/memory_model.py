@@ -355,8 +355,7 @@ def predict_host_memory(
     if not host_is_apart(planner, chip or chip_of(planner.request.mesh.devices.flat[0])):
         return Parts()
     step = planner.training_step(planner.for_training(batch))
-    of_state = optimizer_bytes(planner, batch, tx)[1] if planner.request.options.offload.optimizer else 0
-    held = {"residuals": _on_hosts(step), "optimizer": of_state}
+    held = {"residuals": _on_hosts(step), "optimizer": optimizer_bytes(planner, batch, tx)[1]}
     return Parts({name: size for name, size in held.items() if size})
 
 

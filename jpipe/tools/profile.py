@@ -108,9 +108,6 @@ class Profile:
         Raises:
           ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
         """
-        from jpipe.tools.figures import check_matplotlib
-
-        check_matplotlib()
         from jpipe.tools.gantt import draw_profile
 
         return draw_profile(self.slices, self.stages, self.predicted, path)

@@ -15,7 +15,7 @@ the kernels that read them, but on chips whose products are calls of a library. 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 from jax.extend.core import jaxprs_in_params
@@ -37,7 +37,7 @@ _SMALL = 8  # an array of so many times fewer elements than another is nothing b
 _LANES, _SUBLANES = 128, 8
 
 
-def roofline(closed: ClosedJaxpr, chip: Chip, wanted: Sequence[bool] | None = None) -> float:
+def roofline(closed: ClosedJaxpr, chip: Chip) -> float:
     """Seconds of a function on one device.
 
     >>> import jax
@@ -49,10 +49,9 @@ def roofline(closed: ClosedJaxpr, chip: Chip, wanted: Sequence[bool] | None = No
     Args:
       closed: the function.
       chip: the device.
-      wanted: for each result whether it is needed; default: all are.
     """
-    needed = [True] * len(closed.jaxpr.outvars) if wanted is None else wanted
-    return _Kernels(without_calls(needed_part(closed, needed)[0]), chip).seconds
+    needed, _ = needed_part(closed, [True] * len(closed.jaxpr.outvars))
+    return _Kernels(without_calls(needed), chip).seconds
 
 
 def pass_seconds(arrays: Iterable[jax.ShapeDtypeStruct], chip: Chip) -> float:
@@ -187,10 +186,7 @@ def _product_flops(equation: JaxprEqn, chip: Chip) -> float:
     common = math.prod(shapes[0][d] for d in batch)
     depth = math.prod(shapes[0][d] for d in contracted)
     rows, columns = (math.prod(shape) // (common * depth) for shape in shapes)
-
-    def padded(size: int) -> int:
-        return math.ceil(size / chip.tile) * chip.tile
-
+    padded = lambda size: math.ceil(size / chip.tile) * chip.tile
     return 2.0 * common * padded(depth) * min(rows * padded(columns), padded(rows) * columns)
 
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,12 +64,12 @@ def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Seq
     place = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
     run = jax.jit(jax.vmap(function), donate_argnums=0, out_shardings=place)
     x = jax.device_put(jnp.zeros((len(devices), rows, WIDTH), jnp.float32), place)
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        begin = time.perf_counter()
+
+    def turn() -> None:
+        nonlocal x
         x = jax.block_until_ready(run(x))
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:])
+
+    return min(timeit.repeat(turn, repeat=ROUNDS + 1, number=1)[1:])
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -225,8 +225,6 @@ class Search:
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
     _groups: tuple[LayerGroup, ...] = field(default=(), init=False)
     _refusal: Exception | None = field(default=None, init=False)
-    _refused: list[Setting] = field(default_factory=list, init=False)
-    """Starts whose `ends` the layers don't permit; to find out takes as long as a setting."""
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
         """All that could be rated on so many devices, on meshes of `stage` and these axes, or those that layers name.
@@ -240,9 +238,7 @@ class Search:
             for start in starts:
                 others = () if self._rate(start) else space.instead(start)
                 for first in list(filter(self._rate, [start, *others]))[:1]:
-                    ends = space.ends(first)
-                    possible.append(min([first, *self._possible(ends, space)], key=self._rank))
-                    self._refused += [one for one in ends if not self._rated.get(one)]
+                    possible.append(min([first, *self._possible(space.ends(first))], key=self._rank))
                 advance()
         ranked = sorted(possible, key=self._rank)[:IMPROVED]
         with task("varying settings", total=len(ranked), unit="meshes") as advance:
@@ -304,24 +300,22 @@ class Search:
         and wherever its parameters lie.
         """
         is_better = lambda one, than: self._rank(one) < self._rank(than)
-        while fewer := [one for one in self._possible(space.beside(setting, -1), space) if is_better(one, setting)]:
+        while fewer := [one for one in self._possible(space.beside(setting, -1)) if is_better(one, setting)]:
             (setting,) = fewer
         before = None
         while before != setting:
             before = setting
             for others in space.moves(setting):
-                setting = min([setting, *self._possible(others, space)], key=self._rank)
+                setting = min([setting, *self._possible(others)], key=self._rank)
                 if self._is_far(setting, best):
                     return setting
         return setting
 
-    def _possible(self, settings: Iterable[Setting], space: Space) -> Iterator[Setting]:
+    def _possible(self, settings: Iterable[Setting]) -> Iterator[Setting]:
         """Those that are possible. Modes of remat that compute most anew are left where another one fits."""
         fit = set[Setting]()  # whatever their remat
         for setting in settings:
             alike = replace(setting, remat="")
-            if any(space.splits_more(setting, one) for one in self._refused if one.ends == setting.ends):
-                continue
             if setting.remat in choices.HEAVY and alike in fit:
                 continue
             if choice := self._rate(setting):

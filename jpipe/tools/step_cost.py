@@ -19,6 +19,9 @@ class Parts(Mapping[str, Number]):
     (4, 6, {'parameters': 4, 'residuals': 2})
     """
 
+    _parts: Mapping[str, Number] = MappingProxyType({})
+    """Empty while a copy is made, which asks for attributes that there aren't."""
+
     def __init__(self, parts: Mapping[str, Number] = MappingProxyType({}), **more: Number):
         self._parts = {**parts, **more}
 
@@ -35,8 +38,6 @@ class Parts(Mapping[str, Number]):
         return f"Parts({self._parts})"
 
     def __getattr__(self, name: str) -> Number:
-        if name.startswith("_"):  # copying asks for such, while there are no parts yet
-            raise AttributeError(name)
         if name in self:
             return self[name]
         raise AttributeError(f"there is no part {name!r}; the parts are {', '.join(self) or 'none'}")

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe.model.remat import MODES
-from jpipe.planning.partition import Partition, measure_of
+from jpipe.planning.partition import measure_of
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request
@@ -48,7 +48,12 @@ def summarize(title: str, planner: Planner) -> Table:
     except ValueError:
         notes.append(f"the layers are cut when a batch is seen (balance={planner.request.balance!r})")
     else:
-        columns |= _layers(planner, partition)
+        names = [layer.name for layer in planner.request.layers]
+        columns["layers"] = partition.ranges
+        columns["what"] = [in_words(names[start:stop]) for start, stop in partition.bounds]
+        total = math.fsum(partition.costs)
+        if plan is not None and total:
+            columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]
     bubble = f"{even.bubble_fraction:.1%} if stages take equally long, and a backward twice a forward"
     if plan is not None:
         held = holdings(plan)
@@ -62,18 +67,6 @@ def summarize(title: str, planner: Planner) -> Table:
     notes += [f"bubble: {bubble}", f"in flight: the most {units} that a stage holds"]
     rows = list(zip(*columns.values(), strict=True))
     return Table(title, list(columns), rows, {}, notes)
-
-
-def _layers(planner: Planner, partition: Partition) -> dict[str, list[str]]:
-    names = [layer.name for layer in planner.request.layers]
-    columns: dict[str, list[str]] = {
-        "layers": partition.ranges,
-        "what": [in_words(names[start:stop]) for start, stop in partition.bounds],
-    }
-    total = math.fsum(partition.costs)
-    if planner.plan is not None and total:
-        columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]
-    return columns
 
 
 def in_words(names: list[str]) -> str:
@@ -210,7 +203,7 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
     else:
         parts, what = dict(predict_memory(planner, batch, tx)), "By jpipe's model of memory a step of training takes"
         rest = _on_host(predict_host_memory(planner, batch, tx).total, planner.request)
-    room = _room(planner.request.mesh)
+    room = room_on(planner.request.mesh)
     has = f", which has {bytes_in_words(room)}" if room else ""
     lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
     for size, name in _largest(parts)[:MOST]:
@@ -254,7 +247,7 @@ def remedies(request: Request) -> dict[str, list[str]]:
     }
 
 
-def _room(mesh: Mesh) -> int | None:
+def room_on(mesh: Mesh) -> int | None:
     """The bytes that a device, or a chip of its kind, has for programs; None if they aren't known."""
     here = [device for device in mesh.devices.flat if device in jax.local_devices()]
     stats, chip = here[0].memory_stats() if here else None, chip_of(mesh.devices.flat[0])

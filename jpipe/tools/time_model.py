@@ -76,24 +76,17 @@ class Network:
         hosts = (getattr(device, "slice_index", 0) if at_hand else device.process_index for device in devices)
         return cls(chip, torus, tuple(hosts))
 
-    @property
-    def hop(self) -> float:
-        """bytes/s of what stages hand on. All wait for the slowest hop: between two hosts, if stages are on several."""
-        return self.bandwidth([AXIS], "permute")
-
     def bandwidth(self, axes: Collection[str], collective: str = "all_reduce") -> float:
         """bytes/s one way that a device has along mesh axes: those of its links, if all devices along them share one.
 
         Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
         """
         if not self.chip.network_bandwidth:
-            return self.chip.link_bandwidth * (
-                1 if AXIS in axes and collective == "permute" else self.torus.links(axes)
-            )
+            links = 1 if AXIS in axes and collective == "permute" else self.torus.links(axes)
+            return links * self.chip.link_bandwidth
         groups = self.torus.groups(axes)
-        counts = [
-            np.unique(hosts, return_counts=True)[1] for hosts in np.broadcast_to(self.hosts or 0, groups.size)[groups]
-        ]
+        hosts = np.broadcast_to(self.hosts or 0, groups.size)[groups]
+        counts = [np.unique(of_group, return_counts=True)[1] for of_group in hosts]
         apart = [int(count.min()) for count in counts if len(count) > 1]
         if not apart:
             return self.chip.link_bandwidth
@@ -147,7 +140,8 @@ def predict_time(
     if step.ends.shared:
         apart += schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
-    hop, moves = bytes_of(crossing) / network.hop, _moves(step, chip)
+    # All stages wait for the slowest hop: between two hosts, if stages are on several.
+    hop, moves = bytes_of(crossing) / network.bandwidth([AXIS], "permute"), _moves(step, chip)
     timeline = in_time(schedule, work, hop, moves, paired=_paired_ticks(step))
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
@@ -260,14 +254,13 @@ def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: b
     numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
 
     def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
-        sent = sent_in(needed_part(jaxpr, wanted)[0].jaxpr, dict(network.torus.sizes))
-        return np.array([roofline(jaxpr, network.chip, wanted), network.seconds(sent)])
+        part, _ = needed_part(jaxpr, wanted)
+        sent = sent_in(part.jaxpr, dict(network.torus.sizes))
+        return np.array([roofline(part, network.chip), network.seconds(sent)])
 
-    first = again = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
-    if stores_residuals:
-        again = np.zeros(2)
-    else:  # only what computes it again keeps residuals
-        first = seconds(forward.jaxpr, [i < results for i in numbers])
+    keeping = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
+    first = keeping if stores_residuals else seconds(forward.jaxpr, [i < results for i in numbers])
+    again = np.zeros(2) if stores_residuals else keeping
     whole, inputs = (seconds(backward, [i >= start for i in gradients]) for start in (0, params))
     stash = pass_seconds(on_device.split.stash if on_device.split is not None else (), network.chip)
     return {"F": first, "R": again, "B": whole, "W": whole - inputs, "stash": np.array([stash, 0.0])}

@@ -253,9 +253,14 @@ def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
     assert timeline.plot().figure.axes[1].get_xlabel() == "time (1 = the forward of one micro-batch on one stage)"
 
 
+def without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "jpipe.tools.gantt", raising=False)
+
+
 @pytest.mark.parametrize("draw", [lambda t: t.plot(), lambda t: jpipe.compare([t])], ids=["plot", "compare"])
 def test_without_matplotlib_the_extra_is_named(monkeypatch, draw):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    without_matplotlib(monkeypatch)
     with pytest.raises(ImportError, match=r"pip install 'jpipe\[plot\]'"):
         draw(make("gpipe", 2, 2))
 
@@ -279,7 +284,7 @@ def test_a_notebook_shows_text_where_there_is_no_picture(monkeypatch):
     """Where there are many actions, and where matplotlib is missing; either is said."""
     long = make("1f1b", 32, 128, 1)
     assert "8,192 actions take long to draw; Timeline.plot() does" in long.schedule._repr_html_()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    without_matplotlib(monkeypatch)
     schedule = jpipe.Schedule([["F0", "B0"], ["F0", "B0"]], name="<b>")
     html = ElementTree.fromstring(schedule._repr_html_())
     *shown, remedy = html.text.splitlines()

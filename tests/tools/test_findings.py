@@ -12,6 +12,7 @@ import jpipe
 from jpipe.planning.costs import Cost
 from jpipe.tools.findings import (
     ProcessTime,
+    _factors,
     _slow_process,
     best_cut,
     find,
@@ -20,7 +21,6 @@ from jpipe.tools.findings import (
     microbatch_sizes,
     other_schedules,
     process_times,
-    without_remat,
 )
 from jpipe.tools.measure import LayerTimes, StageTimes, StepModel
 from jpipe.tools.profile import process_table
@@ -290,12 +290,8 @@ def test_the_best_cut_puts_them_together_anew():
 
 
 def test_without_recomputation_stages_take_what_their_layers_do():
-    kept = without_remat(
-        planned_of_changes().planner,
-        LayerTimes(costs_of_changes([4.0] * 4), costs_of_changes([2.0, 3.0, 3.0, 3.0])),
-        STAGES,
-    )
-    assert kept.total == pytest.approx((0.5 * 6.0, 0.75 * 21.0))
+    kept, here = costs_of_changes([2.0, 3.0, 3.0, 3.0]), costs_of_changes([4.0] * 4)
+    assert _factors(planned_of_changes().planner, kept, here) == pytest.approx([0.5, 0.75])
 
 
 def test_an_order_of_ones_own_is_tried_with_no_other_number_of_micro_batches():

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
-from jpipe.tools.findings import recomputed
+from jpipe.tools.findings import recomputation_apart
 from jpipe.tools.measure import (
     SLICES,
     LayerTimes,
@@ -76,7 +76,8 @@ def test_parts_are_those_of_the_fullest_device(make_mesh):
     split = jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec("stage")))
     alone = jax.device_put(jnp.zeros(3), mesh.devices[1])
     state = SimpleNamespace(variables={"params": {"w": split}, "batch_stats": [split, alone]}, opt_state=(split, split))
-    found = memory_of(SimpleNamespace(temporary_bytes=5), state)
+    compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=5))
+    found = memory_of(SimpleNamespace(compiled=compiled), state)
     assert found == {"parameters": 16, "other_variables": 16 + 12, "optimizer": 32, "gradients": 16, "temporaries": 5}
     assert found.total == 97
 
@@ -106,7 +107,9 @@ def test_sums_over_stages_and_their_chunks():
 def test_the_part_of_a_backward_that_is_recomputed():
     cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
     times = LayerTimes([cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
-    assert recomputed(planned().planner, times) == pytest.approx([0.25, 0.0])  # never less than nothing
+    apart = recomputation_apart(planned().planner, times, StageTimes((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
+    assert apart.recompute == pytest.approx([1.0, 0.0])  # never less than nothing
+    assert apart.backward == pytest.approx([3.0, 4.0])
 
 
 def test_a_number_of_micro_batches_that_a_layer_refuses_is_left_out():

@@ -332,12 +332,12 @@ def test_the_room_of_a_device_is_named_where_it_is_known(monkeypatch, stats, roo
     device = SimpleNamespace(device_kind="TPU v5 lite", memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     other = SimpleNamespace(device_kind="TPU v5 lite")  # another process's: it tells nothing
-    assert summary._room(SimpleNamespace(devices=np.array([other, device]))) == room
-    assert summary._room(SimpleNamespace(devices=np.array([other]))) == 16 * 2**30
+    assert summary.room_on(SimpleNamespace(devices=np.array([other, device]))) == room
+    assert summary.room_on(SimpleNamespace(devices=np.array([other]))) == 16 * 2**30
     monkeypatch.undo()
     pipe = small()
     pipe.init(jax.random.key(0), ROWS)
-    monkeypatch.setattr(summary, "_room", lambda mesh: room)
+    monkeypatch.setattr(summary, "room_on", lambda mesh: room)
     has = f"which has {room >> 30}.0 GiB"
     assert note(pipe.planner).startswith(f"The variables take 160 bytes of each device, {has}:\n")
 
