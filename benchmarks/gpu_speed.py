@@ -39,9 +39,9 @@ from jax.sharding import Mesh
 from tpu_speed import lower_plain
 
 import jpipe
+from absent_cudnn import absent_cudnn
 from compiled_transfers import counted, host_stops, transfers
 from gpu_program import Kernels, compile_with_text, kernels, largest_copy
-from jpipe.jax.inside import absent_cudnn
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run, SlotTable
 from jpipe.tools.chips import parse_topology

@@ -19,8 +19,8 @@ import optax
 from common import Size, batch_shapes, loss_fn, make_layers, mib, on_cpu, settings, show, stage_mesh
 
 import jpipe
+from absent_cudnn import absent_cudnn
 from compiled_transfers import HOST_MOVES, transfers
-from jpipe.jax.inside import absent_cudnn
 from jpipe.jax.trees import bytes_of
 from jpipe.planning.step import Step
 from jpipe.tools.chips import ABSENT, parse_topology

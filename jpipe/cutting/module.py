@@ -23,10 +23,9 @@ from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerVariables, describe, positional
-from jpipe.layers.calls import signature_of
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import TracedInit, trace_init
-from jpipe.model.loss import LossFn
+from jpipe.model.loss import LossFn, call_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import check_updates, described_inputs, inputs_of, telling, warn_of_dropouts
 from jpipe.types import Batch, PyTree, Shapes
@@ -77,7 +76,7 @@ class WholeModel:
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
         (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
-        modes = Modes(Traced(training), Traced(evaluation), outputs, len(jax.tree.leaves(batch)))
+        modes = Modes(Traced(training), Traced(evaluation), outputs)
         return modes if self.read is None else modes.reading(self.read)
 
     def read_by(self, loss_fn: LossFn | None, modes: Modes, batch: Shapes) -> tuple[WholeModel, Modes]:
@@ -134,13 +133,11 @@ class Modes:
       training: in training.
       evaluation: in evaluation.
       outputs: the shapes of the model's outputs, `[b, ...]`, also of those that nobody reads.
-      num_leaves: how many leaves the batch has.
     """
 
     training: Traced
     evaluation: Traced
     outputs: Shapes
-    num_leaves: int
 
     def reading(self, read: tuple[bool, ...]) -> Modes:
         """The same traces, of which only these outputs are read."""
@@ -149,7 +146,7 @@ class Modes:
         both = [straight.depths_read for straight in modes]
         depths = {leaf: min(d[leaf] for d in both if leaf in d) for leaf in {*both[0], *both[1]}}
         training, evaluation = (Traced(replace(straight, depths=depths)) for straight in modes)
-        return Modes(training, evaluation, self.outputs, self.num_leaves)
+        return Modes(training, evaluation, self.outputs)
 
 
 # --- names of pieces --------------------------------------------------------------------------------------------------
@@ -246,14 +243,12 @@ def outputs_read(loss_fn: LossFn | None, outputs: Shapes, batch: Shapes) -> tupl
       loss_fn: the user's.
       outputs, batch: for one micro-batch.
     """
-    read = [loss_fn is None] * len(jax.tree.leaves(outputs))
-
-    def call(outputs: PyTree, batch: Batch, key: jax.Array | None) -> PyTree:
-        return loss_fn and loss_fn(outputs, batch, **({"key": key} if "key" in signature_of(loss_fn) else {}))
-
+    read = [False] * len(jax.tree.leaves(outputs))
+    if loss_fn is None:
+        return (True,) * len(read)
     with suppress(Exception):
         for key in (key_shape(), None):
-            reads = uses(trace(call, outputs, batch, key)[0])
+            reads = uses(trace(functools.partial(call_loss, loss_fn), outputs, batch, key)[0])
             read = [a or b for a, b in zip(read, reads, strict=False)]
     return tuple(read) if any(read) else (True,) * len(read)
 

@@ -7,19 +7,16 @@ before it. So the traces of training and of evaluation, and those at other shape
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, groupby, pairwise, permutations, product
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from jpipe.cutting.places import Traced, find_places
 from jpipe.cutting.straight import Part
-from jpipe.jax.primitives import shapes_of
+from jpipe.jax.tracing import replayed
 from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.types import Leaf
 
@@ -93,13 +90,7 @@ class Piece:
     def __call__(self, variables: Sequence[Leaf], takes: Sequence[Leaf], data: Sequence[Leaf]) -> list[jax.Array]:
         """Computes what crosses out of it, then new values of its state."""
         chosen = (*(variables[i] for i in self.variables), *takes, *(data[i] for i in self.data))
-        results = zip(self.run(*chosen), shapes_of(self.part.closed.jaxpr.outvars), strict=True)
-        return [jnp.asarray(leaf, shape.dtype) for leaf, shape in results]
-
-    @cached_property
-    def run(self) -> Callable[..., list[Leaf]]:
-        """The jaxpr as a function."""
-        return jaxpr_as_fun(self.part.closed)
+        return replayed(self.part.closed, chosen)
 
 
 class TiedTogether(ValueError):

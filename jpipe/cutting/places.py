@@ -97,11 +97,6 @@ class Traced:
         return [does_work(self.straight.flat.equations[i].equation) or (self.each_use and used) for i, used in pairs]
 
     @cached_property
-    def products(self) -> np.ndarray:
-        """For each place, how many products and convolutions are before it."""
-        return np.cumsum([0, *self.works])
-
-    @cached_property
     def tails(self) -> list[int]:
         """For each place, a number that stands for the operations between the last product before it and itself."""
         equations, tails = self.straight.flat.equations, [0]
@@ -242,7 +237,8 @@ def _cut(traced: Traced, start: int, stop: int, forbidden: Callable[[int], bool]
     # behind the table or before the head leaves the blocks equal; of such the one with the fewest bytes; of such the
     # one behind what is behind other products, so that a norm before the head is no part of the last block; and then
     # the last. So a bias, an activation or a norm behind each block belongs to the product before it.
-    choices = [list(group) for _, group in groupby(narrow, lambda p: traced.products[p])]
+    products = np.cumsum([0, *traced.works])
+    choices = [list(group) for _, group in groupby(narrow, lambda p: products[p])]
     common = Counter(kind for choice in choices for kind in {traced.kinds(p) for p in choice})
     tails = Counter(traced.tails[p] for p in narrow)
     rank = lambda p: (-common[traced.kinds(p)], traced.bytes[p], -tails[traced.tails[p]])

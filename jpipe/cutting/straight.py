@@ -87,11 +87,6 @@ class Straight:
         return tuple(compress(self.flat.results, self.read))
 
     @property
-    def num_outputs(self) -> int:
-        """How many outputs the model has."""
-        return len(self.read)
-
-    @property
     def data(self) -> tuple[int, ...]:
         """The numbers of the leaves of the batch, and of the random key if there is one."""
         return self.flat.arguments[self.num_variables :]
@@ -115,12 +110,9 @@ class Straight:
         """The indices of the equations that the outputs and new values of the state need, or that have an effect."""
         effects = {i for i, equation in enumerate(self.flat.equations) if equation.equation.effects}
         read = [number for i in effects for number in self.flat.equations[i].reads]
-        return frozenset([*self.flat.needed_for([*self.outputs, *self._new_values, *read]), *effects])
-
-    @cached_property
-    def _new_values(self) -> list[int]:
-        """The numbers of the state's new values: of those that a scan stacks its trips', if pieces have slices."""
-        return [n for leaf, new in self.new_state.items() for n in self.slices_made(Part(leaf), new).values()]
+        # Of new values that a scan stacks its trips' count, if pieces have slices.
+        new = [n for leaf, new in self.new_state.items() for n in self.slices_made(Part(leaf), new).values()]
+        return frozenset([*self.flat.needed_for([*self.outputs, *new, *read]), *effects])
 
     def slices_made(self, part: Part, number: int) -> dict[Part, int]:
         """The numbers of a value, or of the slices of it that pieces have if unrolled scans stack it."""
@@ -142,7 +134,7 @@ class Straight:
     @cached_property
     def new_state(self) -> dict[int, int]:
         """The number of the new value of each leaf of the variables that changes."""
-        pairs = zip(self.state, self.flat.results[self.num_outputs :], strict=True)
+        pairs = zip(self.state, self.flat.results[len(self.read) :], strict=True)
         return {leaf: number for leaf, number in pairs if number != self.flat.arguments[leaf]}
 
     @cached_property
@@ -168,14 +160,10 @@ class Straight:
         while array in self.flat.slices:
             array, i = self.flat.slices[array]
             indices.append(i)
-        place = self._places.get(array)
-        if place is None or len(indices) > self.depths.get(place, len(indices)):
+        # Arguments have the first numbers of all values, in order.
+        if array >= self.num_variables or len(indices) > self.depths.get(array, len(indices)):
             return None
-        return Part(place, tuple(reversed(indices)))
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {number: place for place, number in enumerate(self.flat.arguments[: self.num_variables])}
+        return Part(array, tuple(reversed(indices)))
 
     def support(self, numbers: Iterable[int]) -> tuple[list[int], dict[Part, int]]:
         """Finds what values need besides activations, if they are to be computed at some place in the model.

@@ -33,7 +33,7 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import LOOPS_AND_BRANCHES
-from jpipe.jax.tracing import replay, trace
+from jpipe.jax.tracing import replayed, trace
 from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves, nested
 from jpipe.layers.base import AnyLayer, Context, Inputs, LayerError, LayerVariables, Shared, Specs, bind_by_call
 from jpipe.layers.calls import CACHE
@@ -133,7 +133,8 @@ class CutModel:
         kinds = Kinds()
         trained = self.pieces_of(modes.training, training, kinds)
         evaluated = self.pieces_of(modes.evaluation, evaluation, kinds)
-        return self.as_layers(trained, evaluated, self.wanted(modes.outputs), modes.num_leaves)
+        num_leaves = len(modes.evaluation.straight.data)  # there is no random key
+        return self.as_layers(trained, evaluated, self.wanted(modes.outputs), num_leaves)
 
     @property
     def read(self) -> tuple[bool, ...]:
@@ -381,8 +382,8 @@ class _PieceLayer:
         """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
         if key.dtype != key_shape().dtype:  # others may draw other numbers for a block alone than for all at once
             assert self.model.whole.init is not None
-            return self._chosen(replay(self.model.whole.init.jaxpr, [0] * len(self.model.whole.collections))(key))
-        return self._by_collection(replay(self.model.inits[self.index].closed, [0] * len(self.parts))(key))
+            return self._chosen(replayed(self.model.whole.init.jaxpr, key))
+        return self._by_collection(replayed(self.model.inits[self.index].closed, key))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[PyTree, LayerVariables]:
         """Computes what crosses out of the piece, and the new state."""

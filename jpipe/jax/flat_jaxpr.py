@@ -199,13 +199,16 @@ class _Flattening:
         """Appends the equations of all branches of a cond; the numbers of what is selected of their results."""
         which, *operands = reads
         branches = [self.visit(branch, tuple(operands), callers) for branch in cond.params["branches"]]
-        pick = lambda choices: choices[0] if len({*choices}) == 1 else self._select(which, choices, callers)
+        select = lambda choices: self._applied(lambda which, *x: lax.select_n(which, *x), (which, *choices), callers)
+        pick = lambda choices: choices[0] if len({*choices}) == 1 else select(choices)
         return tuple(map(pick, zip(*branches, strict=True)))
 
-    def _select(self, which: int, choices: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> int:
-        shapes = [jax.ShapeDtypeStruct(self.avals[i].shape, self.avals[i].dtype) for i in (which, *choices)]
-        jaxpr = jax.make_jaxpr(lambda which, *x: lax.select_n(which, *x))(*shapes)
-        return self.visit(jaxpr, (which, *choices), callers)[0]
+    def _applied(
+        self, function: Callable[..., jax.Array], numbers: tuple[int, ...], callers: tuple[JaxprEqn, ...]
+    ) -> int:
+        """Appends the equations of a function of some values; the number of its result."""
+        shapes = [jax.ShapeDtypeStruct(self.avals[i].shape, self.avals[i].dtype) for i in numbers]
+        return self.visit(jax.make_jaxpr(function)(*shapes), numbers, callers)[0]
 
     def _slice(self, array: int, i: int, callers: tuple[JaxprEqn, ...]) -> int:
         if array in self.trips:
@@ -221,8 +224,7 @@ class _Flattening:
         return number
 
     def _stack(self, trips: list[int], callers: tuple[JaxprEqn, ...]) -> int:
-        shapes = [jax.ShapeDtypeStruct(self.avals[i].shape, self.avals[i].dtype) for i in trips]
-        (number,) = self.visit(jax.make_jaxpr(lambda *x: jnp.stack(x))(*shapes), tuple(trips), callers)
+        number = self._applied(lambda *x: jnp.stack(x), tuple(trips), callers)
         self.trips[number] = trips
         return number
 

@@ -96,11 +96,6 @@ def origins(closed: ClosedJaxpr, inputs: Mapping[int, Origins], place: tuple[int
     return [values[number] for number in flat.results]
 
 
-def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Takes out any `jax.lax.stop_gradient`, in the jaxprs inside too."""
-    return without(closed, lambda equation: equation.primitive.name == "stop_gradient")
-
-
 def without(closed: ClosedJaxpr, unwanted: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
     """Takes out equations that give their operands back, in the jaxprs inside too."""
     change = lambda equation: () if unwanted(equation) else (equation,)
@@ -269,6 +264,11 @@ def replay(closed: ClosedJaxpr, result: PyTree) -> Callable[..., PyTree]:
         return jax.tree.unflatten(structure, leaves)
 
     return call
+
+
+def replayed(closed: ClosedJaxpr, *arguments: PyTree) -> list[jax.Array]:
+    """Runs a jaxpr, and returns its results in a flat list."""
+    return replay(closed, [0] * len(closed.out_avals))(*arguments)
 
 
 def compiled(function: Callable[..., PyTree], *arguments: PyTree) -> Callable[..., PyTree]:

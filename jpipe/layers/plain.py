@@ -44,10 +44,9 @@ def layer_of_functions(layer: Layer) -> AnyLayer:
         return from_item(layer.init(key, *positional, **keywords))
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        takes_key = "key" in signature_of(layer.apply)
-        options = mode_arguments(layer.apply, context.train) | (
-            {"key": context.key if context.train else None} if takes_key else {}
-        )
+        options: dict[str, object] = {**mode_arguments(layer.apply, context.train)}
+        if "key" in signature_of(layer.apply):
+            options["key"] = context.key if context.train else None
         positional, keywords = both_of(inputs)
         return layer.apply(variables["params"], *positional, **{**options, **keywords}), {}
 

@@ -8,7 +8,7 @@ the traces are the same but for scalars, the layers are one function, and the sc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr
+from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.jax.tracing import depends_on, equations_in
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.calls import CACHE, decoding
@@ -99,7 +99,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     jaxprs = {mode: without_plain_calls(jaxpr) for mode, jaxpr in jaxprs.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
     computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
-    if has_custom_derivatives(jaxprs[TRAIN].jaxpr):
+    if has_custom_derivatives(jaxprs[TRAIN].jaxpr.eqns):
         # All scalars are taken out as if they differed, so that forward and backward take them as arguments and show
         # only what else differs.
         every = {TRAIN: Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))}
@@ -206,12 +206,12 @@ def skeleton(flat: ClosedJaxpr) -> object:
     return _described(flat, without=scalar_places(flat))
 
 
-def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, or one within it, calls something that has a say in how it is differentiated.
+def has_custom_derivatives(equations: Iterable[JaxprEqn]) -> bool:
+    """Whether equations, or some within them, call something that has a say in how it is differentiated.
 
     That is a `jax.custom_jvp`, a `jax.custom_vjp` or a `jax.checkpoint`.
     """
-    return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(jaxpr.eqns))
+    return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(equations))
 
 
 def whole(value: object) -> object:

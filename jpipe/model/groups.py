@@ -109,8 +109,13 @@ def scalars_of(flat: ClosedJaxpr) -> list[np.ndarray]:
 
 def scalar_places(flat: ClosedJaxpr) -> list[int]:
     """Lists the indices of scalars among the constants of a jaxpr."""
-    is_number = lambda dtype: jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    return [i for i, constant in enumerate(flat.consts) if np.ndim(constant) == 0 and is_number(constant.dtype)]
+    return [i for i, constant in enumerate(flat.consts) if is_scalar(constant)]
+
+
+def is_scalar(constant: Leaf) -> bool:
+    """Whether a constant can be taken out of a trace: a floating-point number or an integer."""
+    kinds = (jnp.floating, jnp.integer)
+    return np.ndim(constant) == 0 and any(jnp.issubdtype(constant.dtype, kind) for kind in kinds)
 
 
 def bits(constant: Leaf | object) -> object:

@@ -15,13 +15,12 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, jaxpr_of
-from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jpipe.jax.tracing import equations_in, trace
+from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.jax.tracing import trace
 from jpipe.jax.trees import is_float
 from jpipe.layers.fingerprint import same_value
-from jpipe.model.alike import whole
-from jpipe.model.groups import bits, scalar_places
-from jpipe.types import Leaf
+from jpipe.model.alike import has_custom_derivatives, whole
+from jpipe.model.groups import bits, is_scalar, scalar_places
 
 
 class PartJaxpr(NamedTuple):
@@ -63,7 +62,7 @@ class Kinds:
         within = lambda numbers: tuple(local[n] for n in numbers)
         key = (
             tuple((flat.avals[n].shape, flat.avals[n].dtype) for n in (*takes, *constants)),
-            tuple(_but_scalars(flat.constants[n]) for n in constants),
+            tuple(None if is_scalar(flat.constants[n]) else bits(flat.constants[n]) for n in constants),
             tuple((self._operation(flat, e), within(e.reads), within(e.makes)) for e in equations),
             within(takes),
             within(gives),
@@ -86,18 +85,12 @@ class Kinds:
         return self._known[id(one.equation)][1]
 
 
-def _but_scalars(constant: Leaf) -> object:
-    """Describes a constant, if it is no number."""
-    is_number = np.ndim(constant) == 0 and (is_float(constant) or jnp.issubdtype(constant.dtype, jnp.integer))
-    return None if is_number else bits(constant)
-
-
 def _described(flat: FlatJaxpr, one: FlatEquation) -> object:
     """Describes what an equation does, for `same_value`: its parameters, or what it calls, and its derivative.
 
     Functions among the parameters, such as rules of derivatives, are made anew in each trace. So it is differentiated.
     """
-    if not any(e.primitive.name in CALLS - PLAIN_CALLS for e in equations_in([one.equation])):
+    if not has_custom_derivatives([one.equation]):
         return whole(sorted(one.equation.params.items()))
     reads, makes = dict.fromkeys(n for n in one.reads), dict.fromkeys(one.makes)
     run = jaxpr_as_fun(jaxpr_of(flat, [one], list(reads), list(makes), []))

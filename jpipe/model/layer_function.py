@@ -198,7 +198,7 @@ class LayerFunction:
             arguments=[*variables, *[whole] * self.train, *batch, *known],
             activation=takes_at,
             outputs=gives_at if self.loss is None else None,
-            sums=_added_up_over_stages if splits.over_stages else as_it_lies,
+            sums=(lambda at: (*at[:-1], REPLICATED)) if splits.over_stages else as_it_lies,  # `stage` is the last axis
             cotangents=[whole] * self.loss.num_differentiated if self.loss else _of_floats(group.gives, gives_at),
             gradients=[*(_unreduced(at, axes) for at in by_name.get("params", ())), *map(always, input_gradients)],
         )
@@ -337,11 +337,6 @@ def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:
 def _of_floats(tree: Shapes, shardings: list[Sharding]) -> list[Sharding]:
     """Picks the shardings of the floating-point leaves of a tree from those of all its leaves."""
     return [at for leaf, at in zip(jax.tree.leaves(tree), shardings, strict=True) if is_float(leaf)]
-
-
-def _added_up_over_stages(sharding: Sharding) -> Sharding:
-    """Makes a sum whole along `stage`, the last axis."""
-    return (*sharding[:-1], REPLICATED)
 
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:

@@ -252,7 +252,7 @@ class TracedLoss:
         if self.whole == self.terms and not self.metrics:
             parts, metrics = {}, {}
         else:
-            terms, metrics = loss_parts(_called(self.function, outputs, batch, key))
+            terms, metrics = loss_parts(call_loss(self.function, outputs, batch, key))
             totals = known[-len(self.terms) :] if self.total_weights is None else self.total_weights
             weighted = zip(self.terms, totals, strict=True)
             parts = {name: self._quotient(_as_pair(terms[name])[0], total) for name, total in weighted}
@@ -263,7 +263,7 @@ class TracedLoss:
 
     def sums_at_once(self, outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
         """Computes each term, then a sum and a weight for each metric, of a whole mini-batch."""
-        terms, metrics = loss_parts(_called(self.function, outputs, batch, key))
+        terms, metrics = loss_parts(call_loss(self.function, outputs, batch, key))
         return [*(self._quotient(*_as_pair(terms[name])) for name in self.terms), *self._constants(metrics)]
 
     def _quotient(self, total: Leaf, weight: Leaf) -> jax.Array:
@@ -289,7 +289,7 @@ def loss_name(function: LossFn) -> str:
     return getattr(inner, "__qualname__", type(inner).__name__)
 
 
-def _called(function: LossFn, outputs: PyTree, batch: Batch, key: Leaf | None) -> PyTree:
+def call_loss(function: LossFn, outputs: PyTree, batch: Batch, key: Leaf | None) -> PyTree:
     """Calls a loss function. If its signature has a parameter `key`, it gets one made of the last layer's."""
     keys = {"key": None if key is None else loss_key(key)} if "key" in signature_of(function) else {}
     return function(outputs, batch, **keys)
@@ -322,7 +322,7 @@ def trace_loss(
       ValueError: it raised an error; or returned neither a floating-point scalar, nor a tuple of scalars and metrics,
         nor a dict of scalars and pairs; or a weight depends on the outputs; or it couples examples.
     """
-    call, key = functools.partial(_called, loss_fn), key_shape() if train and "key" in signature_of(loss_fn) else None
+    call, key = functools.partial(call_loss, loss_fn), key_shape() if train and "key" in signature_of(loss_fn) else None
     with _telling(loss_fn, "one micro-batch", outputs, batch, key):
         jaxpr, returned = trace(call, outputs, batch, key)
     terms, metrics = loss_parts(returned)
@@ -371,7 +371,7 @@ def _by_microbatch(
     """
 
     def terms_of(outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
-        terms, _ = loss_parts(_called(loss.function, outputs, batch, key))
+        terms, _ = loss_parts(call_loss(loss.function, outputs, batch, key))
         return [_as_pair(terms[name])[0] for name in numbers]
 
     name, rows = loss_name(loss.function), [jax.tree.leaves(batch)[0].shape[0] for batch in (whole[1], of_part[1])]
@@ -426,7 +426,7 @@ def _weights(
     """
 
     def weights_of(*arguments: PyTree) -> list[jax.Array]:
-        terms, _ = loss_parts(_called(loss_fn, *arguments))
+        terms, _ = loss_parts(call_loss(loss_fn, *arguments))
         return [jnp.asarray(_as_pair(terms[name])[1]).astype(dtype) for name in names]
 
     closed = without_prints(trace(weights_of, *arguments)[0])

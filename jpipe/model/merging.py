@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.jax.inside import needed_part
-from jpipe.jax.tracing import interpret, on_this_host, origins, trace, without_stops
+from jpipe.jax.tracing import interpret, on_this_host, origins, trace, without
 from jpipe.jax.trees import is_float
 from jpipe.layers.base import describe
 from jpipe.mesh.splits import WHOLE, Splits
@@ -229,17 +229,15 @@ class RunningAverages:
         """
         changed = list(new)
         for i, (mean, variance) in enumerate(self.pairs):
-            changed[variance] = new[variance] + sign * self._square_over_rate(new[mean] - old[mean], i)
+            change, whole = new[mean] - old[mean], self.rates[i]
+            if np.all(whole == whole.flat[0]):
+                rate = jnp.asarray(whole.flat[0], change.dtype)
+            else:
+                rate = convert(jnp.asarray(whole, change.dtype), self.axes, replicated(self.axes), self.lying[i])
+            # 0 for an average that doesn't move.
+            square_over_rate = jnp.where(rate == 0, 0, jnp.square(change) / jnp.where(rate == 0, 1, rate))
+            changed[variance] = new[variance] + sign * square_over_rate
         return changed
-
-    def _square_over_rate(self, change: jax.Array, i: int) -> jax.Array:
-        """Computes change^2 / rate of a device's part; 0 for an average that doesn't move."""
-        whole = self.rates[i]
-        if np.all(whole == whole.flat[0]):
-            rate = jnp.asarray(whole.flat[0], change.dtype)
-        else:
-            rate = convert(jnp.asarray(whole, change.dtype), self.axes, replicated(self.axes), self.lying[i])
-        return jnp.where(rate == 0, 0, jnp.square(change) / jnp.where(rate == 0, 1, rate))
 
 
 def mean_variance_pairs(paths_and_leaves: PathsAndLeaves) -> list[tuple[int, int]]:
@@ -272,7 +270,7 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
     new_state = trace(lambda arguments, x: function.forward(arguments, x).state, shapes, activation)[0]
     # First all other results are dropped: they may have no derivative. And nnx stops gradients of what it keeps.
     moved = needed_part(new_state, [i in leaves for i in range(len(new_state.jaxpr.outvars))], keep=True)[0]
-    run = jaxpr_as_fun(without_stops(moved))
+    run = jaxpr_as_fun(without(moved, lambda equation: equation.primitive.name == "stop_gradient"))
     places = [len(shapes.params) + i for i in leaves]
     # 0 for an average that stays as it is, whatever else follows from it; 1 where the new one doesn't follow from it.
     moved_by = origins(moved, {place: {place: frozenset()} for place in places})

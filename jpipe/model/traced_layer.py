@@ -33,6 +33,7 @@ from jpipe.jax.tracing import (
     depends_on,
     equations_in,
     replay,
+    replayed,
     trace,
     unrounded,
     uses,
@@ -217,7 +218,7 @@ class DeviceForward:
 
     def __call__(self, arguments: LayerArguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """Runs the forward: (results, residuals)."""
-        values = _replayed(self.jaxpr, arguments, activation)
+        values = replayed(self.jaxpr, arguments, activation)
         leaves, structure = jax.tree.flatten(self.results)
         return jax.tree.unflatten(structure, values[: len(leaves)]), _chosen(values, self.residual_indices)
 
@@ -272,7 +273,7 @@ class DeviceLayer:
     ) -> tuple[Gradients, list[Leaf]]:
         """Runs the first part of a split backward: (gradients, with None for those of the second part; the stash)."""
         assert self.split is not None
-        values = _replayed(self.split.inputs, self._vjp_leaves(arguments, residuals), cotangents)
+        values = replayed(self.split.inputs, self._vjp_leaves(arguments, residuals), cotangents)
         count = len(self.split.early)
         return self._gradients(values[:count], self.split.early), values[count:]
 
@@ -287,12 +288,12 @@ class DeviceLayer:
         assert self.split is not None
         rest = iter(kept)
         leaves = self._vjp_leaves(arguments, [next(rest) if waits else None for waits in self.waits])
-        values = _replayed(self.split.weights, _chosen(leaves, self.split.reads), stash)
+        values = replayed(self.split.weights, _chosen(leaves, self.split.reads), stash)
         return self._gradients(values, self.split.late).params
 
     def _vjp_leaves(self, arguments: LayerArguments, residuals: Sequence[Leaf]) -> list[Leaf]:
         """Collects the leaves of the vjp from the three places where the backward finds them."""
-        remade = _replayed(self.remake, arguments.variables)
+        remade = replayed(self.remake, arguments.variables)
         return _picked(self.sources, argument=jax.tree.leaves(arguments), remade=remade, residual=residuals)
 
     def _gradients(self, values: Sequence[Leaf], indices: Sequence[int]) -> Gradients:
@@ -357,7 +358,8 @@ class DevicePrograms:
     """
 
     def __init__(self) -> None:
-        self.forward, self.lying, self.of = cache(trace_forward), cache(_lying), cache(_of)
+        self.forward, self.lying = cache(trace_forward), cache(_lying)
+        self.of = cache(lambda layer, function: replace(layer, function=function))
         self._whole, self._in_two_parts = dict[tuple[object, ...], DeviceLayer](), cache(in_two_parts)
 
     def layer(self, layer: TracedLayer, splits: Splits, *, in_parts: bool) -> DeviceLayer:
@@ -376,10 +378,6 @@ def _lying(function: LayerFunction, specs: tuple[tuple[str, tuple[PartitionSpec,
     return replace(function, group=replace(function.group, specs={name: list(leaves) for name, leaves in specs}))
 
 
-def _of(layer: TracedLayer, function: LayerFunction) -> TracedLayer:
-    return replace(layer, function=function)
-
-
 def _partition_forward(
     jaxpr: ClosedJaxpr, results: Results, stored: Sequence[int], shardings: LayerShardings, axes: tuple[Axis, ...]
 ) -> DeviceForward:
@@ -394,11 +392,6 @@ def _partition_forward(
     local = jaxpr_per_device(jaxpr, axes, inputs_at, [*shardings.results(results), *leaves])
     shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
     return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored), local.unsplit)
-
-
-def _replayed(jaxpr: ClosedJaxpr, *arguments: PyTree) -> list[Leaf]:
-    """Runs a jaxpr, and returns its results in a flat list."""
-    return replay(jaxpr, [0] * len(jaxpr.out_avals))(*arguments)
 
 
 def _picked(sources: Sequence[Source], **places: Sequence[T]) -> list[T]:

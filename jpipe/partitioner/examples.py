@@ -151,9 +151,8 @@ class Examples:
         flat, self.axis, self._strict = flatten(used), _Microbatches(("microbatches",), (count,), True), strict
         alone = [one._replace(equation=standing_alone(one.equation, one.callers)) for one in flat.equations]
         self.flat = replace(flat, equations=alone)
-        handlers = {
-            name: handler for name, handler in HANDLERS.items() if name != "shard_map"
-        }  # it has devices of its own
+        # A `shard_map` has devices of its own.
+        handlers = {name: handler for name, handler in HANDLERS.items() if name != "shard_map"}
         self._chooser = Chooser((self.axis,), handlers, by_rule=partial(_by_rule, axes=(self.axis,)))
         self.at: dict[int, AxisSharding] = dict.fromkeys(self.flat.constants, REPLICATED)
         self.at |= dict(zip(self.flat.arguments, arguments, strict=True))

@@ -12,7 +12,7 @@ from jax import lax
 from jpipe.jax.flat_jaxpr import aval_of
 from jpipe.jax.inside import carry_out, within
 from jpipe.partitioner.conversions import FLOPS, NOTHING, SCATTERED, SENT, Cost, collective_of, cost_of_conversion, hops
-from jpipe.partitioner.rings import HIDDEN, Arrival, Departure, Form, PieceStep, Ring, Rings
+from jpipe.partitioner.rings import HIDDEN, Departure, Form, PieceStep, Ring, Rings
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shape, Shard, Sharding, part_shape
 from jpipe.partitioner.way import Conversion, DevicePlan, PlannedEquation, way_by_rule
@@ -51,20 +51,21 @@ class _Finder:
 
     def found(self) -> Rings:
         """Finds what is worth it; an equation is a step of one conversion at most."""
-        arrivals, readers = dict[tuple[Form, Form], Arrival](), dict[int, PieceStep]()
+        arrivals, readers = dict[tuple[Form, Form], tuple[Ring, int]](), dict[int, PieceStep]()
         departures, later = dict[tuple[Form, Form], Departure](), set[int]()
         hidden = NOTHING
         for conversion, i, dim in self._along("all_gather"):
             steps = self._that_gather(conversion, i, dim)
             if steps and not readers.keys() & steps.keys():
-                arrivals[_before(conversion), _after(conversion)] = Arrival(Ring(self.plan.axes[i]), dim)
+                arrivals[_before(conversion), _after(conversion)] = Ring(self.plan.axes[i]), dim
                 readers |= steps
                 hidden = hidden + self._hidden(conversion, steps)
         for conversion, i, dim in self._along("reduce_scatter"):
             size = self.plan.flat.avals[conversion.value].shape[dim] // self.plan.axes[i].size
-            for steps in self._that_scatter(conversion, i, dim):
-                if not (later | readers.keys()).intersection(steps):
-                    departure = Departure(Ring(self.plan.axes[i]), size, tuple(steps.values()))
+            for steps in self._back_to_products(_before(conversion), dim, i):
+                is_free = not (later | readers.keys()).intersection(steps)
+                if is_free and self._is_worth(conversion, steps, LEAST_OF_SUMS):
+                    departure = Departure(Ring(self.plan.axes[i]), size, tuple(steps[at] for at in sorted(steps)))
                     departures[_before(conversion), _after(conversion)] = departure
                     later |= {*steps}
                     hidden = hidden + self._hidden(conversion, steps)
@@ -93,12 +94,6 @@ class _Finder:
         least = LEAST_OF_WEIGHTS if self.plan.axes[i].is_data else LEAST_FLOPS
         least = least if len(readers) == len(found) else LEAST_IF_SHARED
         return found if self._is_worth(conversion, found, least) else {}
-
-    def _that_scatter(self, conversion: Conversion, i: int, dim: int) -> Iterator[dict[int, PieceStep]]:
-        """The steps of a sum that a ring scatters, by the index of their equations, in order, if it is worth it."""
-        for steps in self._back_to_products(_before(conversion), dim, i):
-            if self._is_worth(conversion, steps, LEAST_OF_SUMS):
-                yield dict(sorted(steps.items()))
 
     def _back_to_products(self, form: Form, dim: int, i: int) -> Iterator[dict[int, PieceStep]]:
         """The steps from products to a form in pieces, whose results nothing else reads.

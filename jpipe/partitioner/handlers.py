@@ -288,27 +288,21 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
     def run_on_each(lying: Lying, one: Callable[[jax.Array], jax.Array]) -> Way:
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
 
-    def psum(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
-        """Carries out a user's own sum over devices, whatever it says of varying types."""
+    def reduce(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
+        """Carries out a user's own sum over devices, whatever it says of varying types, or a maximum or minimum."""
         names, groups = axes_of(equation), equation.params.get("axis_index_groups")
         over, count = unlike(names), math.prod(alike.get(name, 1) for name in names)
         if count > 1 and groups:
             raise _tells_devices_apart(equation, names, alike)
+        combine = {"pmax": lax.pmax, "pmin": lax.pmin}.get(equation.primitive.name, lax.psum)
 
-        def add(x: jax.Array) -> jax.Array:
-            total = lax.psum(x, over, axis_index_groups=groups) if over else x
-            return total * jnp.asarray(count, x.dtype) if count > 1 else total
+        def on_device(x: jax.Array) -> jax.Array:
+            total = combine(x, over, axis_index_groups=groups) if over else x
+            return total * jnp.asarray(count, x.dtype) if combine is lax.psum and count > 1 else total
 
-        return run_on_each(lying, add)
-
-    def extreme(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
-        """Carries out a maximum or a minimum over devices."""
-        names = axes_of(equation)
-        over = unlike(names)
-        if not {*names} & alike.keys():
-            return way_by_rule(equation, lying, chooser.axes)
-        compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
-        return run_on_each(list(map(summed, lying)), lambda x: compare(x, over) if over else x)
+        if any(isinstance(name, int) for name in names):  # dimensions that the result lacks, of `jax.vmap`
+            lying = [(REPLICATED,) * len(chooser.axes)] * len(lying)
+        return run_on_each(lying if combine is lax.psum else list(map(summed, lying)), on_device)
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
         """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""
@@ -322,8 +316,7 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
 
     return {
         **dict.fromkeys(("pvary", "pbroadcast"), _as_it_is),
-        **dict.fromkeys(("psum", "psum_invariant"), psum),
-        **dict.fromkeys(("pmax", "pmin"), extreme),
+        **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), reduce),
         **dict.fromkeys(OVER_DEVICES, check),
     }
 

@@ -73,11 +73,8 @@ def per_device(
         if sorted(order) != list(range(mesh.shape.get(name, 0))):
             fault = f"rings={{{name!r}: {tuple(order)}}} is no order of the devices 0, 1, ... of an axis"
             raise ValueError(f"{fault} of the mesh {dict(mesh.shape)}; name each once")
-    axes = tuple(
-        Axis((n,), (mesh.shape[n],), n in data_axes, ring=tuple(rings.get(n, ())))
-        for n in mesh.axis_names
-        if mesh.shape[n] > 1
-    )
+    axis_of = lambda name, size: Axis((name,), (size,), name in data_axes, ring=tuple(rings.get(name, ())))
+    axes = tuple(axis_of(*pair) for pair in mesh.shape.items() if pair[1] > 1)
 
     def on_parts(*parts: PyTree) -> PyTree:
         """Takes a device's parts of the arguments, and gives its parts of the results."""

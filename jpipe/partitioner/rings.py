@@ -130,7 +130,7 @@ class Arriving:
       size: the length of a piece.
     """
 
-    def __init__(self, ring: Ring, own: jax.Array, dim: int):
+    def __init__(self, ring: Ring, dim: int, own: jax.Array):
         self.ring, self.dim, self.size = ring, dim, own.shape[dim]
         self._pieces, self._whole = {0: own}, None
 
@@ -192,23 +192,6 @@ class PieceStep:
 
 
 @dataclass(frozen=True, eq=False)
-class Arrival:
-    """A gather that goes by a ring.
-
-    Attributes:
-      ring: the devices.
-      dim: the dimension that is gathered.
-    """
-
-    ring: Ring
-    dim: int
-
-    def start(self, own: jax.Array) -> Arriving:
-        """The array whose own piece a device has."""
-        return Arriving(self.ring, own, self.dim)
-
-
-@dataclass(frozen=True, eq=False)
 class Departure:
     """A scattered sum that goes by a ring.
 
@@ -259,23 +242,18 @@ class Rings:
     """The conversions of a plan that go by rings.
 
     Attributes:
-      arrivals: the form of a device's part, and the gathered form -> the gather.
+      arrivals: the form of a device's part, and the gathered form -> (the devices, the dimension that is gathered).
       readers: the index of an equation -> the step on pieces of what arrives; all others read it whole.
       departures: the form of a sum, and that of a device's part of it -> the scatter.
       later: the indices of the equations that are steps of departures.
       hidden: the cost of what nobody waits for.
     """
 
-    arrivals: Mapping[tuple[Form, Form], Arrival] = field(default_factory=dict)
+    arrivals: Mapping[tuple[Form, Form], tuple[Ring, int]] = field(default_factory=dict)
     readers: Mapping[int, PieceStep] = field(default_factory=dict)
     departures: Mapping[tuple[Form, Form], Departure] = field(default_factory=dict)
     later: frozenset[int] = frozenset()
     hidden: Cost = field(default_factory=NOTHING.copy)
-
-    @property
-    def steps(self) -> frozenset[int]:
-        """The indices of all equations that are carried out on pieces."""
-        return self.later.union(self.readers)
 
     def depart(
         self, conversions: Iterable[tuple[int, Sharding, Sharding]], at_hand: AtHand, send_of: Callable[[int], Send]

@@ -20,6 +20,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jpipe.jax.flat_jaxpr import aval_of
@@ -226,11 +227,6 @@ def _outside_window(equation: JaxprEqn) -> Labels:
     return _where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
 
 
-def _not_repeated(equation: JaxprEqn) -> Labels:
-    """Labels the dimensions that `jnp.tile` repeats once."""
-    return _where_equal(equation.params["reps"], [1] * len(operand_shape(equation)))
-
-
 def _if_as_wide(equation: JaxprEqn) -> Labels:
     """Labels all dimensions of a cast of bits, if the numbers have the same width."""
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
@@ -345,9 +341,7 @@ RULES: dict[str, Rule] = {
     "stack": _keeping(
         lambda e: [dim + (dim >= e.params["axis"]) for dim in range(len(operand_shape(e)))], linear=True, alike=None
     ),
-    "transpose": _keeping(
-        lambda e: [e.params["permutation"].index(dim) for dim in range(len(operand_shape(e)))], linear=True
-    ),
+    "transpose": _keeping(lambda e: np.argsort(e.params["permutation"]).tolist(), linear=True),
     **dict.fromkeys(("slice", "dynamic_slice"), _keeping(_as_large, linear=True)),
     "dynamic_update_slice": _keeping(
         lambda e: _where_equal(operand_shape(e, 0), operand_shape(e, 1)), linear=True, alike=2
@@ -355,7 +349,7 @@ RULES: dict[str, Rule] = {
     "concatenate": _keeping(_other_than("dimension"), linear=True, alike=None),
     "sort": _keeping(_other_than("dimension"), alike=None),
     "pad": _keeping(lambda e: [d if set(edges) == {0} else None for d, edges in enumerate(e.params["padding_config"])]),
-    "tile": _keeping(_not_repeated),
+    "tile": _keeping(lambda e: _where_equal(e.params["reps"], [1] * len(operand_shape(e)))),  # repeated once
     "reduce_window_sum": _keeping(_outside_window, linear=True),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _keeping(_outside_window)),
     **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _keeping(_outside_window, alike=None)),

@@ -32,7 +32,7 @@ from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of
 from jpipe.jax.inside import at_line_of, carry_out, scope_of
 from jpipe.jax.primitives import JaxprEqn
 from jpipe.partitioner.conversions import NOTHING, Cost, by_mesh_axis, collective_of, convert, cost_of_work, hops
-from jpipe.partitioner.rings import AtHand, OneByOne, Ring, Rings, Send, all_of
+from jpipe.partitioner.rings import Arriving, AtHand, OneByOne, Ring, Rings, Send, all_of
 from jpipe.partitioner.rule import Operation, RuleResult
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, part_shape
@@ -173,7 +173,7 @@ class DevicePlan:
         def send_of(value: int) -> Send:
             return Ring.send if value in urgent else one_by_one.send
 
-        for at, (flat, conversions, _) in enumerate(self.equations):
+        for at, (flat, conversions, way) in enumerate(self.equations):
             with at_line_of(flat.equation, flat.callers):
                 self.rings.depart(conversions, at_hand, send_of)
             with ExitStack() as scopes:
@@ -181,8 +181,9 @@ class DevicePlan:
                     scopes.enter_context(scope_of(caller))
                 with at_line_of(flat.equation, flat.callers):
                     self._convert(conversions, at_hand)
-                if at not in self.rings.steps:
-                    self._carry_out(at, at_hand)
+                if at not in self.rings.readers and at not in self.rings.later:
+                    operands = [all_of(at_hand[form]) for form in zip(flat.reads, way.operands, strict=True)]
+                    at_hand.update(zip(zip(flat.makes, way.results, strict=True), way.run(*operands), strict=True))
             if at in self.rings.readers:
                 step = self.rings.readers[at]
                 at_hand[step.makes] = step.as_pieces_arrive(at_hand)
@@ -195,15 +196,9 @@ class DevicePlan:
         for value, now, wanted in conversions:
             before, after = (value, now), (value, wanted)
             if arrival := self.rings.arrivals.get((before, after)):
-                at_hand[after] = arrival.start(all_of(at_hand[before]))
+                at_hand[after] = Arriving(*arrival, all_of(at_hand[before]))
             elif after not in at_hand:  # a sum that has departed is
                 at_hand[after] = convert(all_of(at_hand[before]), self.axes, now, wanted)
-
-    def _carry_out(self, at: int, at_hand: AtHand) -> None:
-        """Carries out the equation of that index, whose operands are at hand, and adds its results."""
-        flat, _, way = self.equations[at]
-        operands = [all_of(at_hand[form]) for form in zip(flat.reads, way.operands, strict=True)]
-        at_hand.update(zip(zip(flat.makes, way.results, strict=True), way.run(*operands), strict=True))
 
 
 def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is_last: bool = False) -> Way:
@@ -221,11 +216,9 @@ def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is
     taken = [part_shape(aval_of(v).shape, s, axes) for v, s in zip(equation.invars, operands, strict=True)]
     made = [part_shape(aval_of(v).shape, s, axes) for v, s in zip(equation.outvars, results, strict=True)]
 
-    def run_on_parts(*parts: jax.Array) -> list[jax.Array]:
-        return carry_out(equation, parts, part_params(equation, [np.shape(x) for x in parts], made))
-
     def run(*parts: jax.Array) -> list[jax.Array]:
-        operation: Operation = run_on_parts
+        params = lambda parts: part_params(equation, [np.shape(x) for x in parts], made)
+        operation: Operation = lambda *parts: carry_out(equation, parts, params(parts))
         for along in along_axes:
             operation = along.wrap(operation) if along.wrap else operation
         arrays = operation(*parts)
@@ -238,20 +231,13 @@ def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is
 
 def _apply_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, is_last: bool) -> list[RuleResult]:
     """Asks the rule about each axis; along those where there is no way, operands are whole."""
-    rule = RULES.get(equation.primitive.name)
+    rule, shapes = RULES.get(equation.primitive.name), [aval_of(v).shape for v in (*equation.invars, *equation.outvars)]
     whole = RuleResult([REPLICATED] * len(lying), [REPLICATED] * len(equation.outvars))
     along_axes: list[RuleResult] = []
     for i, axis in enumerate(axes):
         axis = replace(axis, sums_late=True) if is_last else axis
-        along = rule(equation, [sharding[i] for sharding in lying], axis) if rule else None
-        if along is None or not _is_possible(equation, [*along_axes, along], axes[: i + 1]):
-            along = whole
-        along_axes.append(along)
+        along = (rule(equation, [sharding[i] for sharding in lying], axis) if rule else None) or whole
+        shardings = zip(*[(*one.operands, *one.results) for one in (*along_axes, along)], strict=True)
+        can_lie = all(is_possible(shape, s, axes[: i + 1]) for shape, s in zip(shapes, shardings, strict=True))
+        along_axes.append(along if can_lie else whole)
     return along_axes
-
-
-def _is_possible(equation: JaxprEqn, along_axes: list[RuleResult], axes: Axes) -> bool:
-    """Whether operands and results can lie so along the first axes."""
-    shardings = zip(*[(*along.operands, *along.results) for along in along_axes], strict=True)
-    variables = (*equation.invars, *equation.outvars)
-    return all(is_possible(aval_of(v).shape, s, axes) for v, s in zip(variables, shardings, strict=True))

@@ -14,9 +14,10 @@ from jax import export
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from absent_cudnn import absent_cudnn
 from cases import assert_equal
 from jpipe.jax import inside
-from jpipe.jax.inside import absent_cudnn, collection_of, unsharded_creation
+from jpipe.jax.inside import collection_of, unsharded_creation
 from jpipe.processes.progress import warn_once
 
 CHANGED = f"JAX {jax.__version__} has changed this: see the docstring of"

@@ -64,8 +64,9 @@ def test_scalars_are_those_of_a_trace():
         (lambda x: x + np.eye(2, 3, dtype=np.float32), lambda x: x + np.ones((2, 3), np.float32), False),
         (lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1), False),
         (lambda x: x, lambda x: x * 1.0, False),
+        (lambda x: x * np.complex64(1 + 2j), lambda x: x * np.complex64(1 + 3j), False),  # once taken for one function
     ],
-    ids=["relu", "rates", "rules", "arrays", "axes", "nothing"],
+    ids=["relu", "rates", "rules", "arrays", "axes", "nothing", "complex"],
 )
 def test_what_is_one_kind(one, other, same):
     first, second = parts_of(one, other)
