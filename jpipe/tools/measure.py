@@ -278,9 +278,8 @@ class Program:
 
     def only(self, kinds: str, stage: int | None = None) -> jax.Array:
         """The actions of these kinds on a stage, or on all of them: `[slots, T, K]` of 1 and 0 on the devices."""
-        numbers = [[1 + i for i, kind in enumerate(slot.kinds) if kind in kinds] for slot in self.table.slots]
-        slots = zip(self.table.slots, numbers, strict=True)
-        chosen = np.stack([np.isin(slot.kind, of_slot) for slot, of_slot in slots])
+        numbers = lambda slot: [1 + i for i, kind in enumerate(slot.kinds) if kind in kinds]
+        chosen = np.stack([np.isin(slot.kind, numbers(slot)) for slot in self.table.slots])
         if stage is not None:
             chosen &= np.arange(chosen.shape[-1]) == stage
         return on_all(chosen.astype(np.int32), self._mesh)

@@ -255,10 +255,7 @@ def on_device(tree: PyTree) -> int:
 
 def _bytes_of_parts(arrays: Iterable[Leaf]) -> int:
     """The bytes of each device's parts, wherever they lie."""
-
-    def part(a: Leaf) -> Leaf:
-        return a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
-
+    part = lambda a: a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
     return bytes_of(list(map(part, arrays)))
 
 
