@@ -353,6 +353,9 @@ def trace_loss(
             at_once = with_gradient(loss.sums_at_once, *whole)
         return replace(loss, at_once=at_once, known=list(filter(is_float, jax.tree.leaves(outputs))))
     is_number = isinstance(returned, tuple) and len(returned) == 3 and by_shapes == [1.0]
+    if is_number:  # or has each example the weight 1, and a micro-batch has one?
+        with _telling(loss_fn, "the whole mini-batch", *whole):
+            is_number = _weights(loss_fn, whole, returned, names, dtype)[1] == [1.0]
     numbers = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
     return with_totals(_by_microbatch(loss, numbers, (outputs, batch, key), whole, lying) if numbers else loss)
 

@@ -280,6 +280,14 @@ def test_the_first_of_three_values_and_metrics():
         np.testing.assert_allclose(metrics["accuracy"], hits(outputs, data()) / data()["mask"].sum(), rtol=1e-12)
 
 
+def test_a_weight_of_one_for_each_example_is_no_number_with_metrics():
+    """With one example a micro-batch, `(sum, 1.0 * len(o), metrics)` was taken for `(loss, 1.0, metrics)`: M times it."""
+    total = lambda o, b: (b["mask"][..., None] * o**2).sum()
+    loss = lambda o, b: (total(o, b), 1.0 * len(o), {"rows": (1.0, 1.0)})
+    for M in (1, B // 2, B):
+        compare(loss, {"num_microbatches": M}, lambda o, b: total(o, b) / len(o))
+
+
 def test_a_list_of_layers_and_evaluation_of_any_batch_size():
     layers = [nn.Dense(4, param_dtype=jnp.float64), jnp.tanh, nn.Dense(V, param_dtype=jnp.float64)]
     loss, batch = EXACT["masked mean"], data()
