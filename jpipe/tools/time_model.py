@@ -97,7 +97,7 @@ class Network:
         """Seconds in which a device waits for what a program's collectives send, one after the other.
 
         Those that go by rings are for the most part beside products. These are a layer's permutations: a user's own are
-        carried out as gathers (`jpipe.partitioner.user_shardings`).
+        carried out as gathers (`jpipe.partitioner.handlers`).
         """
 
         def waited(one: Sent) -> float:

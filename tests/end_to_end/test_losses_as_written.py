@@ -281,7 +281,7 @@ def test_the_first_of_three_values_and_metrics():
 
 
 def test_a_weight_of_one_for_each_example_is_no_number_with_metrics():
-    """With one example a micro-batch, `(sum, 1.0 * len(o), metrics)` was taken for `(loss, 1.0, metrics)`: M times it."""
+    """With one example a micro-batch, `(sum, 1.0 * len(o), metrics)` was taken for a number: M times it."""
     total = lambda o, b: (b["mask"][..., None] * o**2).sum()
     loss = lambda o, b: (total(o, b), 1.0 * len(o), {"rows": (1.0, 1.0)})
     for M in (1, B // 2, B):

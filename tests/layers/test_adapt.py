@@ -119,7 +119,7 @@ def test_modules_that_look_tied(layers, repeats):
 
 
 def test_functions_that_name_a_module():
-    """Of a layer they are refused (tests/layers/test_shared.py); alone it is theirs, as often as they stand."""
+    """Of a layer they are refused (tests/layers/test_base.py); alone it is theirs, as often as they stand."""
     frozen = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     function = lambda x: frozen(x)
     assert len(as_layers([function, nn.relu, function, lambda x: frozen(x)])) == 4
