@@ -75,9 +75,8 @@ class CutModel:
         whole, leaves = self.whole, jax.tree.leaves(self.whole.variables)
         name: Callable[[Part], str] = lambda part: whole.collections[part.leaf]
         kind = lambda part: (name(part), leaves[part.leaf].shape[len(part.indices) :], leaves[part.leaf].dtype)
-        chosen = [
-            {i: part for i, part in enumerate(own) if (name(part) == CACHE) == of_caches} for own in self.cutting.parts
-        ]
+        is_chosen = lambda part: (name(part) == CACHE) == of_caches
+        chosen = [{i: part for i, part in enumerate(own) if is_chosen(part)} for own in self.cutting.parts]
         parts = [list(own.values()) for own in chosen]
         paths = paths_below(paths_of(parts, whole.paths), [list(map(kind, own)) for own in parts])
         trees = []
@@ -201,10 +200,7 @@ class CutModel:
         for part, leaf in leaves.items():
             by_leaf.setdefault(part.leaf, {})[part.indices] = leaf
         whole = iter([_stacked(by_leaf[i]) if i in by_leaf else None for i in range(len(self.whole.collections))])
-        tree = {
-            name: jax.tree.map(lambda _: next(whole), self.whole.variables[name])
-            for name in sorted(self.whole.variables)
-        }
+        tree = {name: jax.tree.map(lambda _: next(whole), own) for name, own in sorted(self.whole.variables.items())}
         return {name: own for name, own in tree.items() if name in names}
 
     def from_model(self, tree: PyTree) -> dict[int, dict[str, PyTree]]:

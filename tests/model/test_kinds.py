@@ -40,6 +40,10 @@ def scaled(rule: float, rate: float):
     return lambda x: call(x * jnp.float32(rate))
 
 
+def turned(x, by: complex):
+    return jax.lax.complex(x, x) * np.complex64(by)
+
+
 def test_scalars_are_the_only_difference_within_a_kind():
     first, second, third = parts_of(lambda x: x * 2.0 + 3.0, lambda x: x * 4.0 + 5.0, lambda x: x * 2.0 - 3.0)
     assert first.kind == second.kind != third.kind
@@ -64,7 +68,7 @@ def test_scalars_are_those_of_a_trace():
         (lambda x: x + np.eye(2, 3, dtype=np.float32), lambda x: x + np.ones((2, 3), np.float32), False),
         (lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1), False),
         (lambda x: x, lambda x: x * 1.0, False),
-        (lambda x: x * np.complex64(1 + 2j), lambda x: x * np.complex64(1 + 3j), False),  # once taken for one function
+        (lambda x: turned(x, 2j), lambda x: turned(x, 3j), False),  # they were taken for one function
     ],
     ids=["relu", "rates", "rules", "arrays", "axes", "nothing", "complex"],
 )
