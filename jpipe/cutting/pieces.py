@@ -47,11 +47,6 @@ class Cutting:
     told_by: frozenset[Part]
 
     @property
-    def num_pieces(self) -> int:
-        """How many pieces there are."""
-        return len(self.parts)
-
-    @property
     def all_parts(self) -> list[Part]:
         """The variables of all pieces."""
         return [part for own in self.parts for part in own]
