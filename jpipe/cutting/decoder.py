@@ -10,7 +10,7 @@ from itertools import pairwise
 import jax
 
 from jpipe.cutting.module import Read, WholeModel, told_of, without_unread
-from jpipe.cutting.pieces import Cutting, NoSuchPlace, places_again, unused_parts
+from jpipe.cutting.pieces import NoSuchPlace, places_again, unused_parts
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part
 from jpipe.cutting.whole import CutModel
@@ -46,7 +46,7 @@ def cut_decoder(
     whole = WholeModel(layer, strong(init.variables), init, model.whole.read)
     cutting = model.cutting.renumbered(_numbers(model.whole, whole))
     decoder = CutModel(whole, cutting)
-    traced, _ = trace_decoder(whole, cutting, read, tokens)
+    traced, _ = trace_decoder(decoder, read, tokens)
     caches = _caches(decoder, traced, places_of(decoder, traced))
     parts = tuple((*own, *more) for own, more in zip(cutting.parts, caches, strict=True))
     return partial(_layers, CutModel(whole, replace(cutting, parts=parts)), read)
@@ -58,7 +58,7 @@ def _layers(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[
     Raises:
       ValueError: the model can't be cut for so many tokens; or a piece but the first reads the tokens.
     """
-    traced, outputs = trace_decoder(model.whole, model.cutting, read, tokens)
+    traced, outputs = trace_decoder(model, read, tokens)
     pieces = model.pieces_of(traced, places_of(model, traced), Kinds())
     for index, piece in enumerate(pieces[1:], start=1):
         if piece.data:
@@ -83,12 +83,10 @@ def _numbers(training: WholeModel, decoder: WholeModel) -> list[int]:
     return list(by_name.values())
 
 
-def trace_decoder(
-    whole: WholeModel, cutting: Cutting, read: Read, tokens: jax.ShapeDtypeStruct
-) -> tuple[Traced, Shapes]:
+def trace_decoder(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[Traced, Shapes]:
     """(the trace of a model in decode mode, with slices where training has slices; its outputs, as in training)."""
-    straight, outputs = whole.trace_mode(read, tokens, train=False)
-    depths = {part.leaf: len(part.indices) for part in cutting.all_parts}
+    whole, (straight, outputs) = model.whole, model.whole.trace_mode(read, tokens, train=False)
+    depths = {part.leaf: len(part.indices) for part in model.cutting.all_parts}
     straight = replace(straight, depths=straight.depths_read | depths)
     if whole.read is None or len(whole.read) != len(straight.read):
         return Traced(straight), outputs

@@ -47,11 +47,6 @@ class Cutting:
     told_by: frozenset[Part]
 
     @property
-    def num_pieces(self) -> int:
-        """How many pieces there are."""
-        return len(self.parts)
-
-    @property
     def all_parts(self) -> list[Part]:
         """The variables of all pieces."""
         return [part for own in self.parts for part in own]
@@ -299,11 +294,7 @@ def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int], kinds: 
         read = {*wanted, *(number for equation in equations for number in equation.reads)}
         variables = [i for i, part in enumerate(parts) if part in numbers]
         leaves = [i for i, number in enumerate(straight.data) if number in read]
-        takes = [
-            *(numbers[parts[i]] for i in variables),
-            *traced.crossing[start],
-            *(straight.data[i] for i in leaves),
-        ]
-        part = kinds.part(straight.flat, equations, takes, [*gives, *new])
+        own, data = [numbers[parts[i]] for i in variables], [straight.data[i] for i in leaves]
+        part = kinds.part(straight.flat, equations, [*own, *traced.crossing[start], *data], [*gives, *new])
         pieces.append(Piece(part, tuple(variables), tuple(leaves), len(gives), tuple(written)))
     return pieces

@@ -75,9 +75,8 @@ class CutModel:
         whole, leaves = self.whole, jax.tree.leaves(self.whole.variables)
         name: Callable[[Part], str] = lambda part: whole.collections[part.leaf]
         kind = lambda part: (name(part), leaves[part.leaf].shape[len(part.indices) :], leaves[part.leaf].dtype)
-        chosen = [
-            {i: part for i, part in enumerate(own) if (name(part) == CACHE) == of_caches} for own in self.cutting.parts
-        ]
+        is_chosen = lambda part: (name(part) == CACHE) == of_caches
+        chosen = [{i: part for i, part in enumerate(own) if is_chosen(part)} for own in self.cutting.parts]
         parts = [list(own.values()) for own in chosen]
         paths = paths_below(paths_of(parts, whole.paths), [list(map(kind, own)) for own in parts])
         trees = []
@@ -201,10 +200,7 @@ class CutModel:
         for part, leaf in leaves.items():
             by_leaf.setdefault(part.leaf, {})[part.indices] = leaf
         whole = iter([_stacked(by_leaf[i]) if i in by_leaf else None for i in range(len(self.whole.collections))])
-        tree = {
-            name: jax.tree.map(lambda _: next(whole), self.whole.variables[name])
-            for name in sorted(self.whole.variables)
-        }
+        tree = {name: jax.tree.map(lambda _: next(whole), own) for name, own in sorted(self.whole.variables.items())}
         return {name: own for name, own in tree.items() if name in names}
 
     def from_model(self, tree: PyTree) -> dict[int, dict[str, PyTree]]:
@@ -291,7 +287,7 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
             "places; mark places that both have by x = jpipe.cut(x)"
         ) from None
     model = CutModel(whole, cutting)
-    if cutting.num_pieces < wanted:
+    if len(cutting.parts) < wanted:
         raise ValueError(_too_few(model, modes.training, wanted))
     return model
 
@@ -313,7 +309,7 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     elif operation in LOOPS_AND_BRANCHES:
         remedy = "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
     return (
-        f"{model.whole.layer.name} can be cut into {model.cutting.num_pieces} pieces, but there are {wanted} virtual "
+        f"{model.whole.layer.name} can be cut into {len(model.cutting.parts)} pieces, but there are {wanted} virtual "
         f"stages (num_stages * num_chunks). The largest piece, {model.names[largest]}, has "
         f"{sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a {operation} at "
         f"{line or 'an unknown line'}; {remedy}"
@@ -395,7 +391,7 @@ class _PieceLayer:
         takes = [] if self.index == 0 else inputs
         given = piece(leaves, takes, [*batch, context.key])
         outputs, new = given[: piece.num_given], iter(given[piece.num_given :])
-        if self.index == self.model.cutting.num_pieces - 1:
+        if self.index == len(self.model.cutting.parts) - 1:
             gives = jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
         else:
             gives = outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -166,10 +166,6 @@ def _call(equation: JaxprEqn) -> Flops:
     return sum(map(_count, jaxprs_in_params(equation.params)), Flops())
 
 
-def _while(equation: JaxprEqn) -> Flops:
-    return _call(equation) + Flops(unknown=frozenset(["a while loop, of which one trip is counted"]))
-
-
 def _cond(equation: JaxprEqn) -> Flops:
     branches = list(map(_count, equation.params["branches"]))
     return Flops(max(branch.flops for branch in branches), sum(branches, Flops()).unknown)
@@ -193,7 +189,7 @@ def _shard_map(equation: JaxprEqn) -> Flops:
 
 _CONTROL: dict[str, Callable[[JaxprEqn], Flops]] = {
     "scan": lambda equation: _call(equation) * equation.params["length"],
-    "while": _while,
+    "while": lambda equation: _call(equation) + Flops(0.0, frozenset(["a while loop, of which one trip is counted"])),
     "cond": _cond,
     "pallas_call": _pallas,
     "shard_map": _shard_map,

@@ -223,7 +223,7 @@ def carry_out(equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping | No
       operands: one for each of its operands.
       params: instead of its parameters.
     """
-    variables = _variables(len(operands))
+    variables = new_variables([ShapedArray((), np.dtype(np.float32))] * len(operands))  # shapes don't matter
     params = dict(params or equation.params)
     if params.get("update_jaxpr") is not None:
         combine = _traced_here(ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))
@@ -276,12 +276,6 @@ def new_variables(shapes: Sequence[jax.ShapeDtypeStruct | ShapedArray]) -> list[
     makes them too, and takes ten times as long.
     """
     return [Var(ShapedArray(a.shape, a.dtype)) for a in shapes]
-
-
-@cache
-def _variables(count: int) -> list[Var]:
-    """Makes variables whose shapes don't matter."""
-    return new_variables([ShapedArray((), np.dtype(np.float32))] * count)
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------

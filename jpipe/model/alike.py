@@ -16,7 +16,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.flat_jaxpr import flatten, without_calls
 from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.jax.tracing import depends_on, equations_in
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
@@ -34,7 +34,6 @@ from jpipe.model.groups import (
     scalar_places,
     scalars_of,
     strong,
-    without_plain_calls,
 )
 from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.random_keys import key_shape
@@ -96,7 +95,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
             decoder = decoding(layer, group.takes, *first.shape[:2])
             jaxprs[DECODE], made, _ = trace_init(decoder, key_shape(), group.takes, batch)
             results[DECODE] = (), made
-    jaxprs = {mode: without_plain_calls(jaxpr) for mode, jaxpr in jaxprs.items()}
+    jaxprs = {mode: without_calls(jaxpr, PLAIN_CALLS) for mode, jaxpr in jaxprs.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
     computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
     if has_custom_derivatives(jaxprs[TRAIN].jaxpr.eqns):

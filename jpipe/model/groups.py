@@ -69,7 +69,7 @@ class Constants:
         Raises:
           ValueError: it isn't the trace that layers were compared by.
         """
-        flat = without_plain_calls(closed)
+        flat = without_calls(closed, PLAIN_CALLS)
         at = scalar_places(flat)
         if list(map(bits, scalars_of(flat))) != list(map(bits, self.scalars)):
             fault = "layers that differ in numbers alone are one function, but under other keys the layer computes with"
@@ -97,13 +97,11 @@ def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int, known: Co
     return Constants(scalars[first], chosen, {**kept, **values})
 
 
-def without_plain_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Makes constants of a trace's literals, in plain calls too (`jit`); the functions below take such a trace."""
-    return without_calls(closed, PLAIN_CALLS)
-
-
 def scalars_of(flat: ClosedJaxpr) -> list[np.ndarray]:
-    """Lists the scalars of a trace that can be taken out: floating-point numbers and integers."""
+    """Lists the scalars of a trace that can be taken out: floating-point numbers and integers.
+
+    They are constants of the trace (`without_calls`, which makes constants of its literals, in plain calls too).
+    """
     return [np.asarray(flat.consts[i]) for i in scalar_places(flat)]
 
 

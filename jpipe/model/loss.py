@@ -26,7 +26,16 @@ from jpipe.layers.calls import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
 from jpipe.partitioner.examples import CouplesError, Examples, Known
 from jpipe.partitioner.per_device import named_axes
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Partial, Shard, part_structs
+from jpipe.partitioner.shardings import (
+    PARTIAL,
+    REPLICATED,
+    Axis,
+    AxisSharding,
+    Partial,
+    Shard,
+    part_structs,
+    whole_shape,
+)
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Terms = Callable[[PyTree, Batch, Leaf | None], list[jax.Array]]
@@ -45,12 +54,8 @@ AVERAGED = Averaged()
 
 def whole_structs(tree: Shapes, lying: Sequence[AxisSharding], count: int) -> Shapes:
     """The shapes of arrays of a mini-batch, from those of a micro-batch and how it lies in them."""
-
-    def whole(leaf: jax.ShapeDtypeStruct, at: AxisSharding) -> jax.ShapeDtypeStruct:
-        grows = at.dim if isinstance(at, Shard) else -1
-        return leaf.update(shape=tuple(n * count if d == grows else n for d, n in enumerate(leaf.shape)))
-
-    leaves, structure = jax.tree.flatten(tree)
+    (leaves, structure), axes = jax.tree.flatten(tree), (Axis(("microbatches",), (count,)),)
+    whole = lambda leaf, at: leaf.update(shape=whole_shape(leaf.shape, (at,), axes))
     return jax.tree.unflatten(structure, list(map(whole, leaves, lying)))
 
 

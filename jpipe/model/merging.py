@@ -2,7 +2,7 @@
 
 Every micro-batch starts from the state before the step and gives a new one. How these become one is a rule by
 collection: the *mean* of floating-point values, their *sum* (of the changes), the *last* micro-batch's value, or
-*moments*, for running averages of a mean and a variance, as BatchNorm keeps them (`RunningAverages`). A
+*moments*, for running averages of a mean and a variance, as BatchNorm keeps them (`Merging`). A
 micro-batch's new state is that of all its examples already, on whatever devices they are. The default is "moments"
 for "batch_stats", and for others the mean of floating-point leaves and the last value of the rest.
 
@@ -73,15 +73,28 @@ micro-batches' means in variances."""
 
 @dataclass(frozen=True, eq=False)
 class Merging:
-    """How the state of a group's layers is merged.
+    """How the state of a group's layers is merged: leaf by leaf, but running averages as if over the whole mini-batch.
+
+    The moments of a mini-batch of micro-batches with means m_i and variances v_i are mean(m_i) and mean(v_i) + var(m_i)
+    (GPipe, section 2.3). A running average a moves towards them at a rate r (Flax: 1 - momentum), and shows only its
+    new values: of the mean a + r (m_i - a), of the variance likewise. With u_i = r (m_i - a), what the mean over
+    micro-batches of the new variances lacks is r var(m_i), or mean(u_i^2) / r - mean(u_i)^2 / r. The first term is
+    added to each micro-batch's new variance, the second is subtracted once at the end, so that only the averages are
+    summed up.
 
     Attributes:
       rules: "mean", "sum" or "last", for each leaf of its collections, in order.
-      averages: the leaves that are a running mean and its variance.
+      pairs: for each running average the indices of its mean and its variance among the leaves.
+      rates: for each of them the rate at which it moves, whole, of the mean's shape.
+      lying: for each of them how its mean lies on the devices of a stage.
+      axes: what arrays are split over.
     """
 
     rules: tuple[str, ...]
-    averages: RunningAverages
+    pairs: tuple[tuple[int, int], ...]
+    rates: tuple[np.ndarray, ...]
+    lying: tuple[Sharding, ...]
+    axes: tuple[Axis, ...] = ()
 
     def accumulate(self, totals: Sequence[Leaf], old: Sequence[Leaf], new: Sequence[Leaf], is_last: Flag) -> list[Leaf]:
         """Adds one more micro-batch's new state to the totals.
@@ -97,7 +110,7 @@ class Merging:
         """
         new = [leaf.astype(total.dtype) for leaf, total in zip(new, totals, strict=True)]
         old = [leaf.astype(total.dtype) for leaf, total in zip(old, totals, strict=True)]
-        leaves = zip(self.rules, totals, old, self.averages.spread(old, new, 1), strict=True)
+        leaves = zip(self.rules, totals, old, self.spread(old, new, 1), strict=True)
         return [MERGE_RULES[rule].accumulate(total, a, b, is_last) for rule, total, a, b in leaves]
 
     def finish(self, totals: Sequence[Leaf], old: Sequence[Leaf], num_microbatches: int) -> list[Leaf]:
@@ -105,7 +118,25 @@ class Merging:
         wide = [a.astype(total.dtype) for a, total in zip(old, totals, strict=True)]
         leaves = zip(self.rules, totals, wide, strict=True)
         merged = [MERGE_RULES[rule].finish(total, a, num_microbatches) for rule, total, a in leaves]
-        return [leaf.astype(a.dtype) for leaf, a in zip(self.averages.spread(wide, merged, -1), old, strict=True)]
+        return [leaf.astype(a.dtype) for leaf, a in zip(self.spread(wide, merged, -1), old, strict=True)]
+
+    def spread(self, old: Sequence[Leaf], new: Sequence[Leaf], sign: int) -> list[Leaf]:
+        """Adds to the variances of the new state, or subtracts from them; `old` is the state before the step.
+
+        u_i^2 / r is added for a micro-batch (`sign` 1), and mean(u_i)^2 / r is subtracted from the mean over
+        micro-batches (-1), which gives the mini-batch's new state.
+        """
+        changed = list(new)
+        for i, (mean, variance) in enumerate(self.pairs):
+            change, whole = new[mean] - old[mean], self.rates[i]
+            if np.all(whole == whole.flat[0]):
+                rate = jnp.asarray(whole.flat[0], change.dtype)
+            else:
+                rate = convert(jnp.asarray(whole, change.dtype), self.axes, replicated(self.axes), self.lying[i])
+            # 0 for an average that doesn't move.
+            square_over_rate = jnp.where(rate == 0, 0, jnp.square(change) / jnp.where(rate == 0, 1, rate))
+            changed[variance] = new[variance] + sign * square_over_rate
+        return changed
 
 
 def make_merging(function: LayerFunction, num_microbatches: int, splits: Splits = WHOLE) -> Merging:
@@ -131,8 +162,7 @@ def make_merging(function: LayerFunction, num_microbatches: int, splits: Splits 
         leaf_rules += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
     means, state_at = [mean for mean, _ in pairs], function.shardings(splits).state
     lying = tuple(state_at[i] for i in means)
-    averages = RunningAverages(tuple(pairs), find_rates(function, means), lying, splits.axes)
-    return Merging(tuple(leaf_rules), averages)
+    return Merging(tuple(leaf_rules), tuple(pairs), find_rates(function, means), lying, splits.axes)
 
 
 def _rule_of(leaf: Leaf, rule: str | None) -> str:
@@ -196,48 +226,6 @@ PathsAndLeaves = Sequence[tuple[tuple[Hashable, ...], Leaf]]
 
 
 # --- BatchNorm's running averages -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class RunningAverages:
-    """The running means and variances among the leaves of a layer's state, merged as if over the whole mini-batch.
-
-    The moments of a mini-batch of micro-batches with means m_i and variances v_i are mean(m_i) and mean(v_i) + var(m_i)
-    (GPipe, section 2.3). A running average a moves towards them at a rate r (Flax: 1 - momentum), and shows only its
-    new values: of the mean a + r (m_i - a), of the variance likewise. With u_i = r (m_i - a), what the mean over
-    micro-batches of the new variances lacks is r var(m_i), or mean(u_i^2) / r - mean(u_i)^2 / r. The first term is
-    added to each micro-batch's new variance, the second is subtracted once at the end, so that only the averages are
-    summed up.
-
-    Attributes:
-      pairs: for each running average the indices of its mean and its variance among the leaves.
-      rates: for each of them the rate at which it moves, whole, of the mean's shape.
-      lying: for each of them how its mean lies on the devices of a stage.
-      axes: what arrays are split over.
-    """
-
-    pairs: tuple[tuple[int, int], ...] = ()
-    rates: tuple[np.ndarray, ...] = ()
-    lying: tuple[Sharding, ...] = ()
-    axes: tuple[Axis, ...] = ()
-
-    def spread(self, old: Sequence[Leaf], new: Sequence[Leaf], sign: int) -> list[Leaf]:
-        """Adds to the variances of the new state, or subtracts from them; `old` is the state before the step.
-
-        u_i^2 / r is added for a micro-batch (`sign` 1), and mean(u_i)^2 / r is subtracted from the mean over
-        micro-batches (-1), which gives the mini-batch's new state.
-        """
-        changed = list(new)
-        for i, (mean, variance) in enumerate(self.pairs):
-            change, whole = new[mean] - old[mean], self.rates[i]
-            if np.all(whole == whole.flat[0]):
-                rate = jnp.asarray(whole.flat[0], change.dtype)
-            else:
-                rate = convert(jnp.asarray(whole, change.dtype), self.axes, replicated(self.axes), self.lying[i])
-            # 0 for an average that doesn't move.
-            square_over_rate = jnp.where(rate == 0, 0, jnp.square(change) / jnp.where(rate == 0, 1, rate))
-            changed[variance] = new[variance] + sign * square_over_rate
-        return changed
 
 
 def mean_variance_pairs(paths_and_leaves: PathsAndLeaves) -> list[tuple[int, int]]:

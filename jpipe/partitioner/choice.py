@@ -129,17 +129,14 @@ def summed_wide(plan: DevicePlan) -> list[Early]:
     Such values are gradients of parameters that a layer casts to another dtype to compute. The change is to sum all of
     them before their casts.
     """
-    sums = {c.value: c.wanted for c in plan.conversions if _takes_a_sum(c)}
+    takes_a_sum = lambda c: any(a == PARTIAL != b for a, b in zip(c.now, c.wanted, strict=True))
+    sums = {c.value: c.wanted for c in plan.conversions if takes_a_sum(c)}
     casts = [e.flat for e in plan.equations if e.flat.equation.primitive.name == "convert_element_type"]
     early: Early = {}
     for (narrow,), (wide,) in [(cast.reads, cast.makes) for cast in casts]:
         if wide in sums and itemsize(plan.flat.avals[narrow].dtype) < itemsize(plan.flat.avals[wide].dtype):
             early[narrow] = sums[wide]
     return [early] if early else []
-
-
-def _takes_a_sum(conversion: Conversion) -> bool:
-    return any(a == PARTIAL and b != PARTIAL for a, b in zip(conversion.now, conversion.wanted, strict=True))
 
 
 def added_to_whole(plan: DevicePlan) -> list[Early]:

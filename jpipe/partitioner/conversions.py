@@ -123,9 +123,8 @@ def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
     """Takes a step with a device's part."""
     now, (i, *others), wanted = hop
     old, axis, kind = now[i], axes[i], collective_of(axes, hop)
-    joined = {"axis_name": axis.names, "axis_index_groups": axis.groups}
-    if others:
-        joined = {"axis_name": names_of([axes[j] for j in hop.over])}
+    names = names_of([axes[j] for j in hop.over])
+    joined = {"axis_name": names, "axis_index_groups": None if others else axis.groups}
     outer = lambda shard: _outer_in_part(shard, axes, now, i)
     if isinstance(old, Shard):
         if kind == "all_to_all" and isinstance(wanted, Shard):

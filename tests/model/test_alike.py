@@ -13,10 +13,12 @@ from flax import nnx
 import jpipe
 import sequential
 from cases import assert_close
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.alike import has_custom_derivatives, outputs_that_depend, skeleton, whole
-from jpipe.model.groups import scalars_of, without_plain_calls
+from jpipe.model.groups import scalars_of
 from jpipe.model.trace import trace_model
 
 wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
@@ -319,7 +321,7 @@ LINE = np.linspace(-1, 1, 5)
 
 
 def plain_trace(function, *arguments):
-    return without_plain_calls(jax.make_jaxpr(function)(*arguments))
+    return without_calls(jax.make_jaxpr(function)(*arguments), PLAIN_CALLS)
 
 
 @pytest.fixture

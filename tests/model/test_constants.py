@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.jax.tracing import replay
-from jpipe.model.groups import Constants, differing, scalars_of, without_plain_calls
+from jpipe.model.groups import Constants, differing, scalars_of
 
 X = np.linspace(-1, 1, 5)
 MASK = np.arange(5) > 1
@@ -19,7 +21,7 @@ def float64():
 
 
 def traced(function, *given):
-    return without_plain_calls(jax.make_jaxpr(function)(*given))
+    return without_calls(jax.make_jaxpr(function)(*given), PLAIN_CALLS)
 
 
 def make(a, b, count):
@@ -41,7 +43,7 @@ def test_scalars_are_found_in_order_with_their_types():
 def test_other_numbers_put_into_a_trace_are_another_function():
     layers = {2: (0.5, -2.0, 7), 5: (0.5, 3.0, 7), 9: (0.25, 4.0, 8)}
     traces = {i: jax.make_jaxpr(make(*numbers))(X) for i, numbers in layers.items()}
-    constants = differing({i: scalars_of(without_plain_calls(trace)) for i, trace in traces.items()}, first=2)
+    constants = differing({i: scalars_of(without_calls(trace, PLAIN_CALLS)) for i, trace in traces.items()}, first=2)
     assert len(constants.places) == 4
     for i, numbers in layers.items():
         shapes = jax.eval_shape(make(*numbers), X)

@@ -12,7 +12,7 @@ import jpipe
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.model.layer_function import LayerFunction
-from jpipe.model.merging import RunningAverages, find_rates, mean_variance_pairs
+from jpipe.model.merging import Merging, find_rates, mean_variance_pairs
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import as_remat
 from jpipe.model.trace import trace_model
@@ -128,7 +128,7 @@ def test_moments_of_a_mini_batch(rates):
     rate, rng = np.asarray(rates, np.float32), np.random.default_rng(0)
     x = (rng.standard_normal((3, 5, 2)) + np.arange(3)[:, None, None]).astype(np.float32)
     old = [rng.standard_normal(2).astype(np.float32), rng.uniform(1, 2, 2).astype(np.float32)]
-    averages = RunningAverages(((0, 1),), (rate,), ((),))
+    averages = Merging(("mean", "mean"), ((0, 1),), (rate,), ((),))
     moved = lambda a, to: a + rate * (to - a)
     micro = [[moved(old[0], part.mean(0)), moved(old[1], part.var(0))] for part in x]
     total = [sum(leaves) / 3 for leaves in zip(*[averages.spread(old, new, 1) for new in micro], strict=True)]

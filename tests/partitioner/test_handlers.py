@@ -244,6 +244,22 @@ def test_a_maximum_over_devices_is_not_taken_of_partial_sums(make_mesh):
     assert inner.equations[-1].way.operands == ((REPLICATED,),)
 
 
+@pytest.mark.parametrize("reduce", [lax.psum, lax.pmax])
+def test_a_sum_over_what_jax_vmap_runs_over_needs_all_of_it(make_mesh, reduce):
+    """A regression: a sum was taken of the rows that a device had."""
+    mesh = make_mesh((2, 2), ("expert", "model"))
+
+    def function(x):
+        inside = jax.vmap(lambda row: reduce(row, "rows"), axis_name="rows", out_axes=None)
+        specs = {"in_specs": P(None, "expert"), "out_specs": P("expert")}
+        return jax.shard_map(inside, mesh=mesh, axis_names={"expert"}, check_vma=False, **specs)(x)
+
+    plan = chosen(function, [(REPLICATED, Shard(0))], (8, 4))
+    ((inner, _),) = plan.equations[-1].way.plans
+    way = next(e.way for e in inner.equations if e.flat.equation.primitive.name == reduce.__name__)
+    assert way.operands == way.results == ((REPLICATED,),)
+
+
 def test_a_gather_over_devices_that_are_alike_is_refused(make_mesh):
     mesh = make_mesh((2, 2, 2), ("stage", "expert", "model"))
 
