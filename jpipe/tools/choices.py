@@ -20,7 +20,7 @@ from jpipe.tools.step_cost import Parts, StepCost
 WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
 """Schedules with V. "gpipe" takes the time of "1f1b" and more memory."""
 OVERLAPPED = (("overlapped", 1), ("overlapped", 2), ("overlapped-v", 2))
-"""Further ones for GPUs whose layers send: what they send travels beside the other pass (`jpipe.planning.layer_loops`)."""
+"""Others, for GPUs whose layers send: it travels beside the other pass (`jpipe.planning.layer_loops`)."""
 MICROBATCHES_A_STAGE = 4
 """M is K times this at first: the bubble is negligible then (GPipe, section 2.3)."""
 PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over", "offload")
