@@ -357,10 +357,9 @@ def trace_loss(
         with _telling(loss_fn, "the whole mini-batch", *whole):
             at_once = with_gradient(loss.sums_at_once, *whole)
         return replace(loss, at_once=at_once, known=list(filter(is_float, jax.tree.leaves(outputs))))
-    is_number = isinstance(returned, tuple) and len(returned) == 3 and by_shapes == [1.0]
-    if is_number:  # or has each example the weight 1, and a micro-batch has one?
-        with _telling(loss_fn, "the whole mini-batch", *whole):
-            is_number = _weights(loss_fn, whole, returned, names, dtype)[1] == [1.0]
+    has_weight_1 = isinstance(returned, tuple) and len(returned) == 3 and by_shapes == [1.0]
+    # Or each example has the weight 1, and a micro-batch has one.
+    is_number = has_weight_1 and _weights(loss_fn, whole, returned, names, dtype)[1] == [1.0]
     numbers = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
     return with_totals(_by_microbatch(loss, numbers, (outputs, batch, key), whole, lying) if numbers else loss)
 
@@ -465,12 +464,7 @@ def _are_scalars(value: PyTree) -> bool:
 
 
 def _check_terms(returned: Shapes, terms: dict[str, PyTree]) -> None:
-    """Checks the means that a loss function returned.
-
-    Raises:
-      ValueError: there are none, a name is no string or one of jpipe's own metrics', or a value is neither a
-        floating-point scalar nor a pair of scalars of which the first is one.
-    """
+    """Checks the means that a loss function returned: floating-point scalars, or pairs of scalars, with fit names."""
     if not terms or not all(isinstance(name, str) and _are_scalars(value) for name, value in terms.items()):
         raise ValueError(
             f"loss_fn returned {describe(returned)}; it has to return a scalar (the mean loss), a pair of scalars "

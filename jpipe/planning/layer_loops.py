@@ -147,7 +147,7 @@ def plan_idle_work(
     # Slots in which stages run a chunk last as long as the slowest of them.
     lasting = lambda takes: takes.reshape(num_chunks, -1).max(axis=1).sum()
     limit, takes, uneven = MORE * lasting(number @ costs), number @ costs, list[int]()
-    sends = {g for g in safe if any(sent_in(one.jaxpr, splits.mesh.shape) for one in programs[g])}
+    sends = {g for g in safe if most[g] and any(sent_in(one.jaxpr, splits.mesh.shape) for one in programs[g])}
     if not (sends or splits.on_gpu):
         return IdleWork()
     others = {g for g in sends | {0, model.last} & {*safe} if most[g]} - {*trips}

@@ -1,5 +1,7 @@
 """`jpipe.plan`: searches for the settings that train a model fastest, by the models of time and memory."""
 
+from __future__ import annotations  # the pages show annotations as they are written
+
 import itertools
 import math
 import os
