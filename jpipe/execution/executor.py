@@ -63,6 +63,9 @@ from jpipe.schedules.actions import FLOWS, crosses_beside
 from jpipe.schedules.ticks import ROWS, Run, SlotTable
 from jpipe.types import Leaf
 
+Crossing = dict[int, dict[int, Buffers]]
+"""The values that arrive beside a slot, by flow and route."""
+
 
 class Now(NamedTuple):
     """The tick table's entries for this device in one slot of one tick: integer scalars, the columns of `SlotTable`.
@@ -249,7 +252,7 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
                 carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
     carry = beside_slots.after_slot(stage, run, turns, i, carry)
     if any(crossing.values()) and stage.step.model.axes:
-        carry = _held(carry, together=bool(run.together[i]))
+        crossing, carry = _held(crossing, carry, together=bool(run.together[i]))
     crossing, carry = beside_slots.send_rows(stage, slot, now.away, (coming, crossing), carry)
     # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is in
     #    `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow crosses
@@ -285,27 +288,31 @@ def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
     return reduce(or_, [now.kind == code for code in codes])
 
 
-def _held(carry: TickCarry, *, together: bool) -> TickCarry:
-    """The carry, with what a slot left at its boundaries behind an `optimization_barrier`.
+def _held(crossing: Crossing, carry: TickCarry, *, together: bool) -> tuple[Crossing, TickCarry]:
+    """What crosses beside a slot, and the carry, with what the slot left behind `optimization_barrier`s.
 
-    It is for a slot beside which something crosses, on a mesh with more axes than `stage`: along these layers may send
-    too. XLA's scheduler places the operations of a tick from the last to the first. Where a loop that sends and the end
-    of a transfer could both come next, it places the loop. The transfer then ends before the loop begins, with nothing
-    beside it. With something behind the loop, the end of the transfer comes first.
+    It is for meshes with more axes than `stage`: along these layers may send too. XLA's scheduler places the operations
+    of a tick from the last to the first. Where a loop that sends and the end of a transfer could both come next, it
+    places the loop. The transfer then ends before the loop begins, with nothing beside it. With something behind the
+    loop, the end of the transfer comes first.
 
-    In a slot without a loop around it, what waits is behind the barrier too: it is read before anything is written
-    there. Else a TPU's compiler copies it all.
+    In a slot without a loop around it, more is needed. What crosses is behind a second barrier, with what the slot
+    left: else a loop over layers may still be placed first. What waits is behind the first one: it is read before
+    anything is written there, else a TPU's compiler copies it all.
     """
+    barrier = jax.lax.optimization_barrier
     left, waiting = (carry.forward.activation, carry.backward.cotangent), ()
     if together:
         waiting = carry.waiting_activations, carry.waiting_cotangents
-    left, waiting = jax.lax.optimization_barrier((left, waiting))
+    left, waiting = barrier((left, waiting))
+    if together:
+        crossing, left = barrier((crossing, left))
+        carry = carry._replace(waiting_activations=waiting[0], waiting_cotangents=waiting[1])
     forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
-    carry = carry._replace(forward=forward, backward=backward)
-    return carry._replace(waiting_activations=waiting[0], waiting_cotangents=waiting[1]) if together else carry
+    return crossing, carry._replace(forward=forward, backward=backward)
 
 
-def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> dict[int, dict[int, Buffers]]:
+def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Crossing:
     """The values, by flow and route, that slot `i` left and that cross beside the slot after it, or else before it."""
     slots, names = stage.step.table.slots, stage.step.schedule.slots
     flows = [flow for flow in _flows(slots, run, i) if crosses_beside(names, flow, i) == beside]
@@ -357,9 +364,7 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
     return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=apart, rocm=apart), sent)
 
 
-def _receive(
-    stage: Stage, slot: SlotTable, now: Now, crossing: dict[int, dict[int, Buffers]], carry: TickCarry
-) -> TickCarry:
+def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Crossing, carry: TickCarry) -> TickCarry:
     """The carry with what arrived in a slot, by flow and route, in its rows.
 
     Where the table has a row in each tick, it is always written: if nothing new arrived, the row is no longer needed,
