@@ -43,7 +43,7 @@ from absent_cudnn import absent_cudnn
 from compiled_transfers import counted, host_stops, transfers
 from gpu_program import Kernels, compile_with_text, kernels, largest_copy
 from jpipe.planning.step import Step
-from jpipe.schedules.ticks import Run, SlotTable
+from jpipe.schedules.ticks import Run
 from jpipe.tools.chips import parse_topology
 from jpipe.tools.compiled_program import COLLECTIVES, PERMUTE, Loop, read
 
@@ -142,7 +142,6 @@ TABLE = [
     *[Setting(data=2, remat=remat, fsdp=fsdp) for fsdp in ("", "step", "use") for remat in ("none", "layer")],
     *[Setting(data=2, remat="none", attention="cudnn")],
     *[Setting(tensor=2, remat=remat) for remat in ("none", "layer")],
-    *[Setting(tensor=2, schedule="overlapped", remat=remat) for remat in ("none", "layer")],
     *[Setting(tensor=2, remat="none", attention="cudnn")],
     *[Setting("b200", schedule=name, remat="none", **more) for name, more in SCHEDULES.items()],
     *[Setting("b200", attention="cudnn", remat="none"), Setting("b200", data=2, fsdp="use", remat="none")],
@@ -239,15 +238,11 @@ class Ticks:
 
     def _trips(self, tick: int, stage: int, loop: Loop) -> int:
         """How often a loop turns that the compiler doesn't count: by the table if it is in a slot, else once."""
-        number = re.search(r"\bslot(\d+)/(FB|[A-Z])\b", loop.scope)
+        number = re.search(r"\bslot(\d+)/([A-Z])\b", loop.scope)
         if number is None:
             return 1
-        # In a pair the loop of an end belongs to either pass: it is taken to turn if one of them has that layer.
-        in_order = zip(self.step.table.slots[int(number[1]) :], number[2], strict=False)
-        return max(self._trips_in(slot, kind, tick, stage, loop) for slot, kind in in_order)
-
-    def _trips_in(self, slot: SlotTable, kind: str, tick: int, stage: int, loop: Loop) -> int:
-        works = int(slot.kind[tick, stage]) == 1 + slot.kinds.index(kind)
+        slot = self.step.table.slots[int(number[1])]
+        works = slot.kind[tick, stage] == slot.code(number[2])
         if loop.name not in self.groups:
             return int(works)
         virtual_stage = self.step.schedule.placement.virtual_stage(stage, int(slot.chunk[tick, stage]))
@@ -263,8 +258,6 @@ class Ticks:
                 for code, kind in enumerate(slot.kinds, 1):
                     share = float((slot.kind[run.start : run.stop] == code).sum() / actions)
                     total += kernels(loop.find(f"slot{i}", kind, BLOCK)) * share
-                    if kind == "F":  # in pairs there are as many backwards
-                        total += kernels(loop.find(f"slot{i}", "FB", BLOCK)) * share
         return total
 
     def beyond_layers(self) -> Kernels:

@@ -75,7 +75,7 @@ class Pipeline(Tabular):
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules; 2 for "v".
-      schedule: "naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble", others of `make_schedule`, a `Schedule`.
+      schedule: "naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble", or a `Schedule` of your own.
       remat: "none", "layer", "stage", "full", or a `jax.checkpoint` policy for each layer; see `jpipe.model.remat`.
       balance: how layers are shared among stages: equal "flops", "time", "size" or "even" counts; K*V layer counts as
         integers; or one cost a layer as floats.

@@ -2,7 +2,7 @@
 
 The executor calls the functions of this file before, in and after the ticks:
 
-    before the ticks    empty, turns_of               what the carry and the scan need
+    before the ticks    first_carry, turns_of         what the carry and the scan need
     before a slot       start_rows, rows_at_hand      rows that come back
                         before_slot                   enter: the first layer's forward
     in an action        first_input, last_cotangents  what the layers between take from the ends
@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.stage import BackwardWork, Stage, TickCarry
+from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job, Turn
 from jpipe.jax.in_place import Carry, Index, when
 from jpipe.jax.trees import is_float
@@ -56,15 +56,18 @@ Rows = dict[str, Buffers]
 # --- before the ticks -------------------------------------------------------------------------------------------------
 
 
-def empty(stage: Stage) -> tuple[list[jax.Array], list[jax.Array], Rows, Rows]:
-    """Arrays of any values for the last four of `TickCarry`: `entered`, `left`, `back` and `host`."""
+def first_carry(
+    stage: Stage, forward: ForwardWork, backward: BackwardWork, waiting: dict[str, list[Buffers]]
+) -> TickCarry:
+    """The carry before the first tick; what ends and hosts have in it has any values."""
     step, away, entered, left = stage.step, stage.step.kept.away, [], []
     if step.ends.shared:
         given, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
         entered, left = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
     back = {name: away[name].empty_row() for name in _returning(away, step.table.slots[-1])}
-    return entered, left, back, {name: storage.empty_host() for name, storage in away.items()}
+    host = {name: storage.empty_host() for name, storage in away.items()}
+    return TickCarry(forward, backward, waiting, entered=entered, left=left, back=back, host=host)
 
 
 def turns_of(step: Step, run: Run) -> list[Turns]:

@@ -12,13 +12,13 @@ The arrays that change are those of `TickCarry`. Each stage has its own:
 
 - Tick 0. Stage 0 runs F0: it reads the batch, writes residuals into its row 0, and leaves an activation in
   `carry.forward.activation`. During the B slot that activation crosses to stage 1, which writes it into row 0 of
-  `carry.waiting_activations` at the end of the slot.
+  `carry.waiting["activation"]` at the end of the slot.
 - Tick 1. Stage 0 runs F1 (residuals into row 1). Stage 1 runs F0: it reads row 0 of its waiting activations, writes
   residuals, and adds the loss to `carry.forward.results`. Then stage 1 runs B0: it starts from the loss, reads the
   residuals, adds to `carry.backward.gradients`, and leaves a cotangent in `carry.backward.cotangent`. During this B
   slot F1's activation crosses. It takes row 0 on stage 1 again, since F0 has read that row.
 - Tick 2. Stage 1 runs F1. During that F slot B0's cotangent crosses to stage 0, into row 0 of its
-  `carry.waiting_cotangents`. In the B slot stage 0 runs B0 from that row, and stage 1 runs B1.
+  `carry.waiting["cotangent"]`. In the B slot stage 0 runs B0 from that row, and stage 1 runs B1.
 - Tick 3. B1's cotangent crosses during the F slot, in which no stage has an action. Stage 0 runs B1.
 
 A value is sent by `ppermute` while the next slot computes, if that slot admits no action that receives along this flow
@@ -30,14 +30,13 @@ With the schedule "v" all that arrives may be written by the transfer itself, si
 gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
-On GPUs a forward and a backward of a tick may run as one (`_run_pair`): what crosses then arrives before or after both.
 With `ends="shared"`, `beside_slots` adds work before and after slots; with `offload=` it moves rows beside them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import NamedTuple
@@ -66,6 +65,9 @@ from jpipe.types import Leaf
 Crossing = dict[int, dict[int, Buffers]]
 """The values that arrive beside a slot, by flow and route."""
 
+SENT = {+1: "activation", -1: "cotangent"}
+"""What is sent along each flow."""
+
 
 class Now(NamedTuple):
     """The tick table's entries for this device in one slot of one tick: integer scalars, the columns of `SlotTable`.
@@ -75,8 +77,8 @@ class Now(NamedTuple):
       microbatch: the action's micro-batch.
       chunk: which of the stage's V virtual stages runs.
       anew: 1 if the action computes a forward again (remat "stage" and "full").
-      activation: the row of `TickCarry.waiting_activations` that the action reads; -1 for none.
-      cotangent: the row of `TickCarry.waiting_cotangents` that the action reads; -1 for none.
+      activation: the row of `TickCarry.waiting["activation"]` that the action reads; -1 for none.
+      cotangent: the row of `TickCarry.waiting["cotangent"]` that the action reads; -1 for none.
       residual, kept, stash: the rows of what the action keeps for later ones, or reads (`jpipe.planning.kept`); -1 for
         none.
       away: where residuals are that go to the host.
@@ -111,10 +113,9 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = list(map(_accumulator, step.outputs))
     else:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
-    forward = ForwardWork(step.activations.empty(), {}, {}, results)
-    waiting = _rows(step.activations, forward.activation, step.table.waiting["activation"])
-    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, [], *beside_slots.empty(stage))
-    results = _run_ticks(stage, carry).forward.results
+    forward = ForwardWork(activation=step.activations.empty(), kept={}, state={}, results=results)
+    backward = BackwardWork(cotangent={}, gradients={}, shared_gradients={}, overwritten={})
+    results = _run_ticks(stage, _first_carry(stage, forward, backward)).forward.results
     # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
@@ -142,14 +143,9 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     zeros = lambda now, whole: jnp.zeros(now.shape, accumulator_dtype(whole.dtype))
     shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.ends.sets}
     shared_gradients = {v: list(map(zeros, leaves, types[v].leaves)) for v, leaves in shared.items()}
-    carry = TickCarry(
-        ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs))),
-        BackwardWork(cotangent, gradients, shared_gradients, overwritten),
-        _rows(step.activations, activation, step.table.waiting["activation"]),
-        _rows(step.cotangents, cotangent, step.table.waiting["cotangent"]),
-        *beside_slots.empty(stage),
-    )
-    carry = _run_ticks(stage, carry)
+    forward = ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs)))
+    backward = BackwardWork(cotangent, gradients, shared_gradients, overwritten)
+    carry = _run_ticks(stage, _first_carry(stage, forward, backward))
     if stage.only is not None:
         # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
         # compiler, which would drop the code after the ticks, though its time is to be measured.
@@ -161,11 +157,14 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new, gradients
 
 
-def _rows(boundaries: Boundaries, buffers: Buffers, numbers: Sequence[range]) -> list[Buffers]:
-    """For each of several buffers its rows `[rows, ...]` of arrays that cross a boundary, of any values."""
-    crossing = boundaries.crossing(buffers)
-    empty = lambda rows: jax.tree.map(lambda a: jax.lax.empty((len(rows), *a.shape), a.dtype), crossing)
-    return list(map(empty, numbers))
+def _first_carry(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
+    """The carry before the first tick: no value waits, so what is there for them has any values."""
+    step = stage.step
+    crossing = {"activation": step.activations.crossing(forward.activation)}
+    crossing["cotangent"] = step.cotangents.crossing(backward.cotangent) if step.schedule.trains else {}
+    rows = lambda count, arrays: jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), arrays)
+    waiting = {name: [rows(len(one), crossing[name]) for one in step.table.waiting[name]] for name in crossing}
+    return beside_slots.first_carry(stage, forward, backward, waiting)
 
 
 def _accumulator(array: Leaf) -> jax.Array:
@@ -205,36 +204,28 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
 
         def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
             row, turns = entries
-            now = lambda i: jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
-            return _run_tick(stage, run, now, turns, carry), None
+            for i in range(len(slots)):
+                now = jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
+                carry = _run_slot(stage, run, i, now, turns, carry)
+            return carry, None
 
         with jax.named_scope("ticks"):
             carry = jax.lax.scan(tick, carry, (mine[run.start : run.stop], turns))[0]
     return carry
 
 
-def _run_tick(stage: Stage, run: Run, entries: Callable[[int], Now], turns: list[Turns], carry: TickCarry) -> TickCarry:
-    """Runs one tick of this device.
+def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carry: TickCarry) -> TickCarry:
+    """Runs one slot of a tick of this device.
 
     Args:
       stage: this device.
       run: the ticks to which this one belongs.
-      entries: index of a slot -> this device's entries of the table.
+      i: the slot's index.
+      now: this device's entries of the table in this slot.
       turns: for each slot its `Turns` in this tick, scalars, the same on all stages; none if each end runs on its own
         stage.
-      carry: as the tick before left it.
+      carry: as the slot before left it.
     """
-    pairs = run.pairs if stage.step.paired_group is not None else ()
-    for i in range(len(stage.step.table.slots)):
-        if i in pairs:
-            carry = _run_pair(stage, run, i, entries, carry)
-        elif i - 1 not in pairs:
-            carry = _run_slot(stage, run, i, entries(i), turns, carry)
-    return carry
-
-
-def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carry: TickCarry) -> TickCarry:
-    """Runs slot `i` of a tick; for the other arguments see `_run_tick`."""
     slot = stage.step.table.slots[i]
     # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
     #    is the last one of the tick before, whose results are in the carry.)
@@ -262,24 +253,6 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
     return _receive(stage, slot, now, crossing, carry)
 
 
-def _run_pair(stage: Stage, run: Run, i: int, entries: Callable[[int], Now], carry: TickCarry) -> TickCarry:
-    """Runs slots `i` and `i + 1`, a forward and a backward, as one.
-
-    What crosses between stages arrives before or after both. No residuals go to the host, and no ends are shared
-    (`jpipe.planning.layer_loops`).
-    """
-    slots, nows = stage.step.table.slots[i : i + 2], (entries(i), entries(i + 1))
-    carry = _receive(stage, slots[0], nows[0], _crossing(stage, run, i - 1, carry, beside=True), carry)
-    jobs = [_job(stage, _counts(run, *of_slot), of_slot[-1]) for of_slot in zip(slots, "FB", nows, strict=True)]
-    forth = carry.forward._replace(activation=_activation(stage, jobs[0], nows[0], carry))
-    back = carry.backward._replace(cotangent=_cotangent(stage, jobs[1], nows[1], carry))
-    with jax.named_scope(f"slot{i}"), jax.named_scope("FB"):
-        forth, back = stage.run_pair((jobs[0], jobs[1]), forth, back)
-    carry = carry._replace(forward=forth, backward=back)
-    crossing = _crossing(stage, run, i, carry, beside=True) | _crossing(stage, run, i + 1, carry, beside=False)
-    return _receive(stage, slots[1], nows[1], crossing, carry)
-
-
 def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
     """Whether what all stages compute together counts here: it doesn't if the stage idles, or has another part of B."""
     codes = [slot.code(each) for each in slot.kinds if each == kind or (each == "B" and kind in "IW")]
@@ -300,16 +273,12 @@ def _held(crossing: Crossing, carry: TickCarry, *, together: bool) -> tuple[Cros
     left: else a loop over layers may still be placed first. What waits is behind the first one: it is read before
     anything is written there, else a TPU's compiler copies it all.
     """
-    barrier = jax.lax.optimization_barrier
-    left, waiting = (carry.forward.activation, carry.backward.cotangent), ()
+    left = carry.forward.activation, carry.backward.cotangent
+    left, waiting = jax.lax.optimization_barrier((left, carry.waiting if together else {}))
     if together:
-        waiting = carry.waiting_activations, carry.waiting_cotangents
-    left, waiting = barrier((left, waiting))
-    if together:
-        crossing, left = barrier((crossing, left))
-        carry = carry._replace(waiting_activations=waiting[0], waiting_cotangents=waiting[1])
+        crossing, left = jax.lax.optimization_barrier((crossing, left))
     forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
-    return crossing, carry._replace(forward=forward, backward=backward)
+    return crossing, carry._replace(forward=forward, backward=backward, waiting=waiting or carry.waiting)
 
 
 def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Crossing:
@@ -332,13 +301,16 @@ def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[in
 
     They are what a neighbour, or this stage itself, left at its boundary.
     """
-    step, columns = stage.step, slot.activation_in if flow > 0 else slot.cotangent_in
-    if flow > 0:
-        sent = step.activations.crossing(carry.forward.activation)
-    else:
-        sent = step.cotangents.crossing(carry.backward.cotangent)
-    routes = step.schedule.placement.routes(flow)
+    columns, (boundaries, left) = getattr(slot, f"{SENT[flow]}_in"), _at_boundary(stage.step, SENT[flow], carry)
+    sent, routes = boundaries.crossing(left), stage.step.schedule.placement.routes(flow)
     return {i: moved(sent, route, stage.device) for i, route in enumerate(routes) if (columns[i] >= 0).any()}
+
+
+def _at_boundary(step: Step, name: str, carry: TickCarry) -> tuple[Boundaries, Buffers]:
+    """The format of "activation"s or "cotangent"s, and the buffers with what this device's last action left there."""
+    if name == "activation":
+        return step.activations, carry.forward.activation
+    return step.cotangents, carry.backward.cotangent
 
 
 def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
@@ -376,14 +348,14 @@ def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Crossing, carry:
         return jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
 
     for flow, arrived in crossing.items():
-        name, field = ("activation", "waiting_activations") if flow > 0 else ("cotangent", "waiting_cotangents")
+        name = SENT[flow]
         columns, rows, numbers = getattr(slot, f"{name}_in"), getattr(now, f"{name}_in"), stage.step.table.waiting[name]
-        waiting = [*getattr(carry, field)]
+        waiting = [*carry.waiting[name]]
         for route, values in arrived.items():
             i = route if len(waiting) > 1 else 0
             writes = bool((columns[route] >= 0).all()) or rows[route] >= 0
             waiting[i] = when(writes, (rows[route] - numbers[i].start, values), put, waiting[i])
-        carry = carry._replace(**{field: waiting})
+        carry = carry._replace(waiting=carry.waiting | {name: waiting})
     return carry
 
 
@@ -412,8 +384,9 @@ def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole
         # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
         recomputes = "R" not in step.schedule.kinds or now.anew > 0
         carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
-    work, kept = carry.backward._replace(cotangent=_cotangent(stage, job, now, carry)), carry.forward.kept
-    backward, kept = stage.backward(job, work, kept, carry.back, whole=whole)
+    cotangent = beside_slots.last_cotangents(stage, job, _read_row(stage, "cotangent", now, carry), carry)
+    work = carry.backward._replace(cotangent=cotangent)
+    backward, kept = stage.backward(job, work, carry.forward.kept, carry.back, whole=whole)
     # What is kept is handed back so that the next action writes into the same memory.
     return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
 
@@ -447,27 +420,19 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The activation of a virtual stage's first layer, in boundary buffers."""
-    buffers, numbers = carry.forward.activation, stage.step.table.waiting["activation"]
-    activation = _read_row(stage.step.activations, buffers, carry.waiting_activations, numbers, now.activation)
-    return beside_slots.first_input(stage, job, activation, carry)
+    return beside_slots.first_input(stage, job, _read_row(stage, "activation", now, carry), carry)
 
 
-def _cotangent(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
-    """The cotangent of a virtual stage's last layer, in boundary buffers."""
-    buffers, numbers = carry.backward.cotangent, stage.step.table.waiting["cotangent"]
-    cotangent = _read_row(stage.step.cotangents, buffers, carry.waiting_cotangents, numbers, now.cotangent)
-    return beside_slots.last_cotangents(stage, job, cotangent, carry)
-
-
-def _read_row(
-    boundaries: Boundaries, buffers: Buffers, waiting: Sequence[Buffers], numbers: Sequence[range], row: Index
-) -> Buffers:
-    """Boundary buffers with what crossed, from a row of `waiting`; `numbers` are those of its rows.
+def _read_row(stage: Stage, name: str, now: Now, carry: TickCarry) -> Buffers:
+    """Boundary buffers with the "activation" or "cotangent" that the action receives, from the row in which it waits.
 
     The rest of the buffers is only memory to write into: the stage's layers write each inner boundary before they read
     it. A row of -1 gives values of no use on the first or last virtual stage. With a buffer for each route it changes
     nothing: on other virtual stages what the action reads is there already.
     """
+
+    boundaries, buffers = _at_boundary(stage.step, name, carry)
+    waiting, numbers, row = carry.waiting[name], stage.step.table.waiting[name], getattr(now, name)
 
     def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
         row, rows = at

@@ -181,7 +181,7 @@ def _work(
             return carry._replace(activation=buffers)
         return _said(stage, call, turn.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
 
-    return Sweep(stage.step, Job(virtual_stage, microbatch, {}), reads, visit, "F", reverse=False).run(carry)
+    return Sweep(stage.step, Job(virtual_stage, microbatch, {}), reads, visit, "F").run(carry)
 
 
 def _said(

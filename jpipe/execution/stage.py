@@ -5,8 +5,7 @@ loop bounds (`LayerRanges`), which are read from a table by the index of the vir
 are compiled once, wherever they lie, and a layer that a stage doesn't have is a loop of no trips. A `lax.cond` would do
 as well, but it copies the buffers that it hands through; a loop updates them in place (`jpipe.jax.in_place`).
 
-The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I), `Stage.weight_gradients` (W) and
-`Stage.run_pair` (an F and a B at once).
+The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I) and `Stage.weight_gradients` (W).
 
 `g` is the index of a group, `position` that of a layer in it (the first and the last layer are each alone in theirs);
 `v` is the index of a set of variables, and `instance` that of a record in it.
@@ -78,9 +77,8 @@ class TickCarry(NamedTuple):
     Attributes:
       forward: what the device's last forward left at its boundary, and all that is kept of micro-batches in flight.
       backward: what the device's last backward left at its boundary, and the sums of gradients so far.
-      waiting_activations: activations that have arrived and wait for their forward, each array `[rows, ...]`: one set
-        of rows, or one for each route (`TickTable.waiting`).
-      waiting_cotangents: the same of cotangents that wait for their backward.
+      waiting: "activation"s that have arrived and wait for their forward, and "cotangent"s for their backward, each
+        array `[rows, ...]`: one set of rows, or one for each route (`TickTable.waiting`).
       entered: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
       left: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
       back: rows of residuals that have come back from the host for the slot at hand, by name; empty if none do.
@@ -89,8 +87,7 @@ class TickCarry(NamedTuple):
 
     forward: ForwardWork
     backward: BackwardWork
-    waiting_activations: list[Buffers]
-    waiting_cotangents: list[Buffers]
+    waiting: dict[str, list[Buffers]]
     entered: list[jax.Array]
     left: list[jax.Array]
     back: dict[str, Buffers]
@@ -125,10 +122,6 @@ class Stage:
 
     def forward(self, job: Job, work: ForwardWork) -> ForwardWork:
         """Runs the virtual stage's layers; residuals go into the job's row, if it has one."""
-        return self._forward_sweep(job).run(work)
-
-    def _forward_sweep(self, job: Job) -> Sweep[ForwardWork, tuple[AtHand, list[Leaf]]]:
-        """Returns the sweep that `forward` runs."""
         step, groups = self.step, self.step.model.groups
 
         def reads(turn: Turn, work: ForwardWork) -> tuple[AtHand, list[Leaf]]:
@@ -165,7 +158,7 @@ class Stage:
                 work = work._replace(kept=step.kept.write_residuals(work.kept, turn.layer, new, turn.rows))
             return work
 
-        return Sweep(step, job, reads, visit, "F", reverse=False)
+        return Sweep(step, job, reads, visit, "F").run(work)
 
     def backward(
         self, job: Job, work: BackwardWork, kept: Kept, back: Kept, *, whole: bool = True
@@ -182,12 +175,6 @@ class Stage:
         Returns:
           `work` and `kept`, with the stash written unless it is the whole.
         """
-        return self._backward_sweep(job, back, whole=whole).run((work, kept))
-
-    def _backward_sweep(
-        self, job: Job, back: Kept, *, whole: bool = True
-    ) -> Sweep[tuple[BackwardWork, Kept], tuple[AtHand, list[Leaf], list[Leaf]]]:
-        """Returns the sweep that `backward` runs, of its work and what is kept."""
         step = self.step
 
         def reads(turn: Turn, state: tuple[BackwardWork, Kept]) -> tuple[AtHand, list[Leaf], list[Leaf]]:
@@ -230,42 +217,7 @@ class Stage:
             passed_on = self._passed_on(step.cotangents, turn, first - 1, cotangents, work.cotangent)
             return work._replace(cotangent=passed_on), kept
 
-        return Sweep(step, job, reads, visit, "B" if whole else "I", reverse=True)
-
-    def run_pair(
-        self, jobs: tuple[Job, Job], forward_work: ForwardWork, backward_work: BackwardWork
-    ) -> tuple[ForwardWork, BackwardWork]:
-        """Runs one job forward and another one backward, the layers of `Step.paired_group` in one loop.
-
-        In a trip of this loop a layer runs forward and another one backward: the first and the last, the second and the
-        last but one, and so on. None needs what the other gives, so that what one sends may travel beside what the
-        other computes.
-        """
-        g = self.step.paired_group
-        assert g is not None
-        sweeps = forward, backward = self._forward_sweep(jobs[0]), self._backward_sweep(jobs[1], {})
-        bounds = [(start[g], stop[g]) for start, stop in (sweep.bounds(0) for sweep in sweeps)]
-        (before, after), (before_back, after_back) = (sweep.around(g) for sweep in sweeps)
-        # Both passes use the same buffers of residuals. A compiler copies them, unless it is certain that what the
-        # backward needs is read before the forward writes.
-        read_first = jax.lax.optimization_barrier
-
-        def trip(i: Index, both: tuple[ForwardWork, BackwardWork]) -> tuple[ForwardWork, BackwardWork]:
-            forward_work, backward_work = both
-            ahead, turn = (sweep.turn_along(g, *at, i) for sweep, at in zip(sweeps, bounds, strict=True))
-            state = backward_work, forward_work.kept
-            at_hand, kept = read_first((backward.reads(turn, state), forward_work.kept))
-            forward_work = forward.run_turn(ahead, forward_work._replace(kept=kept))
-            return forward_work, backward.visit(turn, at_hand, (backward_work, kept))[0]
-
-        work = forward.run_groups(0, before, forward_work)
-        backward_work, kept = read_first(backward.run_groups(0, before_back, (backward_work, work.kept)))
-        with jax.named_scope(self.step.model.groups[g].scope(g)):
-            trips = self.step.idle_work.trips[g]
-            work, backward_work = jax.lax.fori_loop(0, trips, trip, (work._replace(kept=kept), backward_work))
-        work = forward.run_groups(0, after, work)
-        backward_work, kept = backward.run_groups(0, after_back, (backward_work, work.kept))
-        return work._replace(kept=kept), backward_work
+        return Sweep(step, job, reads, visit, "B" if whole else "I").run((work, kept))
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
         """Adds up the gradients that a `backward` which wasn't whole left."""
@@ -281,7 +233,7 @@ class Stage:
             gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), residuals, stash)
             return self.add_gradients(turn, work, gradients)
 
-        return Sweep(step, job, reads, visit, "W", reverse=True).run(work)
+        return Sweep(step, job, reads, visit, "W").run(work)
 
     def add_gradients(self, turn: Turn, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""

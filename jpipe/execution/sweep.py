@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -81,8 +81,8 @@ class Turn(NamedTuple):
 class Sweep(Generic[Carry, Reads]):
     """Goes through the layers of a virtual stage: `carry = visit(turn, reads(turn, carry), carry)` for each.
 
-    With `reverse` it goes from the last layer to the first. A pass goes once through all groups, in order, and runs
-    a range of positions of each, by a loop:
+    A forward goes from the first layer to the last, all others from the last to the first. A pass goes once through
+    all groups, in order, and runs a range of positions of each, by a loop:
 
         layers   A A A B B A C        of the groups A, B, C
         pass 0   A[0:3] B[0:2] C[0:0]
@@ -102,8 +102,7 @@ class Sweep(Generic[Carry, Reads]):
       job: the virtual stage, and the micro-batch.
       reads: a turn, the carry -> what the layer reads.
       visit: a turn, that, the carry -> the carry after the layer.
-      kind: the kind of the action.
-      reverse: from the last layer to the first.
+      kind: the kind of the action: "F" goes from the first layer to the last, the others back.
     """
 
     step: Step
@@ -111,7 +110,6 @@ class Sweep(Generic[Carry, Reads]):
     reads: Callable[[Turn, Carry], Reads]
     visit: Callable[[Turn, Reads, Carry], Carry]
     kind: str
-    reverse: bool
 
     def run(self, carry: Carry) -> Carry:
         """The carry after all passes."""
@@ -124,39 +122,26 @@ class Sweep(Generic[Carry, Reads]):
             carry = self.run_pass(p, carry)
         return carry
 
-    def run_pass(self, p: Index, carry: Carry) -> Carry:
-        """Runs a range of the layers of each group."""
-        return self.run_groups(p, self.groups, carry)
-
     @property
-    def groups(self) -> list[int]:
-        """The groups that have loops, in the sweep's order."""
-        return self.step.groups_in(self.kind)[:: -1 if self.reverse else 1]
+    def reverse(self) -> bool:
+        """Whether it goes from the last layer to the first, as all kinds but the forward do."""
+        return self.kind != "F"
 
-    def around(self, g: int) -> tuple[list[int], list[int]]:
-        """The groups before a group, and those after it, in the sweep's order."""
-        at = self.groups.index(g)
-        return self.groups[:at], self.groups[at + 1 :]
-
-    def run_groups(self, p: Index, among: Iterable[int], carry: Carry) -> Carry:
-        """Runs a range of the layers of each of these groups, in their order."""
-        groups, (start, stop) = self.step.model.groups, self.bounds(p)
-        for g in among:
+    def run_pass(self, p: Index, carry: Carry) -> Carry:
+        """Runs a range of the layers of each group that has a loop."""
+        virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
+        if isinstance(virtual_stage, int):
+            start, stop = ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
+        else:
+            table = jnp.asarray([ranges.start, ranges.stop])
+            start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
+        for g in self.step.groups_in(self.kind)[:: -1 if self.reverse else 1]:
             with jax.named_scope(groups[g].scope(g)):
                 if g in self.step.idle_work.trips:
                     carry = self.run_along(g, start[g], stop[g], carry)
                 else:
                     carry = self.run_range(g, start[g], stop[g], carry)
         return carry
-
-    def bounds(self, p: Index) -> tuple[Sequence[Index] | jax.Array, Sequence[Index] | jax.Array]:
-        """Returns `(start, stop)`, the virtual stage's range of positions in a pass, by group."""
-        virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
-        if isinstance(virtual_stage, int):
-            return ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
-        table = jnp.asarray([ranges.start, ranges.stop])
-        start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
-        return start, stop
 
     def run_range(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
         """Runs the virtual stage's own layers of a group; none if it idles."""
@@ -173,26 +158,27 @@ class Sweep(Generic[Carry, Reads]):
         return each(start, stop, of_job, body, carry, reads=read, reverse=self.reverse)
 
     def run_along(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
-        """Runs as many layers of a group as every other virtual stage does, also where they don't count."""
-        trips = self.step.idle_work.trips[g]
-        body = lambda i, carry: self.run_turn(self.turn_along(g, start, stop, i), carry)
+        """Runs as many layers of a group as every other virtual stage does.
+
+        A layer counts if the job does, and the virtual stage has it.
+        """
+        trips, is_uneven = self.step.idle_work.trips[g], g in self.step.idle_work.uneven
+
+        def body(i: Index, carry: Carry) -> Carry:
+            counts, position = self.job.counts, start + (trips - 1 - i if self.reverse else i)
+            if is_uneven:
+                counts = counts & (jnp.asarray(stop) > position)
+            return self.run_layer(g, position, self.of_job, carry, counts)
+
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
         return body(0, carry) if trips == 1 else jax.lax.fori_loop(0, trips, body, carry)
 
-    def turn_along(self, g: int, start: Index, stop: Index, i: Index) -> Turn:
-        """The turn in trip i of a group of `idle_work`; it counts if the job does, and the stage has the layer."""
-        counts, position = self.job.counts, start + (self.step.idle_work.trips[g] - 1 - i if self.reverse else i)
-        if g in self.step.idle_work.uneven:
-            counts = counts & (jnp.asarray(stop) > position)
-        return self.turn(g, position, self.of_job, counts)
-
-    def run_layer(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], carry: Carry) -> Carry:
+    def run_layer(
+        self, g: int, position: Index, at: tuple[Index, dict[str, Row]], carry: Carry, counts: Counts = True
+    ) -> Carry:
         """Runs one layer."""
-        return self.run_turn(self.turn(g, position, at), carry)
-
-    def run_turn(self, turn: Turn, carry: Carry) -> Carry:
-        """Runs the layer whose turn it is."""
+        turn = self.turn(g, position, at, counts)
         return self.visit(turn, self.reads(turn, carry), carry)
 
     def turn(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], counts: Counts = True) -> Turn:

@@ -1,6 +1,6 @@
-"""Computes the loops over layers: which each virtual stage runs, which idle stages compute too, and which run in pairs.
+"""Computes the loops over layers: which each virtual stage runs, and which idle stages compute too.
 
-*Along.* Stages run in lockstep: one that idles in a slot waits for those that don't. It may as well compute the same
+Stages run in lockstep: one that idles in a slot waits for those that don't. It may as well compute the same
 layers of whatever values it has, and drop what they give: what it keeps goes into rows that nothing else is in
 (`lower`), and it adds nothing to sums. Then all loops turn equally often on all stages, and a compiler knows how often.
 A GPU's host stops before each trip of a loop whose number of trips follows from data, until all kernels are done. And a
@@ -11,13 +11,6 @@ send, as many as the virtual stage with the most has, if that takes next to no t
 On TPUs that is done only where layers send. Elsewhere a loop that is skipped does no harm, and a slot that is one loop
 hides a transfer whole: of several loops and operations a TPU's compiler takes as many as it thinks that the transfer
 takes. On CPUs idle stages idle: there what is computed along takes the cores of those that work.
-
-*In pairs.* Where layers send (a tensor axis, weights gathered at each use), a layer waits for what it sends: the next
-product needs it. A layer's backward of another micro-batch doesn't. If one body of a loop has both, a GPU's compiler
-has the products of one pass run beside the transfers of the other (DualPipe's idea, arXiv 2412.19437, section 3.2.1;
-here in one SPMD program). In return stages wait for what they send each other, since such a tick has no other slot
-beside which that could travel. So it pays only where layers send. A TPU's compiler leaves these transfers synchronous
-in such a body too, so that nothing runs beside them: there the passes run one after the other.
 """
 
 from __future__ import annotations
@@ -224,33 +217,3 @@ def warn_of_skipped(
             f"({sent[0].line or 'of no line'}) lies in a loop that other stages skip: {why}. A device that waits there "
             "for more than its stage's would hang"
         )
-
-
-LEAST = 0.25
-"""The least share of ticks with a pair for which a step has pairs: "gpipe" has one in a single tick."""
-
-
-def paired_group(
-    layers: Sequence[DeviceLayer], ranges: LayerRanges, idle_work: IdleWork, table: TickTable, splits: Splits
-) -> int | None:
-    """The group whose layers both passes of a pair go through in one loop; None if there is none for which it pays.
-
-    All stages have to run the loop equally often, so the group is one of `idle_work`. The caller sees to it that
-    nothing has to happen between the two passes: that a backward doesn't compute its forward again, that residuals stay
-    on the device, and that the ends aren't shared.
-
-    Args:
-      layers: for each group its forward and backward, as one device runs them.
-      ranges: the layers of each virtual stage.
-      idle_work: the layers that all stages compute, also where they idle.
-      table: when each action runs.
-      splits: the mesh; only a GPU's compiler has one pass run beside the other.
-    """
-    paired = sum(run.stop - run.start for run in table.runs if run.pairs)
-    if not splits.on_gpu or ranges.num_passes > 1 or paired < LEAST * table.num_ticks:
-        return None
-    sends = lambda g: any(
-        sent_in(jaxpr.jaxpr, splits.mesh.shape) for jaxpr in (layers[g].forward.jaxpr, layers[g].backward_jaxpr)
-    )
-    sending = [g for g, trips in idle_work.trips.items() if trips > 1 and sends(g)]
-    return max(sending, key=lambda g: idle_work.trips[g], default=None)

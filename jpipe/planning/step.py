@@ -27,7 +27,7 @@ from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding
 from jpipe.planning.costs import warn_of_unsplit
 from jpipe.planning.ends import Ends, as_they_lie, check_end, make_shared_ends
 from jpipe.planning.kept import Going, KeptStorage, make_kept_storage, residuals_that_go
-from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, paired_group, plan_idle_work, warn_of_skipped
+from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, plan_idle_work, warn_of_skipped
 from jpipe.planning.plan import Plan
 from jpipe.planning.request import Offload
 from jpipe.processes.progress import warn_once
@@ -114,8 +114,6 @@ class Step:
       ends: how the first and the last layer run.
       outputs_step: the step forward only that gives the outputs of which the loss is computed at once
         (`TracedLoss.at_once`); None if micro-batches have parts of the loss.
-      paired_group: the group whose layers run in pairs, in each trip of a loop one forward and another one backward;
-        None if the passes run one after the other.
     """
 
     plan: Plan
@@ -134,7 +132,6 @@ class Step:
     idle_work: IdleWork
     table: TickTable
     ends: Ends
-    paired_group: int | None
     outputs_step: Step | None = None
 
     @property
@@ -245,8 +242,6 @@ def build_step(
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, splits) if along else IdleWork()
     table, kept = _rows(plan, traced, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
     warn_of_skipped(model, of_groups[1], ranges, idle_work, table, splits)
-    may_pair = stores_residuals and not (kept.away or over_stages)  # nothing has to happen between the two passes
-    pairs = paired_group(of_groups[1], ranges, idle_work, table, splits) if may_pair else None
     return Step(
         plan=plan,
         schedule=schedule,
@@ -264,7 +259,6 @@ def build_step(
         idle_work=idle_work,
         table=table,
         ends=make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs) if over_stages else Ends(),
-        paired_group=pairs,
         outputs_step=outputs,
     )
 

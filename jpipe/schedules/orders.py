@@ -107,39 +107,6 @@ def without_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1) 
     return zero_bubble(base, most_waiting=range(num_stages) if num_chunks > 1 else None).named("zero_bubble")
 
 
-def overlapped(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """1F1B, or interleaved, with each backward a tick later, so that no stage's B needs the F of the same tick.
-
-    The two may then run as one, each beside what the other's layers send (DualPipe, arXiv 2412.19437, section 3.2.1),
-    as they do on GPUs (`jpipe.planning.layer_loops`). It takes no more time, and a stage holds a micro-batch more at
-    most.
-
-    >>> print(overlapped(2, 4))
-    overlapped: K=2 stages, M=4 micro-batches, V=1 chunks; slots of a tick: F, B
-    tick    |0     |1     |2     |3     |4     |5     |6     |
-    stage 0 |F0 .  |F1 .  |F2 .  |F3 B0 |.  B1 |.  B2 |.  B3 |
-    stage 1 |.  .  |F0 .  |F1 B0 |F2 B1 |F3 B2 |.  B3 |.  .  |
-    """
-    return _with_late_backwards(interleaved(num_stages, num_microbatches, num_chunks), "overlapped")
-
-
-def overlapped_v(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """The schedule "v" with each backward a tick later, as in `overlapped`.
-
-    Its steady ticks are those of DeepSeek's DualPipeV. With fewer than 2K micro-batches it is "v" itself: a stage has
-    too few forwards by which to be late.
-
-    >>> print(overlapped_v(2, 4))
-    overlapped-v: K=2 stages, M=4 micro-batches, V=2 chunks; slots of a tick: F, B
-    tick    |0         |1         |2         |3         |4         | ... |10        |11        |12        |13        |
-    stage 0 |F0   .    |F1   .    |.    .    |F0.1 .    |F2   B0.1 | ... |.    B3.1 |.    B2   |.    .    |.    B3   |
-    stage 1 |.    .    |F0   .    |F0.1 .    |F1   .    |F1.1 .    | ... |.    B2   |.    B3.1 |.    B3   |.    .    |
-    5 of 14 ticks are left out; schedule.grid() has all
-    """
-    base, name = v_shaped(num_stages, num_microbatches), "overlapped-v"
-    return base.named(name) if num_microbatches < 2 * num_stages else _with_late_backwards(base, name)
-
-
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1, style: str = "loop") -> Schedule:
     """Forward only, for inference and evaluation; nothing is kept for a backward. Virtual stages lie as `style` says.
 
@@ -154,13 +121,6 @@ def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1, st
     else:
         orders = [_chunked("F", _waves(num_stages, num_microbatches), range(num_chunks))] * num_stages
     return Schedule(orders, slots=("F",), style=style, name="forward")
-
-
-def _with_late_backwards(schedule: Schedule, name: str) -> Schedule:
-    """This schedule with each backward behind the forward of the next tick; one without such a forward stays."""
-    late = {placed: tau + len(schedule.slots) * (placed[1].kind == "B") for placed, tau in schedule.slot_times.items()}
-    orders = [sorted(order, key=lambda action, k=k: late[k, action]) for k, order in enumerate(schedule.actions)]
-    return Schedule(orders, slots=schedule.slots, style=schedule.style, name=name)
 
 
 def _there_and_back(stage: int, num_stages: int, num_microbatches: int, kinds: str) -> list[Action]:
@@ -218,8 +178,6 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": interleaved,
     "v": v_shaped,
     "zero_bubble": without_bubble,
-    "overlapped": overlapped,
-    "overlapped-v": overlapped_v,
     "forward": forward_only,
 }
 
@@ -228,12 +186,12 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     """The schedule of that name; a `Schedule` of one's own is checked against the three numbers and returned.
 
     Args:
-      name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble", "overlapped",
-        "overlapped-v", "forward"), or a `Schedule`.
+      name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble", "forward"), or a
+        `Schedule`.
       num_stages: K.
       num_microbatches: M.
-      num_chunks: V, the virtual stages of each stage; more than 1 with "interleaved", "zero_bubble", "overlapped"
-        and "forward" only, 2 with "v" and "overlapped-v".
+      num_chunks: V, the virtual stages of each stage; more than 1 with "interleaved", "zero_bubble" and
+        "forward" only, 2 with "v".
 
     Raises:
       TypeError: a number is no integer, or `name` neither a string nor a `Schedule`.

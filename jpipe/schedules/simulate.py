@@ -5,7 +5,7 @@ It reads the same tick table as the executor, so it times what will run, and not
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -254,20 +254,13 @@ class Work:
         return Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist())
 
 
-def in_time(
-    schedule: Schedule,
-    work: Work,
-    hop: float = 0.0,
-    moves: Sequence[float] = (),
-    paired: Collection[int] = (),
-) -> Timeline:
+def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[float] = ()) -> Timeline:
     """A schedule whose actions take these times: its slots one after the other, on all stages at once; see `simulate`.
 
     Args:
       schedule, work, hop: what is timed.
       moves: what all devices move to and from the hosts in every tick: how long it takes beside each slot, whose end
         waits for it, and then after the last slot. Empty for nothing.
-      paired: the ticks whose slots run as pairs (`Run.pairs`): nothing crosses beside a slot there.
     """
     takes = _takes(schedule, work)
     spans: list[Span] = []
@@ -276,7 +269,7 @@ def in_time(
     crossings = [_crossings(schedule, index) for index in range(width)]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
-    for tau, (index, actions) in enumerate(_slots(schedule)):
+    for index, actions in _slots(schedule):
         ends = clocks.tolist()
         for stage, action in actions:
             start, (anew, rest) = ends[stage], takes(stage, action)
@@ -284,7 +277,7 @@ def in_time(
             spans.append(Span(stage, action, start, ends[stage], anew))
         waits = after if index == width - 1 else 0.0
         crossed, ended = arriving, np.maximum(ends, clocks + beside[index]) + waits
-        clocks, arriving = _after_hops(crossings[index], ended, hop, at_once=(tau + 1) // width in paired)
+        clocks, arriving = _after_hops(crossings[index], ended, hop)
         clocks = np.maximum(clocks, crossed)
     makespan = max(span.end for span in spans)
     return Timeline(schedule, tuple(spans), makespan, busy_times(schedule, work), transfer=hop)
@@ -330,9 +323,7 @@ def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
     return [(*route, crosses_beside(schedule.slots, flow, index)) for route, flow in routes]
 
 
-def _after_hops(
-    crossings: list[Crossing], ends: np.ndarray, hop: float, *, at_once: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
@@ -340,7 +331,6 @@ def _after_hops(
         stage. If it left out those by which no stage sends, they would have to be left out here too.
       ends: when each stage ended the slot, `[K]`.
       hop: the time that a sent value is under way.
-      at_once: all crosses before the next slot.
 
     Returns:
       That, and when each stage has what crosses to it beside its next slot, `[K]`.
@@ -348,7 +338,7 @@ def _after_hops(
     starts, arriving = ends.copy(), np.zeros_like(ends)
     for senders, receivers, beside in crossings:
         starts[receivers] = np.maximum(starts[receivers], ends[senders])
-        waits = arriving if beside and not at_once else starts
+        waits = arriving if beside else starts
         there = ends[senders] + np.where(senders == receivers, 0.0, hop)
         waits[receivers] = np.maximum(waits[receivers], there)
     return starts, arriving

@@ -92,14 +92,11 @@ class Run(NamedTuple):
       stop: one past the last.
       together: for each slot the kind of action that every stage computes in each of these ticks; "" if there is none.
         "IW" where stages have B and its parts at once: all compute I, then W, which takes as long as B.
-      pairs: indices of slots F that may run as one with the slot B after them: in none of these ticks has a stage the F
-        and the B of the same micro-batch and chunk.
     """
 
     start: int
     stop: int
     together: tuple[str, ...]
-    pairs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +163,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         columns["kind"][taus, stages] = np.array([1 + kinds.find(kind) for kinds in used])[taus % width]
         columns["microbatch"][taus, stages] = microbatches
         columns["chunk"][taus, stages] = chunks
-    by_slot = {name: column.reshape(num_ticks, width, -1) for name, column in columns.items()}
-    runs = _with_pairs(orders.slots, _runs(used, by_slot["kind"], idle_work=idle_work), by_slot)
+    runs = _runs(used, columns["kind"].reshape(num_ticks, width, -1), idle_work=idle_work)
     anew = np.where((at["R"] >= 0) | (not keep_inputs), at["R"], np.maximum(at["B"], at["I"]))
     columns["anew"], wholes = _marked(anew, shape), _marked(at["B"], shape) > 0
     arrivals: dict[str, list[np.ndarray]] = {}
@@ -245,20 +241,6 @@ def _marked(times: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     column, places = np.zeros(shape, np.int32), np.nonzero(times >= 0)
     column[times[places], places[0]] = 1
     return column
-
-
-def _with_pairs(slots: Sequence[str], runs: Sequence[Run], by_slot: dict[str, np.ndarray]) -> tuple[Run, ...]:
-    """The runs with their pairs; `by_slot` has `[T, width, K]` of "kind", "microbatch" and "chunk", as `SlotTable`."""
-
-    def is_pair(run: Run, i: int) -> bool:
-        if not (*slots[i : i + 2],) == run.together[i : i + 2] == ("F", "B"):
-            return False
-        forward, backward = ({name: a[run.start : run.stop, j] for name, a in by_slot.items()} for j in (i, i + 1))
-        # A B also needs a cotangent, which crosses before the pair.
-        alike = (forward["microbatch"] == backward["microbatch"]) & (forward["chunk"] == backward["chunk"])
-        return not (alike & (forward["kind"] > 0) & (backward["kind"] > 0)).any()
-
-    return tuple(run._replace(pairs=tuple(i for i in range(len(slots) - 1) if is_pair(run, i))) for run in runs)
 
 
 def _works_along(runs: Sequence[Run], kinds: str, idles: np.ndarray) -> np.ndarray:

@@ -19,8 +19,6 @@ from jpipe.tools.step_cost import Parts, StepCost
 
 WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
 """Schedules with V. "gpipe" takes the time of "1f1b" and more memory."""
-OVERLAPPED = (("overlapped", 1), ("overlapped", 2), ("overlapped-v", 2))
-"""Others, for GPUs whose layers send: it travels beside the other pass (`jpipe.planning.layer_loops`)."""
 MICROBATCHES_A_STAGE = 4
 """M is K times this at first: the bubble is negligible then (GPipe, section 2.3)."""
 PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over", "offload")
@@ -77,7 +75,6 @@ class Space:
       batch_size: B.
       num_layers: N.
       pinned: the pipeline's arguments of `PINNED` that the user gave.
-      overlaps: whether the schedules `OVERLAPPED` are among them.
     """
 
     num_devices: int
@@ -86,7 +83,6 @@ class Space:
     batch_size: int
     num_layers: int
     pinned: Mapping[str, object]
-    overlaps: bool
 
     def starts(self) -> list[Setting]:
         """A setting of each way to share the devices out, to be improved; those first whose layers are split least."""
@@ -140,10 +136,9 @@ class Space:
         """Schedules with V that there are layers for; of those that aren't known, any V that may suit."""
         pinned = self.pinned.get("schedule"), self.pinned.get("num_chunks")
         name, count = cast("tuple[str | Schedule | None, int | None]", pinned)
-        known = WAYS + (OVERLAPPED if self.overlaps else ())
-        ways = [way for way in known if name in (None, way[0]) and count in (None, way[1])]
+        ways = [way for way in WAYS if name in (None, way[0]) and count in (None, way[1])]
         if num_stages == 1 and name is None and count is None:
-            ways = [way for way in ways if way in (WAYS[0], OVERLAPPED[0])]
+            ways = [WAYS[0]]
         ways = ways or [(name or "interleaved", V) for V in ([count] if count else (1, 2, 4))]
         return [(name, V) for name, V in ways if V * num_stages <= self.num_layers]
 

@@ -106,7 +106,7 @@ def compare(
         if isinstance(item, str):
             if num_stages is None or num_microbatches is None:
                 raise ValueError(f"schedule {item!r} is a name: pass num_stages and num_microbatches too")
-            chunks = num_chunks if item == "interleaved" else 2 if "v" in item.split("-") else 1
+            chunks = num_chunks if item == "interleaved" else 2 if item == "v" else 1
             item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
         return simulate(item, **times)
 

@@ -426,20 +426,19 @@ def compiler_for(chip: Chip | None) -> Compiler:
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
-    """The most that a forward or a backward holds for one layer of a group; if they run in pairs, what both hold."""
+    """The most that a forward or a backward holds for one layer of a group."""
     # One of several layers' weights is a slice of a buffer.
     storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
     places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
     weights = tuple(i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1)
-    passes = _working(step.layers[g], step.functions[g], mesh, compiler, weights)
-    return sum(passes) if g == step.paired_group else max(passes)
+    return _working(step.layers[g], step.functions[g], mesh, compiler, weights)
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
 def _working(
     layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
-) -> tuple[int, int]:
-    """The bytes that a layer's forward holds, and its backward, if the weights of these indices are slices."""
+) -> int:
+    """The most bytes that a layer's forward or backward holds, if the weights of these indices are slices."""
     layer = replace(layer, rewrite=lambda closed: closed)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
     arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
@@ -448,8 +447,8 @@ def _working(
     with jax.sharding.use_abstract_mesh(manual):
         backward, _ = with_named_axes(layer.backward, mesh.shape)(arguments, layer.residuals, outputs)
     if compiler.into_products:  # they read slices as they lie
-        return working_bytes(layer.forward.jaxpr, (), compiler), working_bytes(backward, (), compiler)
+        return max(working_bytes(jaxpr, (), compiler) for jaxpr in (layer.forward.jaxpr, backward))
     # Residuals in a row are slices too.
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
     forward = working_bytes(layer.forward.jaxpr, weights, compiler)
-    return forward, working_bytes(backward, [*weights, *residuals], compiler)
+    return max(forward, working_bytes(backward, [*weights, *residuals], compiler))

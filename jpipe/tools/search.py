@@ -291,9 +291,7 @@ class Search:
         request = whole.planner.request
         data = request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
         others = tuple(sorted(names.difference(data)))
-        overlaps = self.chip.gpu is not None and bool(others or request.splits.gather == "use")
-        size, pinned = batch_size(self.batch), _pinned(self.options)
-        return Space(num_devices, data, others, size, len(request.layers), pinned, overlaps)
+        return Space(num_devices, data, others, batch_size(self.batch), len(request.layers), _pinned(self.options))
 
     def _improve(self, setting: Setting, best: Setting, space: Space) -> Setting:
         """Varies a setting in one way after the other, until nothing gains.

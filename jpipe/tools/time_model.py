@@ -142,7 +142,7 @@ def predict_time(
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     # All stages wait for the slowest hop: between two hosts, if stages are on several.
     hop, moves = bytes_of(crossing) / network.bandwidth([AXIS], "permute"), _moves(step, chip)
-    timeline = in_time(schedule, work, hop, moves, paired=_paired_ticks(step))
+    timeline = in_time(schedule, work, hop, moves)
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
     passes = _update_passes(step)
@@ -181,8 +181,6 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
 def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
     """The times of the stages' actions, those of their transfers alone; and those of the ends, as of `_by_layer`."""
     by_kind, ends = _by_layer(step, network)
-    if step.paired_group is not None:
-        _hide(step, by_kind, [*step.model.groups[step.paired_group].indices])
     by_kind["I"] = by_kind["B"] - by_kind["W"] + by_kind.pop("stash")
 
     def work(columns: slice) -> Work:
@@ -191,22 +189,6 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
         return Work(times, times["R"])
 
     return work(slice(2)), work(slice(1, 2)), ends
-
-
-def _paired_ticks(step: Step) -> set[int]:
-    """The ticks in which a forward and a backward run as one."""
-    runs = [run for run in step.table.runs if run.pairs and step.paired_group is not None]
-    return {tick for run in runs for tick in range(run.start, run.stop)}
-
-
-def _hide(step: Step, times: ByKind, layers: list[int]) -> None:
-    """Takes off what layers in pairs send while the products of the other pass run."""
-    forwards = sum((run.stop - run.start) * run.together.count("F") for run in step.table.runs)
-    pairs = sum((run.stop - run.start) * len(run.pairs) for run in step.table.runs)
-    sums = {kind: times[kind][layers].sum(axis=0) for kind in "FB"}
-    for kind, other in ("FB", "BF"):
-        (beside, _), (_, sent) = sums[other], sums[kind]
-        times[kind][layers, 1] *= 1 - pairs / forwards * min(1.0, beside / max(sent, np.finfo(float).tiny))
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:

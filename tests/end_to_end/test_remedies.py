@@ -739,9 +739,7 @@ def test_masks_in_a_loop_of_ones_own(pipe, state):
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 4])
-@pytest.mark.parametrize(
-    ("name", "chunks"), [("1f1b", 2), ("gpipe", 3), ("naive", 2), ("v", 1), ("v", 4), ("overlapped-v", 1)]
-)
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 2), ("gpipe", 3), ("naive", 2), ("v", 1), ("v", 4)])
 def test_schedules_of_other_numbers_of_chunks(name, chunks, microbatches):
     sizes = {"num_stages": 2, "num_microbatches": microbatches}
     with pytest.raises(ValueError, match=r"use schedule='interleaved' or num_chunks=\d$") as info:

@@ -50,7 +50,7 @@ def test_in_each_run_all_is_sent_that_an_action_left(num_chunks):
 def test_one_stage_is_always_at_work():
     table = table_of("gpipe", num_stages=1, num_microbatches=2)
     assert all((column < 0).all() for slot in table.slots for column in slot.activation_in + slot.cotangent_in)
-    assert table_of("forward", num_stages=1, num_microbatches=2).runs == ((0, 2, ("F",), ()),)
+    assert table_of("forward", num_stages=1, num_microbatches=2).runs == ((0, 2, ("F",)),)
 
 
 def test_where_a_chain_goes_there_and_back_each_route_has_rows_of_its_own():

@@ -36,7 +36,7 @@ def visited(step, virtual_stage, *, counts=True, reverse=False):
     def run(virtual_stage, counts):
         job = Job(virtual_stage, jnp.int32(0), {}, counts)
         log = jnp.zeros((64, 2), jnp.int32), jnp.int32(0)
-        return Sweep(step, job, lambda turn, log: (), visit, "F", reverse).run(log)
+        return Sweep(step, job, lambda turn, log: (), visit, "B" if reverse else "F").run(log)
 
     traced = jnp.int32(virtual_stage)
     places, count = jax.jit(run)(traced, counts) if counts is not True else jax.jit(lambda s: run(s, True))(traced)

@@ -198,7 +198,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_figures.py::test_pictures_of_the_docs_are_what_their_scripts_draw": ("concepts",),
     # A schedule by name and by value, chunks and axes stay.
     "test_search.py::test_what_is_pinned_alone_has_the_rest_chosen_to_fit": (
-        *("{'schedule': 'overlapped-v'}", "{'schedule': 'gpipe'}", "{'shard_over': 'data'}"),
+        *("{'schedule': 'v'}", "{'schedule': 'gpipe'}", "{'shard_over': 'data'}"),
     ),
     # What is computed stays with the other two, by both remats.
     "test_kernels.py::test_layers_with_programs_inside_equal_plain_flax": ("all-layer",),

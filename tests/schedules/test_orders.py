@@ -286,23 +286,6 @@ def test_there_and_back_wants_two_chunks(name):
         make_schedule(name, num_stages=2, num_microbatches=2)
 
 
-@pytest.mark.parametrize("base", ["1f1b", "interleaved", "v"])
-def test_overlapped_is_a_tick_later_in_no_more_time(base):
-    name, V = "overlapped-v" if base == "v" else "overlapped", 1 if base == "1f1b" else 2
-    for K, M in itertools.product(range(1, 6), range(2, 13)):
-        sizes = {"num_stages": K, "num_microbatches": M, "num_chunks": V}
-        plain, found = make_schedule(base, **sizes), make_schedule(name, **sizes)
-        assert simulate(found).makespan == pytest.approx(simulate(plain).makespan)
-        if (2 * K if base == "v" else K) > M:
-            continue  # a stage has no forwards left by which to be late
-        late = {placed: tau + 2 * (placed[1].kind == "B") for placed, tau in plain.slot_times.items()}
-        assert found.slot_times == late
-        more = zip(simulate(found).peak_in_flight, simulate(plain).peak_in_flight, strict=True)
-        assert {a - b for a, b in more} <= {0, 1}
-        of_tick = [(stage, tau // 2, action[1:]) for (stage, action), tau in found.slot_times.items()]
-        assert len({*of_tick}) == len(of_tick), "no tick of a stage has both passes of a micro-batch and chunk"
-
-
 # --- zero bubble ------------------------------------------------------------------------------------------------------
 
 

@@ -112,7 +112,6 @@ def test_one_stage_is_said_to_be_better_than_a_pipeline(choice):
 
 def space(**given):
     options = {"num_devices": 8, "data_axes": ("data",), "others": (), "batch_size": 16, "num_layers": 6, "pinned": {}}
-    options["overlaps"] = False
     return Space(**{**options, **given})
 
 
@@ -140,19 +139,9 @@ def test_moves_change_one_thing_at_a_time():
         make_schedule(way.schedule, num_stages=2, num_microbatches=4, num_chunks=way.num_chunks)
 
 
-def test_schedules_that_overlap_are_searched_where_layers_send_on_gpus():
-    given = Setting((("stage", 2), ("data", 4)), 4)
-    with_others, without = ({(s.schedule, s.num_chunks) for s in [*space(overlaps=o).moves(given)][2]} for o in (1, 0))
-    assert with_others - without == {("overlapped", 1), ("overlapped", 2), ("overlapped-v", 2)}
-    pinned = space(pinned={"schedule": "overlapped"}, overlaps=True).moves(given)
-    assert {(s.schedule, s.num_chunks) for s in [*pinned][2]} == {("overlapped", 1), ("overlapped", 2)}
-
-
 def test_one_stage_has_one_schedule_and_no_ends():
     lying, _, ways = space(num_devices=1).moves(Setting((("stage", 1), ("data", 1)), 4))
     assert {(s.schedule, s.ends) for s in (*ways, *lying)} == {("1f1b", "own")}
-    _, _, ways = space(num_devices=1, overlaps=True).moves(Setting((("stage", 1), ("data", 1)), 4))
-    assert {s.schedule for s in ways} == {"1f1b", "overlapped"}
 
 
 def test_what_is_pinned_stays():

@@ -126,15 +126,14 @@ def test_what_ends_send_that_all_stages_compute_counts_apart(make_mesh):
     assert "shared ends: for each micro-batch, where all stages compute" in " ".join(str(found).split())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "overlapped"])
-def test_on_gpus_each_transfer_counts_once_too(schedule):
+def test_on_gpus_each_transfer_counts_once_too():
     """Each run of ticks, and each trip of a loop of known length, counted by itself: up to four times as many bytes."""
     found = []
     for devices in ("cpu", "gpu"):
         with programs_for(devices):
             mesh = jpipe.make_mesh(stage=2, model=2, devices=jax.devices()[:4])
             layers = [nn.Dense(WIDTH), *[FeedForward() for _ in range(4)], nn.Dense(4)]
-            pipe = make(layers, mesh, schedule=schedule, num_microbatches=4, balance=[3, 3])
+            pipe = make(layers, mesh, num_microbatches=4, balance=[3, 3])
             step = pipe.planner.training_step(pipe.planner.for_training(X))
             assert len(step.table.runs) == (3 if devices == "gpu" else 1)
             found.append(pipe.communication(X).transfers)

@@ -221,18 +221,6 @@ def test_what_gpus_have_gathered_is_narrow_if_it_is_cast_once_a_step(cast, casts
     assert (parts.casts, parts.other_variables) == (casts, gathered)  # biases are whole anyway
 
 
-def test_a_pair_holds_what_each_pass_needs():
-    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-    layers = [nn.Dense(128, kernel_init=init) for _ in range(8)]
-    mesh = jpipe.make_mesh(stage=2, model=2, devices=parse_topology("h100:4").stand_ins())
-    sizes = {"num_stages": 2, "num_microbatches": 4, "balance": [4, 4], "mesh": mesh}
-    make = lambda schedule: jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), schedule=schedule, **sizes).planner
-    batch = jax.ShapeDtypeStruct((256, 128), "float32")
-    apart, both = (predict_memory(make(schedule), batch, optax.sgd(1e-3)) for schedule in ("1f1b", "overlapped"))
-    assert both.residuals == pytest.approx(4 / 3 * apart.residuals), "four micro-batches in flight, not three"
-    assert apart.work < both.work < 2 * apart.work
-
-
 @pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
 def test_arguments_are_the_compilers(remat):
     pipe, tx = dense_pipeline(4, 2, 2, remat=remat), optax.sgd(1e-3, momentum=0.9)

@@ -162,7 +162,6 @@ def test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked
     "pinned",
     [
         {"schedule": "v"},
-        {"schedule": "overlapped-v"},
         {"schedule": "gpipe"},
         {"schedule": schedule_of("zb-v", 2, 4)},
         {"num_chunks": 2},
@@ -178,7 +177,7 @@ def test_what_is_pinned_alone_has_the_rest_chosen_to_fit(pinned):
     for name, value in pinned.items():
         wanted = (value,) if isinstance(value, str) and name == "shard_over" else value
         assert name == "axes" or found[0].options[name] == (tuple(wanted) if isinstance(wanted, list) else wanted)
-    assert found[0].options["num_chunks"] == {"v": 2, "overlapped-v": 2, "gpipe": 1}.get(
+    assert found[0].options["num_chunks"] == {"v": 2, "gpipe": 1}.get(
         str(pinned.get("schedule")), found[0].setting.num_chunks
     )
     assert "<" not in str(found)  # no repr of an object
