@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from compiled_transfers import transfers
 from gpu_program import needs_gpu_compiler
 from jpipe.tools.chips import ABSENT, CHIPS, parse_topology
-from jpipe.tools.compiled_program import compile_with_text, read, turn_in_time
+from jpipe.tools.compiled_program import COLLECTIVES, compile_with_text, read, turn_in_time
 from timed import Worker
 from tpu_program import needs_tpu_compiler, tpu_devices
 
