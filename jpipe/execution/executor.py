@@ -262,7 +262,7 @@ def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
 
 
 def _held(crossing: Crossing, carry: TickCarry, *, together: bool) -> tuple[Crossing, TickCarry]:
-    """What crosses beside a slot, and the carry, with what the slot left behind `optimization_barrier`s.
+    """Puts what a slot left behind an `optimization_barrier`; returns what crosses beside the slot, and the carry.
 
     It is for meshes with more axes than `stage`: along these layers may send too. XLA's scheduler places the operations
     of a tick from the last to the first. Where a loop that sends and the end of a transfer could both come next, it
