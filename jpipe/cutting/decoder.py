@@ -16,8 +16,8 @@ from jpipe.cutting.straight import Part
 from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.calls import CACHE, decoding
+from jpipe.model.alike import Kinds
 from jpipe.model.groups import strong
-from jpipe.model.kinds import Kinds
 from jpipe.model.layer_function import trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import telling

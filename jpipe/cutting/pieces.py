@@ -17,7 +17,7 @@ import jax
 from jpipe.cutting.places import Traced, find_places
 from jpipe.cutting.straight import Part
 from jpipe.jax.tracing import replayed
-from jpipe.model.kinds import Kinds, PartJaxpr
+from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.types import Leaf
 
 Before = frozenset[tuple[Part, int]]

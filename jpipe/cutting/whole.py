@@ -39,8 +39,8 @@ from jpipe.layers.base import AnyLayer, Context, Inputs, LayerError, LayerVariab
 from jpipe.layers.calls import CACHE
 from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.memory.layout import ModelTree
+from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.model.groups import EVALUATION, INIT, TRAIN
-from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.types import Batch, Leaf, PyTree, Shapes

@@ -2,23 +2,27 @@
 
 Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
 rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
-evaluated. A layer with custom derivatives is also traced forward and backward, because its rules show only there. Where
-the traces are the same but for scalars, the layers are one function, and the scalars are its `Constants`.
+evaluated. Where the traces are of one kind, the same but for scalars, the layers are one function, and the scalars are
+its `Constants`. Parts of one trace, such as the blocks of a model, are of one kind alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
-from jpipe.jax.flat_jaxpr import flatten, without_calls
-from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn
-from jpipe.jax.tracing import depends_on, equations_in
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of, without_calls
+from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.jax.tracing import depends_on, equations_in, trace
+from jpipe.jax.trees import is_float
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.fingerprint import same_value
@@ -31,14 +35,13 @@ from jpipe.model.groups import (
     LayerGroup,
     bits,
     differing,
+    is_scalar,
     scalar_places,
     scalars_of,
     strong,
 )
-from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
+from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.model.random_keys import key_shape
-from jpipe.model.remat import MODES
-from jpipe.model.traced_layer import trace_layer
 from jpipe.types import Shapes
 
 
@@ -66,13 +69,14 @@ class LayerTraces:
         return {name for name, is_dependent in zip(names, depend, strict=True) if is_dependent}
 
 
-def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTraces:
+def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes, kinds: Kinds) -> LayerTraces:
     """Traces a layer.
 
     Args:
       layer: the layer.
       group: layers that take the same.
       batch: the shapes of the micro-batch `[b, ...]`.
+      kinds: of the model's jaxprs so far.
 
     Raises:
       Exception: whatever the layer raises, but for evaluation, which it may refuse.
@@ -95,18 +99,12 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
             decoder = decoding(layer, group.takes, *first.shape[:2])
             jaxprs[DECODE], made, _ = trace_init(decoder, key_shape(), group.takes, batch)
             results[DECODE] = (), made
+    flat = {mode: flatten(jaxpr, calls=PLAIN_CALLS) for mode, jaxpr in jaxprs.items()}
+    found = {mode: kinds.part(one, one.equations, one.arguments, one.results).kind for mode, one in flat.items()}
     jaxprs = {mode: without_calls(jaxpr, PLAIN_CALLS) for mode, jaxpr in jaxprs.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
-    computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
-    if has_custom_derivatives(jaxprs[TRAIN].jaxpr.eqns):
-        # All scalars are taken out as if they differed, so that forward and backward take them as arguments and show
-        # only what else differs.
-        every = {TRAIN: Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))}
-        alone = replace(group, layer=layer, variables=variables, gives=strong(results[TRAIN][0]), constants=every)
-        traced = trace_layer(LayerFunction(alone, key_shape(), MODES["none"], batch))
-        computed += [whole(traced.forward), whole(traced.backward)]
     structures = jax.tree.structure(variables), {mode: jax.tree.structure(shapes) for mode, shapes in results.items()}
-    return LayerTraces(jaxprs, scalars, results, (computed, structures, layer.partition_specs(variables)))
+    return LayerTraces(jaxprs, scalars, results, (found, structures, layer.partition_specs(variables)))
 
 
 class Alike:
@@ -118,7 +116,7 @@ class Alike:
     """
 
     def __init__(self, layers: Sequence[AnyLayer], batch: Shapes):
-        self._layers, self._batch = layers, batch
+        self._layers, self._batch, self._kinds = layers, batch, Kinds()
         self._traces: dict[int, LayerTraces | None] = {}
 
     def joined(self, group: LayerGroup, index: int, *, before: bool = False) -> LayerGroup | None:
@@ -170,7 +168,7 @@ class Alike:
             self._traces[index] = known
             if known is None and twin is None:
                 with suppress(Exception):
-                    self._traces[index] = trace_modes(layer, group, self._batch)
+                    self._traces[index] = trace_modes(layer, group, self._batch, self._kinds)
         return self._traces[index]
 
     def _with_scalars(self, layer: AnyLayer, first: int) -> LayerTraces | None:
@@ -187,6 +185,96 @@ class Alike:
         return replace(traces, scalars=scalars)
 
 
+# --- kinds of jaxprs ---
+
+
+class PartJaxpr(NamedTuple):
+    """A part of a trace as a jaxpr of its own.
+
+    Attributes:
+      closed: the jaxpr, with its constants.
+      kind: a number, the same for all parts that are the same but for scalars.
+    """
+
+    closed: ClosedJaxpr
+    kind: int
+
+    @property
+    def scalars(self) -> list[np.ndarray]:
+        """Its scalars in the order in which they are read: those of a trace of it (`scalars_of`)."""
+        jaxpr = self.closed.jaxpr
+        scalars = {jaxpr.constvars[i]: np.asarray(self.closed.consts[i]) for i in scalar_places(self.closed)}
+        read = [*(v for equation in jaxpr.eqns for v in equation.invars), *jaxpr.outvars]
+        return [scalars[v] for v in read if not isinstance(v, Literal) and v in scalars]
+
+
+class Kinds:
+    """The kinds of jaxprs that were made of traces so far."""
+
+    def __init__(self):
+        self._operations: dict[Hashable, list[object]] = {}  # by name and shapes
+        self._known: dict[int, tuple[JaxprEqn, Hashable]] = {}  # by identity, of an equation that is kept here
+        self._jaxprs: dict[Hashable, tuple[int, Jaxpr]] = {}
+
+    def part(
+        self, flat: FlatJaxpr, equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]
+    ) -> PartJaxpr:
+        """Some equations as a jaxpr; arguments as of `jaxpr_of`."""
+        read = dict.fromkeys([*(n for equation in equations for n in equation.reads), *gives])
+        constants = [number for number in read if number in flat.constants]
+        made = (n for equation in equations for n in equation.makes)
+        local = {n: i for i, n in enumerate(dict.fromkeys([*takes, *constants, *made]))}
+        within = lambda numbers: tuple(local[n] for n in numbers)
+        key = (
+            tuple((flat.avals[n].shape, flat.avals[n].dtype) for n in (*takes, *constants)),
+            tuple(None if is_scalar(flat.constants[n]) else bits(flat.constants[n]) for n in constants),
+            tuple((self._operation(flat, e), within(e.reads), within(e.makes)) for e in equations),
+            within(takes),
+            within(gives),
+        )
+        if key not in self._jaxprs:
+            self._jaxprs[key] = len(self._jaxprs), jaxpr_of(flat, equations, takes, gives, constants).jaxpr
+        kind, jaxpr = self._jaxprs[key]
+        return PartJaxpr(ClosedJaxpr(jaxpr, [flat.constants[n] for n in constants]), kind)
+
+    def _operation(self, flat: FlatJaxpr, one: FlatEquation) -> Hashable:
+        """Names what an equation does with its operands: equal for two that do the same, and have one derivative."""
+        if id(one.equation) not in self._known:
+            shapes = tuple((flat.avals[n].shape, flat.avals[n].dtype) for n in (*one.reads, *one.makes))
+            name = one.equation.primitive.name, shapes
+            alike, described = self._operations.setdefault(name, []), _equation_described(flat, one)
+            index = next((i for i, other in enumerate(alike) if same_value(other, described)), len(alike))
+            if index == len(alike):
+                alike.append(described)
+            self._known[id(one.equation)] = one.equation, (name, index)
+        return self._known[id(one.equation)][1]
+
+
+def _equation_described(flat: FlatJaxpr, one: FlatEquation) -> object:
+    """Describes what an equation does, for `same_value`: its parameters, or what it calls, and its derivative.
+
+    Functions among the parameters, such as rules of derivatives, are made anew in each trace. So it is differentiated.
+    """
+    if not has_custom_derivatives([one.equation]):
+        return whole(sorted(one.equation.params.items()))
+    reads, makes = dict.fromkeys(n for n in one.reads), dict.fromkeys(one.makes)
+    run = jaxpr_as_fun(jaxpr_of(flat, [one], list(reads), list(makes), []))
+    shapes = [jax.ShapeDtypeStruct(flat.avals[n].shape, flat.avals[n].dtype) for n in reads]
+    floats = [i for i, shape in enumerate(shapes) if is_float(shape)]
+
+    def differentiated(*arguments: jax.Array) -> object:
+        def of_floats(*leaves: jax.Array) -> list[jax.Array]:
+            filled = dict(enumerate(arguments)) | dict(zip(floats, leaves, strict=True))
+            return [leaf for leaf in run(*filled.values()) if is_float(leaf)]
+
+        results, back = jax.vjp(of_floats, *(arguments[i] for i in floats))
+        return results, back(jax.tree.map(jnp.ones_like, results))
+
+    with suppress(Exception):  # a loop without a known number of turns has no derivative: it is like no other
+        return whole(trace(run, *shapes)[0]), whole(trace(differentiated, *shapes)[0])
+    return one.equation
+
+
 # --- comparing traces ---
 
 
@@ -194,15 +282,6 @@ def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool
     """For each output of a trace, whether it depends on the scalars in these places."""
     at = scalar_places(flat)
     return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
-
-
-def skeleton(flat: ClosedJaxpr) -> object:
-    """Describes a trace without the scalars that can be taken out, to be compared by `same_value`.
-
-    These are integers and floating-point numbers outside of loops, branches, custom derivatives and `jax.checkpoint`.
-    The rules of custom derivatives aren't in it (`has_custom_derivatives`).
-    """
-    return _described(flat, without=scalar_places(flat))
 
 
 def has_custom_derivatives(equations: Iterable[JaxprEqn]) -> bool:
@@ -216,20 +295,20 @@ def has_custom_derivatives(equations: Iterable[JaxprEqn]) -> bool:
 def whole(value: object) -> object:
     """Describes a trace, or an equation's parameter, for `same_value`: jaxprs with all of their numbers."""
     if isinstance(value, ClosedJaxpr):
-        return _described(value)
+        return _jaxpr_described(value)
     if isinstance(value, Jaxpr):
-        return _described(ClosedJaxpr(value, ()))
+        return _jaxpr_described(ClosedJaxpr(value, ()))
     if isinstance(value, np.ndarray | jax.Array):
         return bits(value)
     return list(map(whole, value)) if isinstance(value, tuple | list) else value
 
 
-def _described(closed: ClosedJaxpr, without: Collection[int] = ()) -> object:
-    """Describes a jaxpr by nested lists, without the constants at the indices `without`.
+def _jaxpr_described(closed: ClosedJaxpr) -> object:
+    """Describes a jaxpr by nested lists.
 
     Calls are replaced by what they call: their parameters are names and derivative rules.
     """
     flat = flatten(closed)
-    constants = [None if i in without else bits(constant) for i, constant in enumerate(flat.constants.values())]
+    constants = list(map(bits, flat.constants.values()))
     equations = [(e.primitive.name, whole(sorted(e.params.items())), *numbers) for e, _, *numbers in flat.equations]
     return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, equations, flat.results

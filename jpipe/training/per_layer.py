@@ -38,8 +38,8 @@ from jpipe.memory.layout import NO_PART, Layout, ModelTree, PerLayerError, Stage
 from jpipe.memory.records import Arrays, Leaves, Records
 from jpipe.memory.storage import Buffers, build_storage
 from jpipe.mesh.axes import on_stages
+from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.model.groups import Constants, differing, scalars_of
-from jpipe.model.kinds import Kinds, PartJaxpr
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated
 from jpipe.training.optimizers import check_is_optimizer, not_tried

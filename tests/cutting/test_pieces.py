@@ -11,7 +11,7 @@ import pytest
 from jpipe.cutting.pieces import TiedTogether, decide_cutting, make_pieces, places_again
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, straighten
-from jpipe.model.kinds import Kinds
+from jpipe.model.alike import Kinds
 
 RNG = np.random.default_rng(0)
 WEIGHTS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(7)]
