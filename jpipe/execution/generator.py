@@ -31,7 +31,7 @@ from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
 from jpipe.execution.executor import moved
 from jpipe.execution.programs import run_step
 from jpipe.execution.stage import Stage
-from jpipe.execution.sweep import Job, Sweep, Turn
+from jpipe.execution.sweep import Job, Sweep
 from jpipe.jax.in_place import Index, put_slice, take_row, take_slice, when
 from jpipe.layers.base import describe
 from jpipe.layers.fingerprint import fingerprint
@@ -133,7 +133,7 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
     # The last layer's weights are brought to their order once. They may lie transposed, and a compiler would copy them
     # in every tick.
     rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
-    head = tuple(map(rows, stage.weights(Turn(step.model.last, 0, 0, {}))))
+    head = tuple(map(rows, stage.weights(Job(0, {}, g=step.model.last))))
     carry = DecodingCarry(step.activations.empty(), caches, call.prompts[0, :, :at_once], said)
 
     def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
@@ -161,27 +161,27 @@ def _work(
     begins = (virtual_stage == 0) & (begin < prompt_length)
     carry = carry._replace(tokens=jnp.where(begins, of_prompt, carry.tokens))
 
-    def reads(turn: Turn, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
+    def reads(job: Job, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
         """(the tokens, what the layer takes, its cache)."""
-        first = groups[turn.g].indices[0]
+        first = groups[job.g].indices[0]
         x = step.activations.read(carry.activation, first - 1, 0) if first else []
-        row = Row(turn.microbatch, stage.device)
-        return carry.tokens, x, plan.caches.read(carry.caches, turn.g, turn.position, row)
+        row = Row(job.microbatch, stage.device)
+        return carry.tokens, x, plan.caches.read(carry.caches, job.g, job.position, row)
 
-    def visit(turn: Turn, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
+    def visit(job: Job, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
         tokens, x, cache = arrays
-        params, fixed = head if turn.g == step.model.last else stage.weights(turn)
-        batch = tokens if step.functions[turn.g].reads_batch else None
-        results, _ = step.forwards[turn.g](LayerArguments(params, cache, fixed, None, batch), x)
+        params, fixed = head if job.g == step.model.last else stage.weights(job)
+        batch = tokens if step.functions[job.g].reads_batch else None
+        results, _ = step.forwards[job.g](LayerArguments(params, cache, fixed, None, batch), x)
         if cache:
-            row = Row(turn.microbatch, stage.device)
-            carry = carry._replace(caches=plan.caches.write(carry.caches, turn.g, turn.position, results.state, row))
-        if turn.g != step.model.last:
-            buffers = step.activations.write(carry.activation, groups[turn.g].indices[0], 0, results.outputs)
+            row = Row(job.microbatch, stage.device)
+            carry = carry._replace(caches=plan.caches.write(carry.caches, job.g, job.position, results.state, row))
+        if job.g != step.model.last:
+            buffers = step.activations.write(carry.activation, groups[job.g].indices[0], 0, results.outputs)
             return carry._replace(activation=buffers)
-        return _said(stage, call, turn.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
+        return _said(stage, call, job.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
 
-    return Sweep(stage.step, Job(virtual_stage, microbatch, {}), reads, visit, "F").run(carry)
+    return Sweep(stage.step, Job(microbatch, {}, virtual_stage=virtual_stage), reads, visit, "F").run(carry)
 
 
 def _said(

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,8 +22,11 @@ Route: TypeAlias = list[tuple[int, int]]
 Shape: TypeAlias = tuple[int, int]
 
 
-class Away(NamedTuple):
-    """Where values that go to the host are in one slot of each tick, as arrays `[T, K]`.
+Column = TypeVar("Column")
+
+
+class Away(NamedTuple, Generic[Column]):
+    """Where values that go to the host are in one slot of each tick, as arrays `[T, K]`; in a tick of a stage, numbers.
 
     A value is written into a row on the device, goes to the host beside the next slot, and comes back, into a place of
     its own, beside the slot before the action that reads it. One that has too little time for that, or that two actions
@@ -41,10 +44,10 @@ class Away(NamedTuple):
       returns: the host's row whose value comes back beside this slot, for the next one; -1 for none.
     """
 
-    row: np.ndarray
-    stays: np.ndarray
-    sent_to: np.ndarray
-    returns: np.ndarray
+    row: Column
+    stays: Column
+    sent_to: Column
+    returns: Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +114,9 @@ class WaitingValues:
         """
         free = np.zeros(shape, np.int32)
         for stage in set(self.stage.tolist()):
-            kept = self.stage == stage
-            taken = np.zeros((self.row[kept].max() + 2, shape[0]), bool)  # [rows, T * width]; the last is never taken
-            spans = self.row[kept], begin[kept], end[kept]
+            mine = self.stage == stage
+            taken = np.zeros((self.row[mine].max() + 2, shape[0]), bool)  # [rows, T * width]; the last is never taken
+            spans = self.row[mine], begin[mine], end[mine]
             for row, first, last in zip(*(span.tolist() for span in spans), strict=True):
                 taken[row, first:last] = True
             free[:, stage] = np.argmin(taken, axis=0)
@@ -260,7 +263,7 @@ def kept_rows(values: WaitingValues, shape: Shape, along: np.ndarray) -> np.ndar
     return np.where(along, values.free(shape, values.first, values.last + 1), column) if writes_along else column
 
 
-def rows_away(values: WaitingValues, shape: Shape, width: int, along: np.ndarray) -> Away:
+def rows_away(values: WaitingValues, shape: Shape, width: int, along: np.ndarray) -> Away[np.ndarray]:
     """Sends to the host what has the time to come back; columns `[T * width, K]` of an `Away`.
 
     Args:
