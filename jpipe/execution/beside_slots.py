@@ -3,7 +3,7 @@
 The executor calls the functions of this file before, in and after the ticks:
 
     before the ticks    first_carry, turns_of         what the carry and the scan need
-    before a slot       start_rows, copy_rows_that_stayed rows that come back
+    before a slot       start_rows, copy_stayed_rows  rows that come back
                         before_slot                   enter: the first layer's forward
     in an action        first_input, last_cotangents  what the layers between take from the ends
     after a slot        after_slot                    leave: the last layer, the loss, their backward;
@@ -195,7 +195,7 @@ def _with_leaves(
     return boundaries.write(buffers, boundary, 0, chosen)
 
 
-def copy_rows_that_stayed(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> TickCarry:
+def copy_stayed_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> TickCarry:
     """The carry with the row of this slot's action in `back`, also if it has stayed: then it is copied.
 
     Only stages that have it copy, by a loop of one trip. On GPUs such a loop would stop the host, and slices are copied

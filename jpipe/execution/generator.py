@@ -84,13 +84,13 @@ class DecodingCarry(NamedTuple):
     said: jax.Array
 
 
-def ring(placement: Placement, num_rounds: int) -> np.ndarray:
+def timetable(placement: Placement, num_rounds: int) -> np.ndarray:
     """Returns `[ticks, 4, K]`: for each tick and stage its micro-batch, virtual stage, round (-1 where it idles), and
     the route by which its next activation arrives.
 
     Micro-batch m begins with tick m; where the chain turns (a "v"), with tick 2m, so that no stage has two at a time.
 
-    >>> ring(Placement(num_stages=2, num_chunks=1), 2)[:, 2].tolist()
+    >>> timetable(Placement(num_stages=2, num_chunks=1), 2)[:, 2].tolist()
     [[0, -1], [0, 0], [1, 0], [1, 1], [-1, 1]]
     """
     count, hop = placement.num_virtual_stages, 2 if placement.style == "v" and placement.num_stages > 1 else 1
@@ -127,7 +127,7 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
     """Returns (the tokens that follow prompts, `[K, b, num_tokens]`, on all stages; the caches after them)."""
     step, place, at_once = stage.step, stage.step.schedule.placement, stage.step.model.batch.shape[1]
     num_rounds = call.prompts.shape[-1] // at_once + call.num_tokens - 1
-    table = jnp.moveaxis(jnp.asarray(ring(place, num_rounds)), -1, 0)
+    table = jnp.moveaxis(jnp.asarray(timetable(place, num_rounds)), -1, 0)
     turns = take_row(table, stage.device)
     said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
     # The last layer's weights are brought to their order once. They may lie transposed, and a compiler would copy them

@@ -328,9 +328,9 @@ class Stage:
             params = [leaf.astype(shape.dtype) for leaf, shape in zip(params, whole, strict=True)]
         # A layer that computes in another dtype casts its weights. Each weight is multiplied by a one that is computed
         # in the loop, so that the compiler can't move the cast out of the loop and keep a cast copy of all weights.
-        # Weights that are brought together for the step are left alone: their cast copy may be all that is kept.
+        # Weights that are joined for the step are left alone: their cast copy may be all that is kept.
         plan = self.step.plan
-        if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].brought:
+        if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].joined:
             params, fixed = ([of_trip(leaf, job.microbatch) for leaf in leaves] for leaves in (params, fixed))
         constants = self.step.functions[job.g].constants
         if constants.places:

@@ -35,7 +35,7 @@ from jpipe.jax.in_place import Index, is_apart, put_row, take_row, take_slice, t
 from jpipe.jax.tracing import equations_in
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Buffer, Order, StackedBuffer, in_order, result_orders
-from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
+from jpipe.memory.storage import Buffers, Row, Storage, build_storage, own_labels
 from jpipe.model.groups import Model
 from jpipe.model.remat import check_names
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
@@ -110,12 +110,12 @@ def build_away_storage(
     rows: tuple[int, int],
     *,
     orders: Sequence[Sequence[Order | None]],
-    tags: Sequence[Sequence[tuple[int, ...]]] | None = None,
+    labels: Sequence[Sequence[tuple[int, ...]]] | None = None,
     moves: bool,
 ) -> AwayStorage:
     """Gives every record its place; `rows` on the device and on the host, the rest as of `build_storage`."""
     count = 1 + max((owner for of_type in owners for owner in of_type), default=0)
-    storage = build_storage(leaves, owners, device_of=[0] * count, rows=rows[:1], orders=orders, tags=tags)
+    storage = build_storage(leaves, owners, device_of=[0] * count, rows=rows[:1], orders=orders, labels=labels)
     return AwayStorage(storage.record_types, storage.named_buffers, storage.num_devices, rows[1], moves)
 
 
@@ -227,7 +227,7 @@ def make_kept_storage(
     table: TickTable,
     *,
     mesh: Mesh,
-    apart: bool,
+    own_buffers: bool,
 ) -> KeptStorage:
     """The places of what layers keep.
 
@@ -239,7 +239,7 @@ def make_kept_storage(
       device_of: for each virtual stage, its device along `stage`.
       table: with the rows.
       mesh: the devices.
-      apart: each leaf has a stacked buffer of its own, if it has one at all (`each_apart`).
+      own_buffers: each leaf has a stacked buffer of its own, if it has one at all (`own_labels`).
     """
     groups = traced_as if layers else ()
     of_traced = [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))]
@@ -251,13 +251,14 @@ def make_kept_storage(
     for name in [*names, *(name for name in table.away_rows if any(name in rows for rows in rows_of))]:
         leaves = [[leaf for leaf, _ in kept[g].get(name, ())] for g in groups]
         orders = [[order for _, order in kept[g].get(name, ())] for g in groups]
-        tags, own = each_apart(leaves) if apart else None, owners[: len(groups)]
+        labels, own = own_labels(leaves) if own_buffers else None, owners[: len(groups)]
         if name in table.away_rows:
             rows, moves = table.away_rows[name], is_apart(mesh)
-            storages[name] = away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=moves)
+            away[name] = build_away_storage(leaves, own, rows, orders=orders, labels=labels, moves=moves)
+            storages[name] = away[name]
         else:
             storages[name] = build_storage(
-                leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, tags=tags
+                leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, labels=labels
             )
     return KeptStorage(storages, away, tuple(rows_of[g] for g in groups))
 

@@ -181,8 +181,9 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         columns[name] = kept_rows(values, shape, along)
         if away and writer == "F" and values.stage.size:
             moved = rows_away(values, shape, width, along)
-            # With the place for what comes back it has to take less.
-            moves |= {f"{name}_away": moved} if 2 + moved.row.max() <= columns[name].max() else {}
+            rows, rows_if_all_stay = 1 + moved.row.max(), 1 + columns[name].max()
+            if rows + 1 < rows_if_all_stay:  # one more is the place for what comes back
+                moves[f"{name}_away"] = moved
     for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
         column.flags.writeable = False
     slots = (
