@@ -3,7 +3,7 @@
 The executor calls the functions of this file before, in and after the ticks:
 
     before the ticks    first_carry, turns_of         what the carry and the scan need
-    before a slot       start_rows, rows_at_hand      rows that come back
+    before a slot       start_rows, copy_stayed_rows  rows that come back
                         before_slot                   enter: the first layer's forward
     in an action        first_input, last_cotangents  what the layers between take from the ends
     after a slot        after_slot                    leave: the last layer, the loss, their backward;
@@ -36,16 +36,16 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
-from jpipe.execution.sweep import Counts, Job, Turn
+from jpipe.execution.sweep import Counts, Job
 from jpipe.jax.in_place import Carry, Index, when
 from jpipe.jax.trees import is_float
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.planning.ends import Turns
-from jpipe.planning.kept import AwayRow
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run, SlotTable
+from jpipe.schedules.waiting import Away
 from jpipe.types import Leaf, PyTree
 
 MOST = {"enter": 0.5, "leave": 1.0, "back": 0.5}
@@ -125,32 +125,32 @@ def _take(
             counts = True if taken.all() else m >= 0
             m = jnp.maximum(m, 0)
             return body(m, leaves(carry), counts, carry)
-        counted = lambda at_hand, carry: body(at_hand[0], at_hand[1], True, carry)
+        counted = lambda read, carry: body(read[0], read[1], True, carry)
         return when(m >= 0, (m, []), counted, carry, reads=reads and (lambda at, carry: (at[0], leaves(carry))))
 
 
 def _enter(stage: Stage, microbatch: Index) -> list[Leaf]:
     """The first layer's outputs, on all stages."""
-    turn = Turn(0, 0, microbatch, {})
-    return stage.step.forwards[0](stage.arguments(turn, stage.batch_of(turn)), [])[0].outputs
+    job = Job(microbatch, {})
+    return stage.step.forwards[0](stage.arguments(job, stage.batch_of(job)), [])[0].outputs
 
 
 def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> TickCarry:
     """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`."""
     step, last = stage.step, stage.step.model.last
-    turn = Turn(last, 0, microbatch, {})
-    arguments, mine = stage.arguments(turn, stage.batch_of(turn)), stage.device == step.ends.last
+    job = Job(microbatch, {}, g=last)
+    arguments, mine = stage.arguments(job, stage.batch_of(job)), stage.device == step.ends.last
     x = _from_stage(mine, x)
     backward, cotangents = carry.backward, []
     if step.schedule.trains:
         values, residuals = step.layers[last].forward(arguments, x)
         gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss(last))
-        backward = stage.add_gradients(turn, backward, gradients)
+        backward = stage.add_gradients(job, backward, gradients)
     else:
         values, _ = step.forwards[last](arguments, x)
     # All stages have the same outputs, and results are summed over stages at the end: one stage's are counted.
     outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in values.outputs]
-    results = stage.collected(turn, carry.forward.results, outputs)
+    results = stage.collected(job, carry.forward.results, outputs)
     return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
 
 
@@ -158,11 +158,11 @@ def _back(
     stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: Counts, backward: BackwardWork
 ) -> BackwardWork:
     """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
-    step, turn = stage.step, Turn(0, 0, microbatch, {}, counts)
+    step, job = stage.step, Job(microbatch, {}, counts)
     cotangents = _from_stage(stage.device == step.ends.first, cotangents)
-    arguments = stage.arguments(turn, stage.batch_of(turn))
+    arguments = stage.arguments(job, stage.batch_of(job))
     _, residuals = step.layers[0].forward(arguments, [])
-    return stage.add_gradients(turn, backward, step.layers[0].backward(arguments, residuals, cotangents).params)
+    return stage.add_gradients(job, backward, step.layers[0].backward(arguments, residuals, cotangents).params)
 
 
 def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Array]:
@@ -195,7 +195,7 @@ def _with_leaves(
     return boundaries.write(buffers, boundary, 0, chosen)
 
 
-def rows_at_hand(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: TickCarry) -> TickCarry:
+def copy_stayed_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> TickCarry:
     """The carry with the row of this slot's action in `back`, also if it has stayed: then it is copied.
 
     Only stages that have it copy, by a loop of one trip. On GPUs such a loop would stop the host, and slices are copied
@@ -211,14 +211,14 @@ def rows_at_hand(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carr
     return carry._replace(back=back)
 
 
-def start_rows(stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], carry: TickCarry) -> Rows:
+def start_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> Rows:
     """The rows that come back beside this slot, for the next one."""
     away = stage.step.kept.away
     return {name: away[name].fetched(carry.host[name], now[name].returns) for name in _returning(away, slot)}
 
 
 def send_rows(
-    stage: Stage, slot: SlotTable, now: Mapping[str, AwayRow], moved: tuple[Rows, PyTree], carry: TickCarry
+    stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], moved: tuple[Rows, PyTree], carry: TickCarry
 ) -> tuple[PyTree, TickCarry]:
     """Ends what moved beside a slot, and sends the slot's own row.
 
@@ -228,7 +228,7 @@ def send_rows(
       carry: as the slot left it.
 
     Returns:
-      What crossed, and the carry with the row on its way to the host, and what came back at hand.
+      What crossed, and the carry with the row on its way to the host, and what came back in `back`.
     """
     away = stage.step.kept.away
     if not away:

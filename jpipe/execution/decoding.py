@@ -11,7 +11,6 @@ then sends nothing, and no device asks which token it has.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -177,7 +176,7 @@ def make_decoding(
         layer has a cache, or one too short; decoding needs other variables than training.
     """
     tokens = _check_tokens(plan, logits)
-    plan = _with_ends_apart(plan) if plan.shares_ends else plan
+    plan = _with_own_ends(plan) if plan.shares_ends else plan
     layers_for = _decoding_layers(plan, cut, size, length)
     fed = lambda count: jax.ShapeDtypeStruct((size, count), tokens.dtype)
     step = _decoding_step(plan, layers_for(fed(1)), fed(1), length)
@@ -244,7 +243,7 @@ def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct
     return inputs[0]
 
 
-def _with_ends_apart(plan: Plan) -> Plan:
+def _with_own_ends(plan: Plan) -> Plan:
     """The plan with each end on its own stage: its weights are brought there once, for all tokens.
 
     Raises:
@@ -257,13 +256,13 @@ def _with_ends_apart(plan: Plan) -> Plan:
             "dimension, of which no stage can have all; make a pipeline with ends='own' or 'spread', and pass it "
             "pipe.from_layer_variables(trained.layer_variables(variables), batch)"
         )
-    return replace(plan, ends_apart=True)
+    return replace(plan, own_ends=True)
 
 
 def _check_model(plan: Plan, model: Model, length: int) -> None:
     """Checks that layers in decode mode have the variables that they were trained with, and long enough caches."""
-    kept = [group for group in model.groups if group.variables.get(CACHE)]
-    if not kept:
+    cached = [group for group in model.groups if group.variables.get(CACHE)]
+    if not cached:
         names = ", ".join(dict.fromkeys(group.layer.name for group in model.groups))
         raise ValueError(
             f"generate: no layer keeps a cache ({names}), so that none would see the tokens before; give the layers "
@@ -285,7 +284,7 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
                 "whole ones are; generate with a pipeline whose layers don't constrain the dimension of tokens, and "
                 "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)"
             )
-    for group in kept:
+    for group in cached:
         leaves = jax.tree.leaves(group.variables[CACHE])
         counts = any(leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
         short = [leaf for leaf in leaves if counts and leaf.ndim > 2 and leaf.shape[1] < length]
@@ -310,15 +309,15 @@ def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
     numbers = sorted(set(itertools.chain(*starts)))
     # Each leaf of a cache lies in a buffer of its own. If keys and values shared one, a compiler would copy all of it
     # where one is read after the other was written. Leaves that start from other numbers have other buffers, too.
-    tags = [[(i, numbers.index(number)) for i, number in enumerate(group_starts)] for group_starts in starts]
+    labeles = [[(i, numbers.index(number)) for i, number in enumerate(group_starts)] for group_starts in starts]
     storage = build_storage(
         leaves,
         owners,
         device_of=range(count),
         rows=[count] * count,
         orders=[[tuple(range(leaf.ndim)) for leaf in cache] for cache in leaves],
-        tags=tags,
-        waste=math.inf,
+        labels=labeles,
+        waste=None,
     )
     names = itertools.chain(*(record_type.buffers for record_type in storage.record_types))
     return storage, dict(zip(names, itertools.chain(*starts), strict=True))

@@ -56,10 +56,10 @@ from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
-from jpipe.planning.kept import AwayRow
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS, crosses_beside
 from jpipe.schedules.ticks import ROWS, Run, SlotTable
+from jpipe.schedules.waiting import Away
 from jpipe.types import Leaf
 
 Crossing = dict[int, dict[int, Buffers]]
@@ -79,8 +79,8 @@ class Now(NamedTuple):
       anew: 1 if the action computes a forward again (remat "stage" and "full").
       activation: the row of `TickCarry.waiting["activation"]` that the action reads; -1 for none.
       cotangent: the row of `TickCarry.waiting["cotangent"]` that the action reads; -1 for none.
-      residual, kept, stash: the rows of what the action keeps for later ones, or reads (`jpipe.planning.kept`); -1 for
-        none.
+      residual, late_residual, w_input: the rows of what the action keeps for later ones, or reads
+        (`jpipe.planning.kept`); -1 for none.
       away: where residuals are that go to the host.
       activation_in, cotangent_in: for each route, the row into which what arrives in this slot is written; -1 for none.
     """
@@ -92,9 +92,9 @@ class Now(NamedTuple):
     activation: Index
     cotangent: Index
     residual: Index
-    kept: Index
-    stash: Index
-    away: dict[str, AwayRow]
+    late_residual: Index
+    w_input: Index
+    away: dict[str, Away[Index]]
     activation_in: tuple[Index, ...]
     cotangent_in: tuple[Index, ...]
 
@@ -143,7 +143,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     zeros = lambda now, whole: jnp.zeros(now.shape, accumulator_dtype(whole.dtype))
     shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.ends.sets}
     shared_gradients = {v: list(map(zeros, leaves, types[v].leaves)) for v, leaves in shared.items()}
-    forward = ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs)))
+    forward = ForwardWork(activation, step.kept.empty(), state, results=list(map(_accumulator, step.outputs)))
     backward = BackwardWork(cotangent, gradients, shared_gradients, overwritten)
     carry = _run_ticks(stage, _first_carry(stage, forward, backward))
     if stage.only is not None:
@@ -192,12 +192,12 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     step, only = stage.step, stage.only
     slots = step.table.slots
     columns = [Now(*(getattr(slot, name) for name in Now._fields)) for slot in slots]
-    columns = [now._replace(away={name: AwayRow(*one) for name, one in now.away.items()}) for now in columns]
     structure = jax.tree.structure(columns[0])
     table, runs = jnp.asarray(list(map(jax.tree.leaves, columns))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
-        table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
-        runs = (Run(0, only.shape[1], ("",) * len(slots)),)  # stages idle that have an action in the table
+        num_ticks = only.shape[1]
+        table = table[:, :, :num_ticks].at[:, Now._fields.index("kind")].multiply(only)
+        runs = (Run(0, num_ticks, ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
     for run in runs:
         turns = beside_slots.turns_of(step, run)
@@ -231,7 +231,7 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
     #    is the last one of the tick before, whose results are in the carry.)
     crossing = _crossing(stage, run, i - 1, carry, beside=True)
     coming = beside_slots.start_rows(stage, slot, now.away, carry)
-    carry = beside_slots.rows_at_hand(stage, slot, now.away, carry)
+    carry = beside_slots.copy_stayed_rows(stage, slot, now.away, carry)
     carry = beside_slots.before_slot(stage, run, turns, i, carry)
     # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
     #    the carry.
@@ -330,10 +330,10 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
             arrived = jnp.where(reduce(or_, [device == receiver for _, receiver in way]), arrives(way), arrived)
         return arrived
 
-    whole, apart = partial(by, [stays, sorted(up + down)]), partial(by, [stays, up, down])
+    whole, by_way = partial(by, [stays, sorted(up + down)]), partial(by, [stays, up, down])
     if not (up and down):
         return jax.tree.map(whole, sent)
-    return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=apart, rocm=apart), sent)
+    return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=by_way, rocm=by_way), sent)
 
 
 def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Crossing, carry: TickCarry) -> TickCarry:
@@ -373,7 +373,7 @@ def _forward(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCa
 def _recompute(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
     """R: runs the layers forward again for their residuals alone; the state and the results have been counted by F."""
     job = _job(stage, counts, now)
-    work = ForwardWork(_activation(stage, job, now, carry), carry.forward.kept, {}, [])
+    work = ForwardWork(_activation(stage, job, now, carry), carry.forward.kept, state={}, results=[])
     return carry._replace(forward=carry.forward._replace(kept=stage.forward(job, work).kept))
 
 
@@ -410,12 +410,12 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     at = {name: Row(getattr(now, name), stage.device) for name in ROWS}
-    chooses = stage.step.plan.request.splits.on_gpu  # else `beside_slots.rows_at_hand` has
+    chooses = stage.step.plan.request.splits.on_gpu  # on others `copy_stayed_rows` has chosen before
     at |= {name: Row(away.row, 0, away.stays if chooses else None) for name, away in now.away.items()}
     if counts is not True:
         at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
     rows = {name: at[name] for name in stage.step.kept.storages} if keeps else {}
-    return Job(virtual_stage, now.microbatch, rows, counts)
+    return Job(now.microbatch, rows, counts, virtual_stage)
 
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:

@@ -31,7 +31,7 @@ from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
 from jpipe.execution.executor import moved
 from jpipe.execution.programs import run_step
 from jpipe.execution.stage import Stage
-from jpipe.execution.sweep import Job, Sweep, Turn
+from jpipe.execution.sweep import Job, Sweep
 from jpipe.jax.in_place import Index, put_slice, take_row, take_slice, when
 from jpipe.layers.base import describe
 from jpipe.layers.fingerprint import fingerprint
@@ -84,13 +84,13 @@ class DecodingCarry(NamedTuple):
     said: jax.Array
 
 
-def ring(placement: Placement, num_rounds: int) -> np.ndarray:
+def timetable(placement: Placement, num_rounds: int) -> np.ndarray:
     """Returns `[ticks, 4, K]`: for each tick and stage its micro-batch, virtual stage, round (-1 where it idles), and
     the route by which its next activation arrives.
 
     Micro-batch m begins with tick m; where the chain turns (a "v"), with tick 2m, so that no stage has two at a time.
 
-    >>> ring(Placement(num_stages=2, num_chunks=1), 2)[:, 2].tolist()
+    >>> timetable(Placement(num_stages=2, num_chunks=1), 2)[:, 2].tolist()
     [[0, -1], [0, 0], [1, 0], [1, 1], [-1, 1]]
     """
     count, hop = placement.num_virtual_stages, 2 if placement.style == "v" and placement.num_stages > 1 else 1
@@ -127,13 +127,13 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
     """Returns (the tokens that follow prompts, `[K, b, num_tokens]`, on all stages; the caches after them)."""
     step, place, at_once = stage.step, stage.step.schedule.placement, stage.step.model.batch.shape[1]
     num_rounds = call.prompts.shape[-1] // at_once + call.num_tokens - 1
-    table = jnp.moveaxis(jnp.asarray(ring(place, num_rounds)), -1, 0)
+    table = jnp.moveaxis(jnp.asarray(timetable(place, num_rounds)), -1, 0)
     turns = take_row(table, stage.device)
     said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
     # The last layer's weights are brought to their order once. They may lie transposed, and a compiler would copy them
     # in every tick.
     rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
-    head = tuple(map(rows, stage.weights(Turn(step.model.last, 0, 0, {}))))
+    head = tuple(map(rows, stage.weights(Job(0, {}, g=step.model.last))))
     carry = DecodingCarry(step.activations.empty(), caches, call.prompts[0, :, :at_once], said)
 
     def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
@@ -161,27 +161,27 @@ def _work(
     begins = (virtual_stage == 0) & (begin < prompt_length)
     carry = carry._replace(tokens=jnp.where(begins, of_prompt, carry.tokens))
 
-    def reads(turn: Turn, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
+    def reads(job: Job, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
         """(the tokens, what the layer takes, its cache)."""
-        first = groups[turn.g].indices[0]
+        first = groups[job.g].indices[0]
         x = step.activations.read(carry.activation, first - 1, 0) if first else []
-        row = Row(turn.microbatch, stage.device)
-        return carry.tokens, x, plan.caches.read(carry.caches, turn.g, turn.position, row)
+        row = Row(job.microbatch, stage.device)
+        return carry.tokens, x, plan.caches.read(carry.caches, job.g, job.position, row)
 
-    def visit(turn: Turn, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
+    def visit(job: Job, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
         tokens, x, cache = arrays
-        params, fixed = head if turn.g == step.model.last else stage.weights(turn)
-        batch = tokens if step.functions[turn.g].reads_batch else None
-        results, _ = step.forwards[turn.g](LayerArguments(params, cache, fixed, None, batch), x)
+        params, fixed = head if job.g == step.model.last else stage.weights(job)
+        batch = tokens if step.functions[job.g].reads_batch else None
+        results, _ = step.forwards[job.g](LayerArguments(params, cache, fixed, None, batch), x)
         if cache:
-            row = Row(turn.microbatch, stage.device)
-            carry = carry._replace(caches=plan.caches.write(carry.caches, turn.g, turn.position, results.state, row))
-        if turn.g != step.model.last:
-            buffers = step.activations.write(carry.activation, groups[turn.g].indices[0], 0, results.outputs)
+            row = Row(job.microbatch, stage.device)
+            carry = carry._replace(caches=plan.caches.write(carry.caches, job.g, job.position, results.state, row))
+        if job.g != step.model.last:
+            buffers = step.activations.write(carry.activation, groups[job.g].indices[0], 0, results.outputs)
             return carry._replace(activation=buffers)
-        return _said(stage, call, turn.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
+        return _said(stage, call, job.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
 
-    return Sweep(stage.step, Job(virtual_stage, microbatch, {}), reads, visit, "F").run(carry)
+    return Sweep(stage.step, Job(microbatch, {}, virtual_stage=virtual_stage), reads, visit, "F").run(carry)
 
 
 def _said(

@@ -64,7 +64,7 @@ def weight_uses(step: Step) -> WeightUses:
     for g, group in enumerate(step.model.groups):
         if (v := group.variable_set) is None:
             continue
-        record, cast_once = layout.storage.record_types[v], once or v in layout.brought
+        record, cast_once = layout.storage.record_types[v], once or v in layout.joined
         leaves = zip(record.buffers, record.leaves, strict=True)
         buffers = [(name, layout.storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
         for closed, params, num_results in _programs(step, g, len(buffers)):
@@ -263,7 +263,7 @@ def run_step(
         cast = lambda buffers: {name: array.astype(narrow.get(name, array.dtype)) for name, array in buffers.items()}
         variables |= {"params": cast(variables["params"])}  # before they are gathered, which sends less then
         variables |= {name: plan.at_work[name].gathered(variables[name]) for name in step.collections(*WEIGHTS)}
-        variables |= {"params": cast(variables["params"])}  # of the ends, what has been brought together
+        variables |= {"params": cast(variables["params"])}  # of the ends, what has been joined
         known = known_to_loss(step, batch, key)
         return work(Stage(step, variables, batch, key, only, known, send_shared(step, variables, device), device))
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.sweep import Job, Sweep, Turn
+from jpipe.execution.sweep import Job, Sweep
 from jpipe.jax.in_place import Index, look_up, of_trip, put_row, take_row, when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import compact_order, in_order
@@ -33,8 +33,8 @@ from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
 from jpipe.types import Batch, Leaf
 
-AtHand = tuple[Batch, list[Leaf]]
-"""A micro-batch, or None, and what the loss needs besides of the whole mini-batch."""
+LayerInputs = tuple[Batch, list[Leaf]]
+"""What a layer reads besides its activation: a micro-batch, or None; what the loss needs of the whole mini-batch."""
 
 
 class ForwardWork(NamedTuple):
@@ -42,8 +42,8 @@ class ForwardWork(NamedTuple):
 
     Attributes:
       activation: boundary buffers (`Boundaries`) with the input of the next layer to run, for one micro-batch.
-      kept: buffers by `ROWS`: "residual" and "kept" hold residuals ("kept" those that W reads too), "stash" what I
-        leaves for W; a row for each micro-batch in flight.
+      kept: buffers by `ROWS`: "residual" and "late_residual" hold residuals (those that W reads too are late),
+        "w_input" what I leaves for W; a row for each micro-batch in flight.
       state: by collection, buffers with the totals of new state so far.
       results: with a loss, scalars: the sums over the micro-batches so far of its parts (`TracedLoss.parts`). Without a
         loss, the outputs of all micro-batches, `[M, b, ...]`.
@@ -81,7 +81,7 @@ class TickCarry(NamedTuple):
         array `[rows, ...]`: one set of rows, or one for each route (`TickTable.waiting`).
       entered: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
       left: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
-      back: rows of residuals that have come back from the host for the slot at hand, by name; empty if none do.
+      back: rows of residuals that have come back from the host for this slot, by name; empty if none do.
       host: rows of residuals on the host; empty without `offload=`.
     """
 
@@ -124,38 +124,38 @@ class Stage:
         """Runs the virtual stage's layers; residuals go into the job's row, if it has one."""
         step, groups = self.step, self.step.model.groups
 
-        def reads(turn: Turn, work: ForwardWork) -> tuple[AtHand, list[Leaf]]:
+        def reads(job: Job, work: ForwardWork) -> tuple[LayerInputs, list[Leaf]]:
             """(the micro-batch, the layer's input out of the boundary buffers)."""
-            first = groups[turn.g].indices[0]
+            first = groups[job.g].indices[0]
             # Equal leaves lie at the same place: the boundary before the group's first layer stands for all of them.
-            return self.batch_of(turn), step.activations.read(work.activation, first - 1, 0) if first else []
+            return self.batch_of(job), step.activations.read(work.activation, first - 1, 0) if first else []
 
-        def visit(turn: Turn, inputs: tuple[AtHand, list[Leaf]], work: ForwardWork) -> ForwardWork:
+        def visit(job: Job, inputs: tuple[LayerInputs, list[Leaf]], work: ForwardWork) -> ForwardWork:
             """One layer: leaves the next activation and its residuals, adds to the state's totals and the results."""
             batch, x = inputs
-            arguments = self.arguments(turn, batch)
+            arguments = self.arguments(job, batch)
             # Without a row nothing stores residuals: then the plain forward runs, which makes none.
-            run = step.forwards[turn.g] if not turn.rows else step.layers[turn.g].forward
+            run = step.forwards[job.g] if not job.rows else step.layers[job.g].forward
             results, new = run(arguments, x)
-            if work.results and turn.g == step.model.last:
-                work = work._replace(results=self.collected(turn, work.results, results.outputs))
+            if work.results and job.g == step.model.last:
+                work = work._replace(results=self.collected(job, work.results, results.outputs))
             if work.state and arguments.state:
-                is_last_microbatch = turn.microbatch == step.schedule.num_microbatches - 1
-                names = groups[turn.g].state_names
-                totals = self._read(work.state, names, turn.g, turn.position)
-                new_state = step.mergings[turn.g].accumulate(totals, arguments.state, results.state, is_last_microbatch)
-                totals = turn.chosen(new_state, totals)
-                work = work._replace(state=self._write(work.state, names, turn.g, turn.position, totals))
-            if turn.g != step.model.last:
-                boundary = groups[turn.g].indices[0]
-                activation = self._passed_on(step.activations, turn, boundary, results.outputs, work.activation)
+                is_last_microbatch = job.microbatch == step.schedule.num_microbatches - 1
+                names = groups[job.g].state_names
+                totals = self._read(work.state, names, job.g, job.position)
+                new_state = step.mergings[job.g].accumulate(totals, arguments.state, results.state, is_last_microbatch)
+                totals = job.chosen(new_state, totals)
+                work = work._replace(state=self._write(work.state, names, job.g, job.position, totals))
+            if job.g != step.model.last:
+                boundary = groups[job.g].indices[0]
+                activation = self._passed_on(step.activations, job, boundary, results.outputs, work.activation)
                 work = work._replace(activation=activation)
-            if turn.rows:
-                if turn.g in step.idle_work.uneven:  # other stages have something else in its place
-                    old = step.kept.read_residuals(work.kept, turn.layer, turn.rows, {})
-                    new, kept = turn.chosen_for(work.kept, new, old)
+            if job.rows:
+                if job.g in step.idle_work.uneven:  # other stages have something else in its place
+                    old = step.kept.read_residuals(work.kept, job.layer, job.rows, {})
+                    new, kept = job.chosen_for(work.kept, new, old)
                     work = work._replace(kept=kept)
-                work = work._replace(kept=step.kept.write_residuals(work.kept, turn.layer, new, turn.rows))
+                work = work._replace(kept=step.kept.write_residuals(work.kept, job.layer, new, job.rows))
             return work
 
         return Sweep(step, job, reads, visit, "F").run(work)
@@ -173,48 +173,48 @@ class Stage:
           whole: all gradients; else late ones (`jpipe.model.split_backward`) are left to `weight_gradients`.
 
         Returns:
-          `work` and `kept`, with the stash written unless it is the whole.
+          `work` and `kept`, with W's inputs written unless it is the whole.
         """
         step = self.step
 
-        def reads(turn: Turn, state: tuple[BackwardWork, Kept]) -> tuple[AtHand, list[Leaf], list[Leaf]]:
+        def reads(job: Job, state: tuple[BackwardWork, Kept]) -> tuple[LayerInputs, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             work, kept = state
-            if turn.g == step.model.last:
-                cotangents = self.of_loss(turn.g)
+            if job.g == step.model.last:
+                cotangents = self.of_loss(job.g)
             else:
-                cotangents = step.cotangents.read(work.cotangent, step.model.groups[turn.g].indices[0], 0)
-            return self.batch_of(turn), step.kept.read_residuals(kept, turn.layer, turn.rows, back), cotangents
+                cotangents = step.cotangents.read(work.cotangent, step.model.groups[job.g].indices[0], 0)
+            return self.batch_of(job), step.kept.read_residuals(kept, job.layer, job.rows, back), cotangents
 
         def visit(
-            turn: Turn, at_hand: tuple[AtHand, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Kept]
+            job: Job, read: tuple[LayerInputs, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Kept]
         ) -> tuple[BackwardWork, Kept]:
-            """One layer: adds its gradients, leaves the cotangents of its inputs, and the stash."""
-            (batch, residuals, cotangents), (work, kept) = at_hand, state
-            arguments, layer = self.arguments(turn, batch), step.layers[turn.g]
+            """One layer: adds its gradients, leaves the cotangents of its inputs, and W's inputs."""
+            (batch, residuals, cotangents), (work, kept) = read, state
+            arguments, layer = self.arguments(job, batch), step.layers[job.g]
             if whole:
                 gradients, new, cotangents = layer.backward(arguments, residuals, cotangents)
             else:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
-                storage = step.kept.storages["stash"]
+                storage = step.kept.storages["w_input"]
                 # What others keep may lie there: of another layer, or of W's own micro-batch, where I runs beside it.
-                if turn.g in step.idle_work.uneven or step.table.joins_parts:
-                    old = storage.read(kept["stash"], *turn.layer, turn.rows["stash"])
-                    leaves, kept = turn.chosen_for(kept, leaves, old)
-                kept = kept | {"stash": storage.write(kept["stash"], *turn.layer, leaves, turn.rows["stash"])}
-            work = self.add_gradients(turn, work, gradients)
+                if job.g in step.idle_work.uneven or step.table.joins_parts:
+                    old = storage.read(kept["w_input"], *job.layer, job.rows["w_input"])
+                    leaves, kept = job.chosen_for(kept, leaves, old)
+                kept = kept | {"w_input": storage.write(kept["w_input"], *job.layer, leaves, job.rows["w_input"])}
+            work = self.add_gradients(job, work, gradients)
             if new:
-                names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
-                so_far = self._read(work.overwritten, names, turn.g, turn.position)
+                names = [name for name in step.model.groups[job.g].fixed_names if name in work.overwritten]
+                so_far = self._read(work.overwritten, names, job.g, job.position)
                 # Each micro-batch gives the largest amplitude that it saw; the batch's is the largest of those.
                 largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(so_far, new, strict=True)]
-                largest = turn.chosen(largest, so_far)
-                overwritten = self._write(work.overwritten, names, turn.g, turn.position, largest)
+                largest = job.chosen(largest, so_far)
+                overwritten = self._write(work.overwritten, names, job.g, job.position, largest)
                 work = work._replace(overwritten=overwritten)
-            first = step.model.groups[turn.g].indices[0]
+            first = step.model.groups[job.g].indices[0]
             if first == 0:
                 return work, kept
-            passed_on = self._passed_on(step.cotangents, turn, first - 1, cotangents, work.cotangent)
+            passed_on = self._passed_on(step.cotangents, job, first - 1, cotangents, work.cotangent)
             return work._replace(cotangent=passed_on), kept
 
         return Sweep(step, job, reads, visit, "B" if whole else "I").run((work, kept))
@@ -223,27 +223,27 @@ class Stage:
         """Adds up the gradients that a `backward` which wasn't whole left."""
         step = self.step
 
-        def reads(turn: Turn, _: BackwardWork) -> tuple[AtHand, list[Leaf], list[Leaf]]:
-            """(the micro-batch, the residuals that W needs, the stash)."""
-            residuals = step.kept.read_residuals(kept, turn.layer, turn.rows, back, late=True)
-            return self.batch_of(turn), residuals, step.kept.read(kept, "stash", turn.layer, turn.rows)
+        def reads(job: Job, _: BackwardWork) -> tuple[LayerInputs, list[Leaf], list[Leaf]]:
+            """(the micro-batch, the residuals that W needs, its inputs from I)."""
+            residuals = step.kept.read_residuals(kept, job.layer, job.rows, back, late=True)
+            return self.batch_of(job), residuals, step.kept.read(kept, "w_input", job.layer, job.rows)
 
-        def visit(turn: Turn, at_hand: tuple[AtHand, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
-            batch, residuals, stash = at_hand
-            gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), residuals, stash)
-            return self.add_gradients(turn, work, gradients)
+        def visit(job: Job, read: tuple[LayerInputs, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
+            batch, residuals, w_inputs = read
+            gradients = step.layers[job.g].backward_weights(self.arguments(job, batch), residuals, w_inputs)
+            return self.add_gradients(job, work, gradients)
 
         return Sweep(step, job, reads, visit, "W").run(work)
 
-    def add_gradients(self, turn: Turn, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
+    def add_gradients(self, job: Job, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
-        v = self.step.model.groups[turn.g].variable_set
+        v = self.step.model.groups[job.g].variable_set
         if v is None:
             return work
-        storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
+        storage, now = self.step.storages["params"], self.step.layers[job.g].gradients_at
         record = storage.record_types[v]
         # What idle stages compute along may be anything, NaN too, so it isn't multiplied by zero.
-        gradients = [None if a is None else turn.or_zeros(a) for a in gradients]
+        gradients = [None if a is None else job.or_zeros(a) for a in gradients]
         gradients = self.step.gradient_sums.converted(record.buffers, gradients, now)
         # A set of shared ends is in `self.shared` too, since each stage has its leaves at hand. But it takes the first
         # branch: each stage adds to its own part, so that nothing has to be summed over stages after the ticks. Where a
@@ -261,65 +261,65 @@ class Stage:
         # A set that isn't shared has an instance for each position of its group, in order. A set of shared ends has one
         # instance, and the position of its layers is 0.
         on_gpu = self.step.plan.request.splits.on_gpu
-        return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients, on_gpu=on_gpu))
+        return work._replace(gradients=storage.add(work.gradients, v, job.position, gradients, on_gpu=on_gpu))
 
     # --- one layer ---
 
-    def collected(self, turn: Turn, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
+    def collected(self, job: Job, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
         """Results with what the last layer gave for a micro-batch."""
         pairs = list(zip(results, outputs, strict=True))
         if self.step.loss is not None:
-            return [a + turn.or_zeros(new).astype(a.dtype) for a, new in pairs]
-        if turn.counts is not True:
-            pairs = [(a, turn.chosen(new, take_row(a, turn.microbatch))) for a, new in pairs]
-        return [put_row(a, new, turn.microbatch) for a, new in pairs]
+            return [a + job.or_zeros(new).astype(a.dtype) for a, new in pairs]
+        if job.counts is not True:
+            pairs = [(a, job.chosen(new, take_row(a, job.microbatch))) for a, new in pairs]
+        return [put_row(a, new, job.microbatch) for a, new in pairs]
 
     def _passed_on(
-        self, boundaries: Boundaries, turn: Turn, boundary: int, leaves: Sequence[Leaf], buffers: Buffers
+        self, boundaries: Boundaries, job: Job, boundary: int, leaves: Sequence[Leaf], buffers: Buffers
     ) -> Buffers:
         """Boundary buffers with what a layer gives; where it isn't the virtual stage's own, with what they have."""
-        if turn.g in self.step.idle_work.uneven:
-            leaves, buffers = turn.chosen_for(buffers, [*leaves], boundaries.read(buffers, boundary, 0))
+        if job.g in self.step.idle_work.uneven:
+            leaves, buffers = job.chosen_for(buffers, [*leaves], boundaries.read(buffers, boundary, 0))
         return boundaries.write(buffers, boundary, 0, leaves)
 
-    def batch_of(self, turn: Turn) -> AtHand:
+    def batch_of(self, job: Job) -> LayerInputs:
         """(the micro-batch, for layers that look at it, else None; what the loss needs of the whole mini-batch).
 
         It is read in the order of dimensions in which the batch lies at rest. Else a compiler would change the order
         of all micro-batches ahead of the ticks, and pad the three channels of images to 128. With `cast="use"`,
         `of_trip` keeps the compiler from casting all micro-batches ahead of the ticks.
         """
-        function = self.step.functions[turn.g]
+        function = self.step.functions[job.g]
         if not function.reads_batch:
             return None, []
         request = self.step.plan.request
 
         def row(leaf: Leaf) -> Leaf:
-            examples = in_order(take_row(leaf, turn.microbatch), compact_order(leaf.shape[1:], request.mesh))
-            return of_trip(examples, turn.microbatch) if request.options.cast == "use" else examples
+            examples = in_order(take_row(leaf, job.microbatch), compact_order(leaf.shape[1:], request.mesh))
+            return of_trip(examples, job.microbatch) if request.options.cast == "use" else examples
 
         stacked = zip(self.known, function.loss.stacked, strict=True) if function.loss is not None else ()
-        known = [take_row(a, turn.microbatch) if each else a for a, each in stacked]
+        known = [take_row(a, job.microbatch) if each else a for a, each in stacked]
         return jax.tree.map(row, self.batch), known
 
-    def arguments(self, turn: Turn, at_hand: AtHand) -> LayerArguments:
+    def arguments(self, job: Job, inputs: LayerInputs) -> LayerArguments:
         """The arguments of a layer besides its activation, in forward and backward."""
-        group, key = self.step.model.groups[turn.g], None
+        group, key = self.step.model.groups[job.g], None
         if self.key is not None:
-            of_model, index = group.layer.has_model_key, look_up(group.indices, turn.position)
-            key = layer_key(self.key, index, turn.microbatch, of_model=of_model)
-        params, fixed = self.weights(turn)
-        state = self._read(self.variables, group.state_names, turn.g, turn.position)
-        return LayerArguments(params, state, fixed, key, *at_hand)
+            of_model, index = group.layer.has_model_key, look_up(group.indices, job.position)
+            key = layer_key(self.key, index, job.microbatch, of_model=of_model)
+        params, fixed = self.weights(job)
+        state = self._read(self.variables, group.state_names, job.g, job.position)
+        return LayerArguments(params, state, fixed, key, *inputs)
 
-    def weights(self, turn: Turn) -> tuple[list[Leaf], list[Leaf]]:
+    def weights(self, job: Job) -> tuple[list[Leaf], list[Leaf]]:
         """(a layer's parameters, the leaves of collections that it only reads and its constants)."""
-        group = self.step.model.groups[turn.g]
+        group = self.step.model.groups[job.g]
 
         def read(names: list[str]) -> list[Leaf]:
             if group.variable_set in self.shared:
                 return [leaf for name in names for leaf in self.shared[group.variable_set][name]]
-            return self._read(self.variables, names, turn.g, turn.position)
+            return self._read(self.variables, names, job.g, job.position)
 
         params, fixed = read(["params"]), read(group.fixed_names)
         if group.variable_set is not None:
@@ -328,13 +328,13 @@ class Stage:
             params = [leaf.astype(shape.dtype) for leaf, shape in zip(params, whole, strict=True)]
         # A layer that computes in another dtype casts its weights. Each weight is multiplied by a one that is computed
         # in the loop, so that the compiler can't move the cast out of the loop and keep a cast copy of all weights.
-        # Weights that are brought together for the step are left alone: their cast copy may be all that is kept.
+        # Weights that are joined for the step are left alone: their cast copy may be all that is kept.
         plan = self.step.plan
-        if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].brought:
-            params, fixed = ([of_trip(leaf, turn.microbatch) for leaf in leaves] for leaves in (params, fixed))
-        constants = self.step.functions[turn.g].constants
+        if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].joined:
+            params, fixed = ([of_trip(leaf, job.microbatch) for leaf in leaves] for leaves in (params, fixed))
+        constants = self.step.functions[job.g].constants
         if constants.places:
-            fixed = [*fixed, *constants.of(look_up(group.indices, turn.position))]
+            fixed = [*fixed, *constants.of(look_up(group.indices, job.position))]
         return params, fixed
 
     def of_loss(self, g: int) -> list[Leaf]:

@@ -22,38 +22,24 @@ Counts = jax.Array | bool
 
 
 class Job(NamedTuple):
-    """The subject of an action: its micro-batch and its virtual stage.
+    """The subject of an action, and of each layer in it.
 
     Attributes:
-      virtual_stage: whose layers it runs.
-      microbatch: its micro-batch's index.
-      rows: the rows of what it keeps for later actions, or reads, by `ROWS` of `jpipe.schedules.ticks`; empty if it
-        keeps nothing.
-      counts: False if the stage idles, and only computes along (`jpipe.planning.layer_loops`). Then nothing is added to
-        sums, and what is kept is written to a free row.
+      microbatch: the micro-batch's index.
+      rows: the rows of what the action keeps for later ones, or reads, by `ROWS` of `jpipe.schedules.ticks`; empty if
+        it keeps nothing.
+      counts: False if the stage idles, and only computes along (`jpipe.planning.layer_loops`), or doesn't have the
+        layer. Then nothing is added to sums, and what is kept is written to a free row.
+      virtual_stage: whose layers an action runs.
+      g, position: which layer, in the job of one: the group, and the position in it.
     """
 
-    virtual_stage: Index
     microbatch: Index
     rows: dict[str, Row]
     counts: Counts = True
-
-
-class Turn(NamedTuple):
-    """A layer's turn in an action.
-
-    Attributes:
-      g, position: which layer: the group, and the position in it.
-      microbatch: its micro-batch's index.
-      rows: those of its `Job`.
-      counts: that of its job; False too if the virtual stage doesn't have the layer, and only computes along.
-    """
-
-    g: int
-    position: Index
-    microbatch: Index
-    rows: dict[str, Row]
-    counts: Counts = True
+    virtual_stage: Index = 0
+    g: int = 0
+    position: Index = 0
 
     @property
     def layer(self) -> tuple[int, Index]:
@@ -61,7 +47,7 @@ class Turn(NamedTuple):
         return self.g, self.position
 
     def chosen(self, new: T, old: T) -> T:
-        """`new` if the layer's turn counts, else `old`, of the same structure."""
+        """`new` if the job counts, else `old`, of the same structure."""
         return new if self.counts is True else jax.tree.map(lambda a, b: jnp.where(self.counts, a, b), new, old)
 
     def chosen_for(self, buffers: Written, new: T, old: T) -> tuple[T, Written]:
@@ -73,13 +59,13 @@ class Turn(NamedTuple):
         return self.chosen(new, old), buffers
 
     def or_zeros(self, array: jax.Array) -> jax.Array:
-        """`array` if the layer's turn counts, else zeros."""
+        """`array` if the job counts, else zeros."""
         return array if self.counts is True else jnp.where(self.counts, array, jnp.zeros_like(array))
 
 
 @dataclass(frozen=True, eq=False)
 class Sweep(Generic[Carry, Reads]):
-    """Goes through the layers of a virtual stage: `carry = visit(turn, reads(turn, carry), carry)` for each.
+    """Goes through the layers of a virtual stage: `carry = visit(job, reads(job, carry), carry)` for each.
 
     A forward goes from the first layer to the last, all others from the last to the first. A pass goes once through
     all groups, in order, and runs a range of positions of each, by a loop:
@@ -99,16 +85,16 @@ class Sweep(Generic[Carry, Reads]):
 
     Attributes:
       step: the step.
-      job: the virtual stage, and the micro-batch.
-      reads: a turn, the carry -> what the layer reads.
-      visit: a turn, that, the carry -> the carry after the layer.
+      job: that of the action.
+      reads: a layer's job, the carry -> what the layer reads.
+      visit: a layer's job, that, the carry -> the carry after the layer.
       kind: the kind of the action: "F" goes from the first layer to the last, the others back.
     """
 
     step: Step
     job: Job
-    reads: Callable[[Turn, Carry], Reads]
-    visit: Callable[[Turn, Reads, Carry], Carry]
+    reads: Callable[[Job, Carry], Reads]
+    visit: Callable[[Job, Reads, Carry], Carry]
     kind: str
 
     def run(self, carry: Carry) -> Carry:
@@ -145,17 +131,17 @@ class Sweep(Generic[Carry, Reads]):
 
     def run_range(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
         """Runs the virtual stage's own layers of a group; none if it idles."""
-        ranges, of_job = self.step.ranges, self.of_job
+        ranges, tied = self.step.ranges, self.tied
         if ranges.num_passes == 1 and ranges.always_one[0, g] and self.job.counts is True:
-            return self.run_layer(g, start, of_job, carry)
+            return self.run_layer(g, start, tied, carry)
         if self.job.counts is not True:
             stop = jnp.where(self.job.counts, stop, start)
         if ranges.most[g] > 1:  # the trip is the position, which selects what is read
-            return each(start, stop, of_job, partial(self.run_layer, g), carry, reverse=self.reverse)
+            return each(start, stop, tied, partial(self.run_layer, g), carry, reverse=self.reverse)
         # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
-        read = lambda position, at, carry: (at, self.reads(self.turn(g, position, at), carry))
-        body = lambda position, at_hand, carry: self.visit(self.turn(g, position, at_hand[0]), at_hand[1], carry)
-        return each(start, stop, of_job, body, carry, reads=read, reverse=self.reverse)
+        read = lambda position, tied, carry: (tied, self.reads(self.of_layer(g, position, tied), carry))
+        body = lambda position, read, carry: self.visit(self.of_layer(g, position, read[0]), read[1], carry)
+        return each(start, stop, tied, body, carry, reads=read, reverse=self.reverse)
 
     def run_along(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
         """Runs as many layers of a group as every other virtual stage does.
@@ -168,25 +154,25 @@ class Sweep(Generic[Carry, Reads]):
             counts, position = self.job.counts, start + (trips - 1 - i if self.reverse else i)
             if is_uneven:
                 counts = counts & (jnp.asarray(stop) > position)
-            return self.run_layer(g, position, self.of_job, carry, counts)
+            return self.run_layer(g, position, self.tied, carry, counts)
 
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
         return body(0, carry) if trips == 1 else jax.lax.fori_loop(0, trips, body, carry)
 
     def run_layer(
-        self, g: int, position: Index, at: tuple[Index, dict[str, Row]], carry: Carry, counts: Counts = True
+        self, g: int, position: Index, tied: tuple[Index, dict[str, Row]], carry: Carry, counts: Counts = True
     ) -> Carry:
         """Runs one layer."""
-        turn = self.turn(g, position, at, counts)
-        return self.visit(turn, self.reads(turn, carry), carry)
+        job = self.of_layer(g, position, tied, counts)
+        return self.visit(job, self.reads(job, carry), carry)
 
-    def turn(self, g: int, position: Index, at: tuple[Index, dict[str, Row]], counts: Counts = True) -> Turn:
-        """The turn of a layer; in a group of one layer the position is known."""
+    def of_layer(self, g: int, position: Index, tied: tuple[Index, dict[str, Row]], counts: Counts = True) -> Job:
+        """The job of a layer; in a group of one layer the position is known."""
         position = 0 if len(self.step.model.groups[g].indices) == 1 else position
-        return Turn(g, position, *at, counts)
+        return Job(*tied, counts, g=g, position=position)
 
     @property
-    def of_job(self) -> tuple[Index, dict[str, Row]]:
-        """The part of the job that a turn has, and that loops tie to their trips."""
+    def tied(self) -> tuple[Index, dict[str, Row]]:
+        """The part of the job that loops tie to their trips: the micro-batch and the rows."""
         return self.job.microbatch, self.job.rows

@@ -50,12 +50,12 @@ class Boundaries(Storage):
         return buffers | {n: a if whole(n, a) else put_slice(buffers[n], a, (0,)) for n, a in part.items()}
 
 
-def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: Sequence[int]) -> Boundaries:
+def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], crossed: Sequence[int]) -> Boundaries:
     """The common format for a model's boundaries.
 
     All boundaries are records of one row on one device, since a device holds one activation at a time; each begins at
-    entry 0 of every buffer. What crosses is then a run from entry 0 on, as long as the largest cut needs. Here layers
-    0 to 3 give x [4, 3], (x, mask [4]), (x, y [4, 3]) and x, and the cuts are after layers 0 and 1:
+    entry 0 of every buffer. What crosses is then a run from entry 0 on, as long as the largest one needs. Here layers 0
+    to 3 give x [4, 3], (x, mask [4]), (x, y [4, 3]) and x, and virtual stages end after layers 0 and 1:
 
         boundary            0    1    2    3        crossing_sizes, the most at boundaries 0 and 1
         float32_4x3         x    x    x    x        1
@@ -64,7 +64,7 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
 
     Args:
       boundaries: for each boundary between a layer and the next, its leaves as one device has them.
-      cuts: the indices of the boundaries whose values have to have room in what crosses: those between two virtual
+      crossed: the indices of the boundaries whose values have to have room in what crosses: those between two virtual
         stages.
     """
     count = len(boundaries)
@@ -73,12 +73,12 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
         [[i] for i in range(count)],
         device_of=[0] * count,  # all use the same places
         orders=[[tuple(range(leaf.ndim)) for leaf in leaves] for leaves in boundaries],
-        tags=list(map(_occurrences, boundaries)),
+        labels=list(map(_occurrences, boundaries)),
         waste=WASTE,
     )
     sizes: dict[str, int] = {}
-    for cut in cuts:
-        boundary = storage.record_types[cut]
+    for i in crossed:
+        boundary = storage.record_types[i]
         for leaf, name, (entry,) in zip(boundary.leaves, boundary.buffers, boundary.entries, strict=True):
             length = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
             sizes[name] = max(sizes.get(name, 0), entry + length)

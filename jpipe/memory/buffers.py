@@ -116,14 +116,14 @@ class LeafType(NamedTuple):
       shape, dtype: those of a whole leaf, before `spec` splits it.
       spec: how the leaves are split over mesh axes besides `stage`.
       order: their dimensions in memory, the outermost first; None if the compiler chooses.
-      tag: numbers that tell their buffer from others of the same shape and dtype, if there are such others.
+      label: numbers that tell their buffer from others of the same shape and dtype, if there are such others.
     """
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec = PartitionSpec()
     order: Order | None = None
-    tag: tuple[int, ...] | None = None
+    label: tuple[int, ...] | None = None
 
     @property
     def turned(self) -> LeafType:
@@ -144,12 +144,12 @@ class LeafType(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The buffer's name: `float32_256x128`; behind it mesh axes, an order that isn't row-major, and a tag."""
+        """The buffer's name: `float32_256x128`; behind it mesh axes, an order that isn't row-major, and a label."""
         axes = ["none" if entry is None else str(entry) for entry in self.spec] if any(self.spec) else []
         is_row_major = self.order in (None, tuple(range(len(self.shape))))
         order = [] if is_row_major else ["by", *map(str, self.order or ())]
-        tag = ["of", *map(str, self.tag)] if self.tag else []
-        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order, *tag])
+        label = ["of", *map(str, self.label)] if self.label else []
+        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order, *label])
 
 
 @dataclass(frozen=True)

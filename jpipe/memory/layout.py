@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.jax.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
 from jpipe.jax.trees import is_float
 from jpipe.memory.buffers import Order
-from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
+from jpipe.memory.storage import Buffers, Storage, build_storage, own_labels
 from jpipe.mesh.axes import AXIS, on_all_stages, on_stages, spec_of
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
@@ -118,7 +118,7 @@ smaller slice would cut, and aborts on slices that aren't one piece of memory.""
 
 
 @dataclass(frozen=True)
-class Cuts:
+class HostSlices:
     """How an array is cut into slices that go to the host and come from there.
 
     A TPU's compiler moves slices of one dimension alone, so dimensions before it are merged with it:
@@ -136,8 +136,8 @@ class Cuts:
     run: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], itemsize: int) -> Cuts:
-        """The cuts of an array of a shape whose elements have so many bytes."""
+    def of(cls, shape: tuple[int, ...], itemsize: int) -> HostSlices:
+        """The slices of an array of a shape whose elements have so many bytes."""
         last = len(shape) - 1
         row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
         before = lambda dim: math.prod(shape[:dim])
@@ -171,9 +171,9 @@ class Cuts:
 
 def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Zeros in the memory of the host, of which only slices are made on the device."""
-    cuts = Cuts.of(shape, dtype.itemsize)
-    array = to_host(jax.lax.empty(cuts.view, dtype))
-    for count, part, at in cuts.parts:
+    slices = HostSlices.of(shape, dtype.itemsize)
+    array = to_host(jax.lax.empty(slices.view, dtype))
+    for count, part, at in slices.parts:
         write = lambda i, zeros, array, at=at: put_slice(array, zeros, at(i))
         array = each(0, count, jnp.zeros(part, dtype), write, array)
     return array.reshape(shape)
@@ -387,7 +387,7 @@ def variables_to_place(variables: Mapping[str, PyTree], layouts: Mapping[str, La
 
 
 def make_layouts(
-    model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, apart: bool, ends: str
+    model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, own_buffers: bool, ends: str
 ) -> dict[str, Layout]:
     """The layout of each collection for a model cut into virtual stages.
 
@@ -398,7 +398,7 @@ def make_layouts(
       bounds: for each virtual stage, its first layer and one past its last.
       placement: on which stage each virtual stage is.
       mesh: with K devices along `stage`.
-      apart: each leaf of a set of variables has a stacked buffer of its own, if it has one at all.
+      own_buffers: each leaf of a set of variables has a stacked buffer of its own, if it has one at all.
       ends: which weights are split over all stages: none ("own"), those that only the first or only the last stage
         holds ("spread"), or those that only the first and the last layer use ("shared").
     """
@@ -419,8 +419,8 @@ def make_layouts(
         for v, group in enumerate(groups):
             if is_split[v] and role_of(name, group.rules) in WEIGHTS:
                 specs[v] = [_spread(*pair, mesh, ends) for pair in zip(leaves[v], specs[v], strict=True)]
-        tags = each_apart(leaves) if apart else None
-        storage = build_storage(leaves, owners, device_of=range(placement.num_stages), specs=specs, tags=tags)
+        labels = own_labels(leaves) if own_buffers else None
+        storage = build_storage(leaves, owners, device_of=range(placement.num_stages), specs=specs, labels=labels)
         layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), users, mesh)
     return layouts
 

@@ -255,8 +255,8 @@ def build_storage(
     specs: Sequence[Sequence[PartitionSpec]] | None = None,
     rows: Sequence[int] | None = None,
     orders: Sequence[Sequence[Order | None]] | None = None,
-    tags: Sequence[Sequence[tuple[int, ...]]] | None = None,
-    waste: float = WASTE,
+    labels: Sequence[Sequence[tuple[int, ...]]] | None = None,
+    waste: float | None = WASTE,
 ) -> Storage:
     """Gives every record its place.
 
@@ -270,14 +270,14 @@ def build_storage(
       rows: for each device, how many rows it needs (default: one).
       orders: for each record type and leaf, the order of its dimensions in memory. By default the compiler chooses, and
         leaves that few owners have lie turned if several types become one then.
-      tags: for each record type and leaf, numbers that tell its stacked buffer from others (`each_apart`).
-      waste: how much more memory stacked buffers may take than flat ones would, as a share; `inf` if none may be flat.
+      labels: for each record type and leaf, numbers that tell its stacked buffer from others (`own_labels`).
+      waste: how much more memory stacked buffers may take than flat ones would, as a share; None if none may be flat.
     """
     num_devices = max(device_of, default=0) + 1
     specs = specs or [[PartitionSpec()] * len(record) for record in leaves]
     nothing = [[None] * len(record) for record in leaves]
     leaf_type_of = lambda leaf, *rest: LeafType(tuple(leaf.shape), leaf.dtype.name, *rest)
-    records = zip(leaves, specs, orders or nothing, tags or nothing, strict=True)
+    records = zip(leaves, specs, orders or nothing, labels or nothing, strict=True)
     types = [[leaf_type_of(*fields) for fields in zip(*record, strict=True)] for record in records]
     needs = _Needs(_counts(types, owners, len(device_of)), device_of, rows or (1,) * num_devices)
     if orders is None:
@@ -322,8 +322,8 @@ def _counts(
     return counts
 
 
-def each_apart(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
-    """Makes tags for `build_storage` so that only records of one type share a stacked buffer.
+def own_labels(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
+    """Makes labels for `build_storage` so that only records of one type share a stacked buffer.
 
     Each leaf of a record has a stacked buffer of its own then; flat leaves still share one. With `unroll` a type has
     at most one record on each virtual stage.
@@ -395,19 +395,19 @@ class _Needs:
         turned: dict[LeafType, LeafType] = {}
         for one, several in alike.items():
             together = self.size(np.sum([self.counts[leaf_type] for leaf_type in several], axis=0))
-            apart = sum(self.size(self.counts[leaf_type]) for leaf_type in several)
-            if len(several) > 1 and (on_all_stages(several[0].spec) or together < apart):
+            separate = sum(self.size(self.counts[leaf_type]) for leaf_type in several)
+            if len(several) > 1 and (on_all_stages(several[0].spec) or together < separate):
                 turned |= dict.fromkeys(several, one)
         return turned
 
-    def stacked(self, waste: float) -> set[LeafType]:
+    def stacked(self, waste: float | None) -> set[LeafType]:
         """Chooses the types of leaves that are stacked; the others lie flat.
 
         Stacked are types whose stacked buffer is used for the larger part (`is_common`), and types that are split over
         other mesh axes, since a flat buffer can't be. More follow while `waste` permits, the largest leaves first.
         """
         chosen = {leaf_type for leaf_type in self.counts if any(leaf_type.spec) or self.is_common(leaf_type)}
-        limit = np.inf if waste == np.inf else (1 + waste) * self.num_bytes(chosen)
+        limit = np.inf if waste is None else (1 + waste) * self.num_bytes(chosen)
         for leaf_type in sorted(set(self.counts) - chosen, key=lambda kind: (-kind.num_bytes, kind.name)):
             if self.num_bytes(chosen | {leaf_type}) > limit:
                 break

@@ -8,8 +8,8 @@ equation is in both. For y = gelu(x @ w + b) @ v:
     I   dg = dy @ v.T, dh = dg * gelu'(h), db = sum(dh), dx = dh @ w.T
     W   dv = gelu(h).T @ dy, dw = x.T @ dh
 
-The residuals that W needs wait for it a little longer (`kept`: x and h). The values of I that it needs are stored
-between I and W (the *stash*: dy and dh). The results of elementwise operations, such as gelu(h), are made again, which
+The residuals that W needs wait for it a little longer (x and h). The values of I that it needs are stored
+between I and W (`w_inputs`: dy and dh). The results of elementwise operations, such as gelu(h), are made again, which
 takes less time than to write them down and read them back.
 """
 
@@ -26,7 +26,7 @@ from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import CHEAP, FREE, ClosedJaxpr, is_by_element, shapes_of
 
 SLACK = 1.25
-"""A value is made again, not stashed, if its residuals have at most so many times its own bytes."""
+"""A value is made again, not handed over, if its residuals have at most so many times its own bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class SplitBackward:
     """The two programs of a split backward.
 
     Attributes:
-      inputs: I: arguments of the backward -> its results in `early`, the stash.
-      weights: W: arguments of the backward that `reads` lists, the stash -> its results in `late`.
+      inputs: I: arguments of the backward -> its results in `early`, then `w_inputs`.
+      weights: W: arguments of the backward that `reads` lists, then `w_inputs` -> its results in `late`.
       early: the indices of the backward's results that I gives.
       late: the indices of the others, which W gives.
       reads: the indices of the backward's arguments that W needs.
@@ -48,13 +48,13 @@ class SplitBackward:
     reads: tuple[int, ...]
 
     @property
-    def stash_indices(self) -> range:
-        """The indices of the stash among the results of `inputs`."""
+    def w_input_indices(self) -> range:
+        """The indices of `w_inputs` among the results of `inputs`."""
         return range(len(self.early), len(self.inputs.jaxpr.outvars))
 
     @property
-    def stash(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the stash."""
+    def w_inputs(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of what I hands over to W."""
         return shapes_of(self.inputs.jaxpr.outvars[len(self.early) :])
 
 
@@ -87,7 +87,7 @@ def split_in_two(
     reads = tuple(i for i, value in enumerate(leaves) if value in cut.needed)
     later = [one for one in flat.equations if not cut.made_later.isdisjoint(one.makes)]
     later = _made_once(flat, later, cut.made_later - deferred)
-    stash = [value for value in cut.stash if all(value not in one.makes for one in later)]
+    w_inputs = [value for value in cut.w_inputs if all(value not in one.makes for one in later)]
 
     def part(equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]) -> ClosedJaxpr:
         # Some kernels count as needed in what takes out dead code; it looks into loops, though.
@@ -95,8 +95,8 @@ def split_in_two(
         equations = [one for one in equations if one.equation.effects or not needed.isdisjoint(one.makes)]
         return needed_part(jaxpr_of(flat, equations, takes, gives), [True] * len(gives), keep=True)[0]
 
-    inputs = part(flat.equations, flat.arguments, [*results(early), *stash])
-    weights = part(later, [*(flat.arguments[i] for i in reads), *stash], results(late))
+    inputs = part(flat.equations, flat.arguments, [*results(early), *w_inputs])
+    weights = part(later, [*(flat.arguments[i] for i in reads), *w_inputs], results(late))
     return SplitBackward(inputs, weights, early, late, reads)
 
 
@@ -137,7 +137,7 @@ class _Cut:
     Attributes:
       needed: all values that W needs.
       made_later: those that its own equations make.
-      stash: those that I has to hand over.
+      w_inputs: those that I has to hand over.
     """
 
     def __init__(self, flat: FlatJaxpr, first: set[int], deferred: set[int], at_hand: set[int], residuals: set[int]):
@@ -145,7 +145,7 @@ class _Cut:
         self._first, self._deferred, self._at_hand, self._residuals = first, deferred, at_hand, residuals
         self.needed = set[int]()
         self.made_later = set[int]()
-        self.stash = list[int]()
+        self.w_inputs = list[int]()
 
     def bring(self, value: int) -> None:
         """Decides how W gets a value, and brings the values that this one needs."""
@@ -159,7 +159,7 @@ class _Cut:
             for operand in self._maker[value].reads:
                 self.bring(operand)
         elif value not in self._at_hand and value not in self._residuals:
-            self.stash.append(value)
+            self.w_inputs.append(value)
 
     def _is_made_again(self, value: int) -> bool:
         """Whether W makes a value itself that I could make: cheaply, from values of about as many bytes."""

@@ -271,24 +271,24 @@ class DeviceLayer:
     def backward_inputs(
         self, arguments: LayerArguments, residuals: list[Leaf], cotangents: list[Leaf]
     ) -> tuple[Gradients, list[Leaf]]:
-        """Runs the first part of a split backward: (gradients, with None for those of the second part; the stash)."""
+        """Runs the first part of a split backward: (gradients, with None for those of the second part; W's inputs)."""
         assert self.split is not None
         values = replayed(self.split.inputs, self._vjp_leaves(arguments, residuals), cotangents)
         count = len(self.split.early)
         return self._gradients(values[:count], self.split.early), values[count:]
 
-    def backward_weights(self, arguments: LayerArguments, kept: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
+    def backward_weights(self, arguments: LayerArguments, late: list[Leaf], w_inputs: list[Leaf]) -> list[Leaf | None]:
         """Runs the second part: the other gradients of the parameters, with None for those of the first part.
 
         Args:
           arguments: as in the forward.
-          kept: the residuals that wait for this part (`waits`).
-          stash: as `backward_inputs` gives it.
+          late: the residuals that wait for this part (`waits`).
+          w_inputs: as `backward_inputs` gives it.
         """
         assert self.split is not None
-        rest = iter(kept)
+        rest = iter(late)
         leaves = self._vjp_leaves(arguments, [next(rest) if waits else None for waits in self.waits])
-        values = replayed(self.split.weights, _chosen(leaves, self.split.reads), stash)
+        values = replayed(self.split.weights, _chosen(leaves, self.split.reads), w_inputs)
         return self._gradients(values, self.split.late).params
 
     def _vjp_leaves(self, arguments: LayerArguments, residuals: Sequence[Leaf]) -> list[Leaf]:

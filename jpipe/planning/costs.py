@@ -117,12 +117,12 @@ def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
 def _counted(layer: TracedLayer) -> Cost:
     """The cost of a layer in FLOPs."""
     # `remake` is what follows from the variables alone (casts), made again in the backward.
-    kept = count_flops(layer.forward)
-    forward, again = kept, count_flops(layer.remake)
+    storing = count_flops(layer.forward)
+    forward, again = storing, count_flops(layer.remake)
     if layer.function.remat.keep_inputs:
         number = len(jax.tree.leaves(layer.results))
         alone = needed_part(layer.forward, [i < number for i in range(len(layer.forward.out_avals))])[0]
-        forward, again = count_flops(alone), again + kept
+        forward, again = count_flops(alone), again + storing
     backward = again + count_flops(layer.backward)
     return Cost(forward.flops, backward.flops, *_bytes(layer), tuple(sorted((forward + backward).unknown)))
 
@@ -171,11 +171,11 @@ def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDt
     outputs = function.differentiated(local.forward.results.outputs)
     leaves, structure = jax.tree.flatten((function.arguments, jax.tree.leaves(function.group.takes), outputs))
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
-    kept = compiled(local.forward, arguments, x)
-    plain = compiled(lambda *given: local.forward(*given)[0], arguments, x) if function.remat.keep_inputs else kept
-    backward_inputs = arguments, kept(arguments, x)[1], cotangents
+    storing = compiled(local.forward, arguments, x)
+    plain = compiled(lambda *given: local.forward(*given)[0], arguments, x) if function.remat.keep_inputs else storing
+    backward_inputs = arguments, storing(arguments, x)[1], cotangents
     backward = compiled(local.backward, *backward_inputs)
-    return [(plain, (arguments, x)), (kept, (arguments, x)), (backward, backward_inputs)]
+    return [(plain, (arguments, x)), (storing, (arguments, x)), (backward, backward_inputs)]
 
 
 def _median_seconds(runs: Sequence[Run]) -> list[float]:

@@ -1,14 +1,14 @@
-"""Places what a stage's actions keep for its later ones (residuals, stashes) in buffers, in rows that `ticks` numbers.
+"""Places what a stage's actions keep for its later ones in buffers, in rows that `ticks` numbers.
 
 A forward keeps its layers' residuals. Where backwards are split, their second part, W, needs some of the residuals too,
-which have rows of their own, and what the first part, I, stashes for it (`jpipe.model.split_backward`):
+which have rows of their own, and what the first part, I, hands over to it (`jpipe.model.split_backward`):
 
-    "residual"    F writes them, B or I reads them last
-    "kept"        F writes them, B or W reads them last       only where backwards are split
-    "stash"       I writes it, W reads it                     only where backwards are split
+    "residual"        F writes them, B or I reads them last
+    "late_residual"   F writes them, B or W reads them last       only where backwards are split
+    "w_input"         I writes it, W reads it                     only where backwards are split
 
-With `offload=`, or a policy of `remat=` that offloads, some residuals are in "residual_away" and "kept_away" instead:
-these rows go to the host while they wait, and come back in time, if that takes fewer rows on the device.
+With `offload=`, or a policy of `remat=` that offloads, some residuals are in "residual_away" and "late_residual_away"
+instead: these rows go to the host while they wait, and come back in time, if that takes fewer rows on the device.
 
 A device has the rows that were just written, and those that wait too briefly to leave; and one place for the row that
 has come back. The host has the rows that wait. `jpipe.schedules.waiting` says which row moves when:
@@ -25,7 +25,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,29 +35,13 @@ from jpipe.jax.in_place import Index, is_apart, put_row, take_row, take_slice, t
 from jpipe.jax.tracing import equations_in
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Buffer, Order, StackedBuffer, in_order, result_orders
-from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
+from jpipe.memory.storage import Buffers, Row, Storage, build_storage, own_labels
 from jpipe.model.groups import Model
 from jpipe.model.remat import check_names
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
 from jpipe.planning.request import Request
 from jpipe.schedules.ticks import AWAY, ROWS, TickTable
 from jpipe.types import Leaf
-
-
-class AwayRow(NamedTuple):
-    """A row that goes to the host, in one slot: those of `Away` of `jpipe.schedules.waiting` for one stage and tick.
-
-    Attributes:
-      row: on the device; -1 for none.
-      stays: 1 if the action at hand finds it there, though others come back.
-      sent_to: the host's row into which it goes.
-      returns: the host's row that comes back.
-    """
-
-    row: Index
-    stays: Index
-    sent_to: Index
-    returns: Index
 
 
 @dataclass(frozen=True)
@@ -126,12 +110,12 @@ def build_away_storage(
     rows: tuple[int, int],
     *,
     orders: Sequence[Sequence[Order | None]],
-    tags: Sequence[Sequence[tuple[int, ...]]] | None = None,
+    labels: Sequence[Sequence[tuple[int, ...]]] | None = None,
     moves: bool,
 ) -> AwayStorage:
     """Gives every record its place; `rows` on the device and on the host, the rest as of `build_storage`."""
     count = 1 + max((owner for of_type in owners for owner in of_type), default=0)
-    storage = build_storage(leaves, owners, device_of=[0] * count, rows=rows[:1], orders=orders, tags=tags)
+    storage = build_storage(leaves, owners, device_of=[0] * count, rows=rows[:1], orders=orders, labels=labels)
     return AwayStorage(storage.record_types, storage.named_buffers, storage.num_devices, rows[1], moves)
 
 
@@ -219,7 +203,7 @@ class KeptStorage:
         self, kept: Kept, layer: tuple[int, Index], rows: dict[str, Row], back: Kept, *, late: bool = False
     ) -> list[Leaf]:
         """A layer's residuals, or only those that are `late`, which W reads, in their own order."""
-        names = [name for name in self.rows_of[layer[0]] if not late or AWAY.get(name, name) == "kept"]
+        names = [name for name in self.rows_of[layer[0]] if not late or AWAY.get(name, name) == "late_residual"]
         leaves = {name: iter(self.read(kept, name, layer, rows, back)) for name in self.storages if name in names}
         return [next(leaves[name]) for name in names]
 
@@ -243,7 +227,7 @@ def make_kept_storage(
     table: TickTable,
     *,
     mesh: Mesh,
-    apart: bool,
+    own_buffers: bool,
 ) -> KeptStorage:
     """The places of what layers keep.
 
@@ -255,7 +239,7 @@ def make_kept_storage(
       device_of: for each virtual stage, its device along `stage`.
       table: with the rows.
       mesh: the devices.
-      apart: each leaf has a stacked buffer of its own, if it has one at all (`each_apart`).
+      own_buffers: each leaf has a stacked buffer of its own, if it has one at all (`own_labels`).
     """
     groups = traced_as if layers else ()
     of_traced = [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))]
@@ -267,13 +251,14 @@ def make_kept_storage(
     for name in [*names, *(name for name in table.away_rows if any(name in rows for rows in rows_of))]:
         leaves = [[leaf for leaf, _ in kept[g].get(name, ())] for g in groups]
         orders = [[order for _, order in kept[g].get(name, ())] for g in groups]
-        tags, own = each_apart(leaves) if apart else None, owners[: len(groups)]
+        labels, own = own_labels(leaves) if own_buffers else None, owners[: len(groups)]
         if name in table.away_rows:
             rows, moves = table.away_rows[name], is_apart(mesh)
-            storages[name] = away[name] = build_away_storage(leaves, own, rows, orders=orders, tags=tags, moves=moves)
+            away[name] = build_away_storage(leaves, own, rows, orders=orders, labels=labels, moves=moves)
+            storages[name] = away[name]
         else:
             storages[name] = build_storage(
-                leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, tags=tags
+                leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, labels=labels
             )
     return KeptStorage(storages, away, tuple(rows_of[g] for g in groups))
 
@@ -295,7 +280,7 @@ def _frees(table: TickTable, owners: Sequence[Owners], device_of: Sequence[int])
 
 def _rows_of(layer: DeviceLayer, goes: Sequence[bool], frees: Collection[str]) -> tuple[str, ...]:
     """The name of the rows of each residual."""
-    names = ["kept" if waits else "residual" for waits in layer.waits]
+    names = ["late_residual" if waits else "residual" for waits in layer.waits]
     away = [f"{name}_away" if leaves else name for name, leaves in zip(names, goes, strict=True)]
     return tuple(there if there in frees else name for name, there in zip(names, away, strict=True))
 
@@ -304,9 +289,11 @@ def _kept_of(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> dict[str
     """The leaves that a layer keeps, by name of their rows."""
     forward, split = layer.forward, layer.split
     orders = result_orders(forward.jaxpr, forward.residual_indices, mesh)
-    kept: dict[str, Ordered] = {"stash": []}
+    kept: dict[str, Ordered] = {"w_input": []}
     for leaf, order, name in zip(layer.residuals, orders, rows_of, strict=True):
         kept.setdefault(name, []).append((leaf, order))
     if split:
-        kept["stash"] = list(zip(split.stash, result_orders(split.inputs, split.stash_indices, mesh), strict=True))
+        kept["w_input"] = list(
+            zip(split.w_inputs, result_orders(split.inputs, split.w_input_indices, mesh), strict=True)
+        )
     return kept

@@ -45,7 +45,7 @@ class Plan:
       costs: what each layer takes; empty if `balance` is "even" or gives costs. Where it gives counts of layers, their
         FLOPs, to be shown.
       cut: of a model that is one module, where it is cut.
-      ends_apart: the first and the last layer run on their own stages, though in training all share them.
+      own_ends: the first and the last layer run on their own stages, though in training all share them.
     """
 
     request: Request
@@ -54,12 +54,12 @@ class Plan:
     partition: Partition
     costs: tuple[Cost, ...]
     cut: CutModel | None = None
-    ends_apart: bool = False
+    own_ends: bool = False
 
     @property
     def shares_ends(self) -> bool:
         """Whether all stages compute the first and the last layer together."""
-        return self.request.shares_ends and not self.ends_apart
+        return self.request.shares_ends and not self.own_ends
 
     @cached_property
     def model(self) -> Model:
@@ -85,9 +85,9 @@ class Plan:
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """Where the variables lie, by collection."""
-        request, options = self.request, self.request.options
-        cuts, placement = self.partition.bounds, request.schedule.placement
-        layouts = make_layouts(self.model, cuts, placement, request.mesh, apart=options.unroll, ends=options.ends)
+        request, options, bounds = self.request, self.request.options, self.partition.bounds
+        placement, mesh = request.schedule.placement, request.mesh
+        layouts = make_layouts(self.model, bounds, placement, mesh, own_buffers=options.unroll, ends=options.ends)
         if options.offload.optimizer:
             layouts["params"] = replace(layouts["params"], state_on_hosts=True)
         if self.cut is None:
@@ -100,8 +100,8 @@ class Plan:
         """Where they lie in a step, by collection."""
         splits = self.request.splits
         gathers = splits.batch_axes if splits.gather == "step" else ()
-        brings = self.request.options.ends == "spread" or self.ends_apart
-        return {name: WorkLayout(layout, gathers, brings) for name, layout in self.layouts.items()}
+        joins = self.request.options.ends == "spread" or self.own_ends
+        return {name: WorkLayout(layout, gathers, joins) for name, layout in self.layouts.items()}
 
     @cached_property
     def stage_times(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -196,13 +196,13 @@ def make_plan(
     measured = [measure.of(cost) for cost in costs] if measure else None
     if measured and request.shares_ends:
         measured[0] = measured[-1] = 0.0  # which stage they are cut to makes no difference
-    cuts = _cut(request, measured or unmeasured_costs(request.balance, model.num_layers))
-    if cuts.objective != "counts":  # where cuts are the user's own, costs are only shown
+    partition = _cut(request, measured or unmeasured_costs(request.balance, model.num_layers))
+    if partition.objective != "counts":  # where cuts are the user's own, costs are only shown
         if measure and measure.counts:
             _warn_of_unknown(model, costs)
-        if math.fsum(cuts.layer_costs) >= (measure.negligible if measure else 0.0):
-            _warn_of_heavy_layers(model, cuts)
-    return Plan(request, model, loss, cuts, tuple(costs), cut)
+        if math.fsum(partition.layer_costs) >= (measure.negligible if measure else 0.0):
+            _warn_of_heavy_layers(model, partition)
+    return Plan(request, model, loss, partition, tuple(costs), cut)
 
 
 def _check_ends(model: Model) -> None:
@@ -259,16 +259,16 @@ def _warn_of_unknown(model: Model, costs: Sequence[Cost]) -> None:
             )
 
 
-def _warn_of_heavy_layers(model: Model, cuts: Partition) -> None:
+def _warn_of_heavy_layers(model: Model, partition: Partition) -> None:
     """Warns of the costliest layer if it alone is over the share of a stage, so that no cut can balance the stages."""
-    total, parts = math.fsum(cuts.layer_costs), len(cuts.costs)
-    cost = max(cuts.layer_costs)
+    total, parts = math.fsum(partition.layer_costs), len(partition.costs)
+    cost = max(partition.layer_costs)
     if parts == 1 or cost * parts <= TOLERATED_SHARE * total:
         return
-    index = cuts.layer_costs.index(cost)
-    stages, fewer = ("virtual stages", "stages or chunks") if cuts.num_chunks > 1 else ("stages", "stages")
+    index = partition.layer_costs.index(cost)
+    stages, fewer = ("virtual stages", "stages or chunks") if partition.num_chunks > 1 else ("stages", "stages")
     warn_user(
         f"layer {index} ({model.group_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
-        f"than the share of one of {parts} {stages} ({1 / parts:.0%}): the slowest takes {cuts.imbalance:.2f} times "
-        f"the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}"
+        f"than the share of one of {parts} {stages} ({1 / parts:.0%}): the slowest takes {partition.imbalance:.2f} "
+        f"times the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}"
     )

@@ -223,7 +223,7 @@ def build_step(
         """Items made for each group as traced (none if there are none), for each group of `model`."""
         return tuple(made[g] for g in model.traced_as) if made else ()
 
-    cuts, over_stages = [stop - 1 for _, stop in bounds[:-1]], plan.shares_ends
+    crossed, over_stages = [stop - 1 for _, stop in bounds[:-1]], plan.shares_ends
     if over_stages:
         functions, trained = as_they_lie(model, plan.layouts, functions, trained, programs)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
@@ -253,8 +253,8 @@ def build_step(
         stores_residuals=stores_residuals,
         gradient_sums=make_gradient_sums(model, of_groups[1], plan.at_work["params"].storage, splits.axes),
         kept=kept,
-        activations=make_boundaries(model.boundaries, cuts),
-        cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in model.boundaries], cuts),
+        activations=make_boundaries(model.boundaries, crossed),
+        cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in model.boundaries], crossed),
         ranges=ranges,
         idle_work=idle_work,
         table=table,
@@ -295,7 +295,7 @@ def _rows(
         [schedule.placement.stage_of(s) for s in range(len(bounds))],
         table,
         mesh=request.mesh,
-        apart=request.options.unroll,
+        own_buffers=request.options.unroll,
     )
     if layers and not keep_inputs and not kept.away:
         _warn_if_none_go(request.options.offload, goes, schedule)

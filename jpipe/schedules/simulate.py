@@ -125,7 +125,7 @@ class Timeline:
         It counts the (micro-batch, chunk) pairs between the start of their F and the end of their B, or of their W
         where the backward is split; none in a forward-only schedule, which keeps nothing for a backward. With `start`
         and `end` it counts those between other kinds: `("F", "BI")`, `("F", "BIW")` and `("I", "W")` are the rows
-        "residual", "kept" and "stash" of `jpipe.schedules.ticks`.
+        "residual", "late_residual" and "w_input" of `jpipe.schedules.ticks`.
 
         >>> from jpipe.schedules.orders import make_schedule
         >>> simulate(make_schedule("gpipe", num_stages=2, num_microbatches=2)).in_flight(1)

@@ -20,14 +20,14 @@ import numpy as np
 from jpipe.schedules.actions import ACTION_KINDS, Orders, admitted
 from jpipe.schedules.waiting import Away, arrival_rows, kept_rows, kept_values, rows_away
 
-KEEPS = {"residual": ("F", "BI"), "kept": ("F", "BIW"), "stash": ("I", "W")}
+KEEPS = {"residual": ("F", "BI"), "late_residual": ("F", "BIW"), "w_input": ("I", "W")}
 """Values that actions keep in rows for later actions of their own stage: column -> (the kind of action that writes the
-row, the kinds that read it). The last of these to run frees the row. "kept" is used only if a backward is split."""
+row, the kinds that read it). The last of these to run frees the row. Without W no residual is late."""
 
 ROWS = (*KEEPS,)
 """The names of the columns that say in which rows these values lie."""
 
-AWAY = {"residual_away": "residual", "kept_away": "kept"}
+AWAY = {"residual_away": "residual", "late_residual_away": "late_residual"}
 """Such values that go to the host while they wait, and come back: their name -> that of those that stay."""
 
 
@@ -48,8 +48,8 @@ class SlotTable:
       anew: 1 where the action computes a forward anew: R, and with `keep_inputs` those B or I for which no R did.
       residual: row of the residuals that F writes, or with `keep_inputs` what computes it anew, and B or I reads; -1
         where idle, and in forward-only schedules.
-      kept: row of those residuals that F writes and W (or B) reads last; -1 everywhere in a schedule without W.
-      stash: row of what I writes for W; -1 for other kinds.
+      late_residual: row of those residuals that F writes and W (or B) reads last; -1 everywhere without W.
+      w_input: row of what I writes for W; -1 for other kinds.
       away: by name (`AWAY`), where values that go to the host are; those alone for which this takes fewer rows on the
         device. Empty unless `lower` is to look for some.
       activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes the
@@ -73,9 +73,9 @@ class SlotTable:
     cotangent: np.ndarray
     anew: np.ndarray
     residual: np.ndarray
-    kept: np.ndarray
-    stash: np.ndarray
-    away: dict[str, Away]
+    late_residual: np.ndarray
+    w_input: np.ndarray
+    away: dict[str, Away[np.ndarray]]
     activation_in: tuple[np.ndarray, ...]
     cotangent_in: tuple[np.ndarray, ...]
 
@@ -171,18 +171,19 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     for name, flow in (("activation", +1), ("cotangent", -1)):
         later = [anew] if keep_inputs and flow > 0 and (anew >= 0).any() else []
         columns[name], arrivals[name], waiting[name] = arrival_rows(orders, at, flow, later, shape, always=idle_work)
-    moves: dict[str, Away] = {}
+    moves: dict[str, Away[np.ndarray]] = {}
     for name, (writer, readers) in KEEPS.items():
-        unused = name == "kept" and not occurs["W"]
+        unused = name == "late_residual" and not occurs["W"]
         again = keep_inputs and writer == "F"
         values = kept_values(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
-        writes_nothing = (columns["kind"] == 0) | (wholes if name == "stash" else False)
+        writes_nothing = (columns["kind"] == 0) | (wholes if name == "w_input" else False)
         along = _works_along(runs, "RBI" if again else writer, writes_nothing & idle_work)
         columns[name] = kept_rows(values, shape, along)
         if away and writer == "F" and values.stage.size:
             moved = rows_away(values, shape, width, along)
-            # With the place for what comes back it has to take less.
-            moves |= {f"{name}_away": moved} if 2 + moved.row.max() <= columns[name].max() else {}
+            rows, rows_if_all_stay = 1 + moved.row.max(), 1 + columns[name].max()
+            if rows + 1 < rows_if_all_stay:  # one more is the place for what comes back
+                moves[f"{name}_away"] = moved
     for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
         column.flags.writeable = False
     slots = (

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,8 +23,11 @@ Route: TypeAlias = list[tuple[int, int]]
 Shape: TypeAlias = tuple[int, int]
 
 
-class Away(NamedTuple):
-    """Where values that go to the host are in one slot of each tick, as arrays `[T, K]`.
+Column = TypeVar("Column")
+
+
+class Away(NamedTuple, Generic[Column]):
+    """Where values that go to the host are in one slot of each tick, as arrays `[T, K]`; in a tick of a stage, numbers.
 
     A value is written into a row on the device, goes to the host beside the next slot, and comes back, into a place of
     its own, beside the slot before the action that reads it. One that has too little time for that, or that two actions
@@ -41,10 +45,10 @@ class Away(NamedTuple):
       returns: the host's row whose value comes back beside this slot, for the next one; -1 for none.
     """
 
-    row: np.ndarray
-    stays: np.ndarray
-    sent_to: np.ndarray
-    returns: np.ndarray
+    row: Column
+    stays: Column
+    sent_to: Column
+    returns: Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +115,9 @@ class WaitingValues:
         """
         free = np.zeros(shape, np.int32)
         for stage in set(self.stage.tolist()):
-            kept = self.stage == stage
-            taken = np.zeros((self.row[kept].max() + 2, shape[0]), bool)  # [rows, T * width]; the last is never taken
-            spans = self.row[kept], begin[kept], end[kept]
+            mine = self.stage == stage
+            taken = np.zeros((self.row[mine].max() + 2, shape[0]), bool)  # [rows, T * width]; the last is never taken
+            spans = self.row[mine], begin[mine], end[mine]
             for row, first, last in zip(*(span.tolist() for span in spans), strict=True):
                 taken[row, first:last] = True
             free[:, stage] = np.argmin(taken, axis=0)
@@ -207,39 +211,40 @@ def arrival_rows(
       always: have one buffer, and write in each tick what arrives by several routes, though it takes copies.
     """
     routes, width = orders.placement.routes(flow), len(orders.slots)
-    together = _in_buffers(boundary_values(orders, at, flow, later), [routes], shape, width, always=always)
+    in_one = _rows_in_buffers(boundary_values(orders, at, flow, later), [routes], shape, width, always=always)
     if len(routes) <= 1 or later or always:
-        return together
+        return in_one
     values = boundary_values(orders, at, flow, later, in_place=True)
-    apart = _in_buffers(values, [[route] for route in routes], shape, width, always=False)
+    by_route = _rows_in_buffers(values, [[route] for route in routes], shape, width, always=False)
     total = lambda rows: sum(map(len, rows.buffers))
-    return apart if total(apart) <= total(together) + 1 else together
+    return by_route if total(by_route) <= total(in_one) + 1 else in_one
 
 
-def _in_buffers(
+def _rows_in_buffers(
     values: WaitingValues, buffers: Sequence[Sequence[Route]], shape: Shape, width: int, *, always: bool
 ) -> ArrivalRows:
     """The rows of values, where each buffer holds what arrives by some of the routes."""
-    read, written, ranges = np.full(shape, -1, np.int32), list[np.ndarray](), list[range]()
+    read, written, numbers = np.full(shape, -1, np.int32), list[np.ndarray](), list[range]()
     slots_of = lambda route: {*((values.by(route).first - 1) % width).tolist()}  # in which something arrives by it
-    slots = list(map(slots_of, itertools.chain(*buffers)))
+    num_routes = Counter(itertools.chain(*map(slots_of, itertools.chain(*buffers))))
     for routes in buffers:
-        held = values.by(*routes)
-        columns, free = [held.arriving(route, shape) for route in routes], held.free(shape, held.first - 1, held.last)
+        waiting = values.by(*routes)
+        columns = [waiting.arriving(route, shape) for route in routes]
+        free = waiting.free(shape, waiting.first - 1, waiting.last)
         for column, route in zip(columns, routes, strict=True):
-            leaves_it = len(buffers) > 1 and route[0][0] != route[0][1]  # the transfer may leave it in the buffer
-            unused = np.where((again := held.arriving_again(shape, width)) >= 0, again, free) if leaves_it else free
+            crosses = len(buffers) > 1 and route[0][0] != route[0][1]  # the transfer may leave it in the buffer
+            again = waiting.arriving_again(shape, width) if crosses else free
+            otherwise = np.where(again >= 0, again, free)  # where nothing new arrives
             for i in slots_of(route):
-                filled = np.where(column[i::width] >= 0, column[i::width], unused[i::width])
-                alone = sum(i in used for used in slots) == 1
-                if alone or always or (leaves_it and filled.max() == 0):
-                    column[i::width] = filled
-        start = ranges[-1].stop if ranges else 0
-        ranges.append(range(start, start + 1 + max((int(column.max()) for column in columns), default=-1)))
-        numbered = [np.where(column >= 0, start + column, -1) for column in (held.column(shape), *columns)]
-        read = np.maximum(read, numbered[0])
-        written += numbered[1:]
-    return ArrivalRows(read, written, tuple(ranges))
+                in_each_tick = np.where(column[i::width] >= 0, column[i::width], otherwise[i::width])
+                if num_routes[i] == 1 or always or (crosses and in_each_tick.max() == 0):
+                    column[i::width] = in_each_tick
+        start = numbers[-1].stop if numbers else 0
+        numbers.append(range(start, start + 1 + max((int(column.max()) for column in columns), default=-1)))
+        of_reads, *of_writes = (np.where(rows >= 0, start + rows, -1) for rows in (waiting.column(shape), *columns))
+        read = np.maximum(read, of_reads)
+        written += of_writes
+    return ArrivalRows(read, written, tuple(numbers))
 
 
 def kept_values(written: np.ndarray, readers: Sequence[np.ndarray]) -> WaitingValues:
@@ -260,7 +265,7 @@ def kept_rows(values: WaitingValues, shape: Shape, along: np.ndarray) -> np.ndar
     return np.where(along, values.free(shape, values.first, values.last + 1), column) if writes_along else column
 
 
-def rows_away(values: WaitingValues, shape: Shape, width: int, along: np.ndarray) -> Away:
+def rows_away(values: WaitingValues, shape: Shape, width: int, along: np.ndarray) -> Away[np.ndarray]:
     """Sends to the host what has the time to come back; columns `[T * width, K]` of an `Away`.
 
     Args:

@@ -181,7 +181,7 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
 def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
     """The times of the stages' actions, those of their transfers alone; and those of the ends, as of `_by_layer`."""
     by_kind, ends = _by_layer(step, network)
-    by_kind["I"] = by_kind["B"] - by_kind["W"] + by_kind.pop("stash")
+    by_kind["I"] = by_kind["B"] - by_kind["W"] + by_kind.pop("w_input")
 
     def work(columns: slice) -> Work:
         sums = lambda seconds: [float(seconds[slice(*bound), columns].sum()) for bound in step.plan.partition.bounds]
@@ -229,7 +229,7 @@ def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: b
     """`[2]` by kind: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
 
     R is what is computed anew before a backward where stages keep their inputs alone, W that part of the backward which
-    only gradients of parameters need, and "stash" what a split backward writes down in between.
+    only gradients of parameters need, and "w_input" what a split backward writes down in between.
     """
     forward, backward = on_device.forward, on_device.backward_jaxpr
     results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
@@ -244,8 +244,8 @@ def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: b
     first = keeping if stores_residuals else seconds(forward.jaxpr, [i < results for i in numbers])
     again = np.zeros(2) if stores_residuals else keeping
     whole, inputs = (seconds(backward, [i >= start for i in gradients]) for start in (0, params))
-    stash = pass_seconds(on_device.split.stash if on_device.split is not None else (), network.chip)
-    return {"F": first, "R": again, "B": whole, "W": whole - inputs, "stash": np.array([stash, 0.0])}
+    w_input = pass_seconds(on_device.split.w_inputs if on_device.split is not None else (), network.chip)
+    return {"F": first, "R": again, "B": whole, "W": whole - inputs, "w_input": np.array([w_input, 0.0])}
 
 
 def _sent_once(step: Step, network: Network) -> float:

@@ -29,7 +29,7 @@ from jpipe.jax.in_place import Index, each, is_apart, put_slice, take_slice, to_
 from jpipe.jax.inside import carry_out
 from jpipe.jax.primitives import ELEMENTWISE, ClosedJaxpr, JaxprEqn
 from jpipe.memory.buffers import in_order
-from jpipe.memory.layout import Cuts, Layout, StageTree, may_go
+from jpipe.memory.layout import HostSlices, Layout, StageTree, may_go
 from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.training.optimizers import update_with_loss
@@ -213,7 +213,8 @@ class _Update:
         elif not specs:
             results = carry_out(equation, [self.arrays[n] for n in flat.reads])
         elif name in ELEMENTWISE:
-            (self.sliced[flat.makes[0]],) = specs
+            (spec,) = specs  # all operands are split alike
+            self.sliced[flat.makes[0]] = spec
             return
         elif name in _SUMS and shape == ():
             (operand,), (spec,) = flat.reads, specs
@@ -321,8 +322,8 @@ class _Loop:
         return self.sharding.shard_shape(self.flat.avals[self.targets[0].number].shape)
 
     @property
-    def _cuts(self) -> Cuts:
-        return Cuts.of(self._shape, max(self.flat.avals[target.number].dtype.itemsize for target in self.targets))
+    def _host_slices(self) -> HostSlices:
+        return HostSlices.of(self._shape, max(self.flat.avals[target.number].dtype.itemsize for target in self.targets))
 
     @property
     def _keys(self) -> list[int]:
@@ -331,13 +332,13 @@ class _Loop:
 
     def run(self, arrays: _Arrays) -> list[jax.Array]:
         """One device's part: its arrays and scalars -> of each target its part, or the sums of its slices."""
-        cuts, keys, before = self._cuts, self._keys, 0
-        arrays = {n: array.reshape(cuts.view) if array.ndim else array for n, array in arrays.items()}
+        slices, keys, before = self._host_slices, self._keys, 0
+        arrays = {n: array.reshape(slices.view) if array.ndim else array for n, array in arrays.items()}
         read = [n for n in arrays if n in self.hosted and n not in keys]
         begun = {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
         carry = {n: arrays[n] for n in read} | begun
         fixed = {n: array for n, array in arrays.items() if n not in carry}
-        for count, shape, at in cuts.parts:
+        for count, shape, at in slices.parts:
             place = lambda i, at=at, before=before: ((before + i,), at(i))
 
             def two(i: Index, fixed: _Arrays, carry: _Arrays, shape: Shape = shape, place: _Place = place) -> _Arrays:
@@ -353,14 +354,14 @@ class _Loop:
         """Returns the array in which a target is made."""
         if target.into is not None:
             return arrays[target.into]
-        shape = (sum(count for count, *_ in self._cuts.parts),) if target.sums else self._cuts.view
+        shape = (sum(count for count, *_ in self._host_slices.parts),) if target.sums else self._host_slices.view
         array = jax.lax.empty(shape, self.flat.avals[target.number].dtype)
         return to_host(array) if target.on_host and is_apart(self.sharding.mesh) else array
 
     def _slices(self, places: list[_Slice], shape: Shape, fixed: _Arrays, carry: _Arrays) -> _Arrays:
         """Makes slices of all targets, one place after the other; what lies on the host comes first."""
         arrays = fixed | carry
-        lying = lambda array: in_order(array, self._cuts.order)
+        lying = lambda array: in_order(array, self._host_slices.order)
         arrived = [{n: lying(take_slice(arrays[n], at, shape)) for n in arrays if n in self.hosted} for _, at in places]
         for k, (index, at) in enumerate(places):
             values = self._values(arrays, arrived[k], at, shape)

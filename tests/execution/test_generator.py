@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.execution.generator import ring
+from jpipe.execution.generator import timetable
 from jpipe.schedules.actions import Placement
 
 
@@ -15,7 +15,7 @@ from jpipe.schedules.actions import Placement
 @pytest.mark.parametrize("stages", [1, 2, 4, 5])
 def test_no_stage_waits_after_the_fill(stages, chunks, style):
     placement, rounds = Placement(stages, chunks, style), 4
-    table = ring(placement, rounds)
+    table = timetable(placement, rounds)
     busy = table[:, 2] >= 0
     assert busy.sum() == stages * chunks * stages * rounds
     fill = len(busy) - stages * chunks * rounds

@@ -28,15 +28,15 @@ def step_of(devices):
 def visited(step, virtual_stage, *, counts=True, reverse=False):
     """The layers that a sweep visits, and whether each counts."""
 
-    def visit(turn, _, log):
+    def visit(job, _, log):
         places, count = log
-        layer = jnp.asarray(step.model.groups[turn.g].indices)[turn.position]
-        return places.at[count].set(jnp.stack([layer, jnp.asarray(turn.counts, jnp.int32)])), count + 1
+        layer = jnp.asarray(step.model.groups[job.g].indices)[job.position]
+        return places.at[count].set(jnp.stack([layer, jnp.asarray(job.counts, jnp.int32)])), count + 1
 
     def run(virtual_stage, counts):
-        job = Job(virtual_stage, jnp.int32(0), {}, counts)
+        job = Job(jnp.int32(0), {}, counts, virtual_stage)
         log = jnp.zeros((64, 2), jnp.int32), jnp.int32(0)
-        return Sweep(step, job, lambda turn, log: (), visit, "B" if reverse else "F").run(log)
+        return Sweep(step, job, lambda job, log: (), visit, "B" if reverse else "F").run(log)
 
     traced = jnp.int32(virtual_stage)
     places, count = jax.jit(run)(traced, counts) if counts is not True else jax.jit(lambda s: run(s, True))(traced)

@@ -69,7 +69,7 @@ STACKED, FLAT = StackedBuffer(KERNEL, (4,), 4), FlatBuffer(np.dtype("float32"), 
         (LeafType((3, 2), "float32", PartitionSpec(None, "model")), "float32_3x2_none_model"),
         (LeafType((3, 2), "float32", order=(0, 1)), "float32_3x2"),
         (LeafType((3, 2), "float32", order=(1, 0)), "float32_3x2_by_1_0"),
-        (LeafType((3, 2), "bfloat16", tag=(1, 0)), "bfloat16_3x2_of_1_0"),
+        (LeafType((3, 2), "bfloat16", label=(1, 0)), "bfloat16_3x2_of_1_0"),
     ],
 )
 def test_a_buffers_name_says_what_lies_in_it(known, name):

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cases import assert_equal, model, params_of, pipeline
 from jpipe.memory import layout
-from jpipe.memory.layout import Cuts, ScatteredLeaf, StageTree
+from jpipe.memory.layout import HostSlices, ScatteredLeaf, StageTree
 
 
 def leaf(*shape, dtype="float32"):
@@ -46,24 +46,24 @@ def small_slices(monkeypatch):
     monkeypatch.setattr(layout, "SLICE_BYTES", 600)
 
 
-def test_cuts():
-    cuts = Cuts.of((1, 4, 96, 50), 4)  # rows of 200 bytes, runs of whole tiles
-    assert (cuts.view, cuts.dim, cuts.run) == ((384, 50), 0, 32)
-    assert [(count, shape) for count, shape, _ in cuts.parts] == [(12, (32, 50))]
-    cuts = Cuts.of((1, 5000), 4)
-    assert [(count, shape, at(count - 1)) for count, shape, at in cuts.parts] == [
+def test_host_slices():
+    slices = HostSlices.of((1, 4, 96, 50), 4)  # rows of 200 bytes, runs of whole tiles
+    assert (slices.view, slices.dim, slices.run) == ((384, 50), 0, 32)
+    assert [(count, shape) for count, shape, _ in slices.parts] == [(12, (32, 50))]
+    slices = HostSlices.of((1, 5000), 4)
+    assert [(count, shape, at(count - 1)) for count, shape, at in slices.parts] == [
         (4, (1, 1024), (0, 3072)),
         (1, (1, 904), (0, 4096)),
     ]
-    assert Cuts.of((1, 4, 31, 50), 4).run == 1  # rows that fill no tiles aren't merged: an entry at a time
+    assert HostSlices.of((1, 4, 31, 50), 4).run == 1  # rows that fill no tiles aren't merged: an entry at a time
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 96, 50), (1, 5000), (1, 4, 31, 50), (3, 40), (1, 1, 70, 9), (2, 3, 5, 33, 7)])
 def test_slices_are_the_array(shape):
-    cuts = Cuts.of(shape, 4)
-    array = np.arange(np.prod(shape)).reshape(cuts.view)
+    slices = HostSlices.of(shape, 4)
+    array = np.arange(np.prod(shape)).reshape(slices.view)
     found = np.full_like(array, -1)
-    for count, part, at in cuts.parts:
+    for count, part, at in slices.parts:
         for i in range(count):
             begin = (*at(i), *(0 for _ in part[len(at(i)) :]))
             where = tuple(slice(start, start + size) for start, size in zip(begin, part, strict=True))

@@ -57,8 +57,8 @@ def in_two_parts(closed, arguments, urgent, residuals=None):
     given = len(arguments) - 1
     parts = split_in_two(closed, urgent, range(given) if residuals is None else residuals, given)
     found = replay(parts.inputs, [0] * len(parts.inputs.out_avals))(arguments)
-    early, stash = found[: len(parts.early)], found[len(parts.early) :]
-    late = replay(parts.weights, [0] * len(parts.late))([arguments[i] for i in parts.reads], stash)
+    early, w_inputs = found[: len(parts.early)], found[len(parts.early) :]
+    late = replay(parts.weights, [0] * len(parts.late))([arguments[i] for i in parts.reads], w_inputs)
     results = dict(zip([*parts.early, *parts.late], [*early, *late], strict=True))
     return parts, [results[i] for i in range(len(results))]
 
@@ -96,8 +96,8 @@ def test_what_follows_from_residuals_is_made_again_and_not_stashed():
     closed, arguments = backward_of(mlp, save_but_elementwise)
     residuals = [i for i, leaf in enumerate(arguments[:-1]) if leaf.shape not in SHAPES.values()]
     parts, _ = in_two_parts(closed, arguments, [4], residuals)
-    stash = [v.aval.shape for v in parts.inputs.jaxpr.outvars[len(parts.early) :]]
-    assert sorted(stash) == [(3, 4), (3, 6)]
+    w_inputs = [v.aval.shape for v in parts.inputs.jaxpr.outvars[len(parts.early) :]]
+    assert sorted(w_inputs) == [(3, 4), (3, 6)]
     assert "tanh" in {e.primitive.name for e in parts.weights.jaxpr.eqns}
 
 

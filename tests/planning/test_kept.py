@@ -166,8 +166,11 @@ def step_of(schedule):
 def test_a_split_backward_has_rows_of_its_own():
     whole, parts = step_of("1f1b").kept, step_of(jpipe.Schedule(IN_PARTS, slots=("F", "B", "W"))).kept
     assert (list(whole.storages), whole.rows_of[1]) == (["residual"], ("residual", "residual"))
-    assert (list(parts.storages), parts.rows_of[1]) == (["residual", "kept", "stash"], ("kept", "kept"))
-    assert [leaf.shape for leaf in parts.storages["stash"].record_types[1].leaves] == [(2, 8), (2, 4)]
+    assert (list(parts.storages), parts.rows_of[1]) == (
+        ["residual", "late_residual", "w_input"],
+        ("late_residual", "late_residual"),
+    )
+    assert [leaf.shape for leaf in parts.storages["w_input"].record_types[1].leaves] == [(2, 8), (2, 4)]
 
 
 @pytest.mark.parametrize("slots", [None, ("F", "B", "W")])

@@ -365,11 +365,11 @@ def test_rows_of_1f1b_split(num_stages, num_microbatches):
     whole = make_schedule("1f1b", num_stages=K, num_microbatches=M)
     assert rows["residual"] == whole.ticks.rows["residual"]
     if K > 1 and M >= 2 * K:
-        assert rows["kept"] == (2 * K - 1, *[2 * K - 2] * (K - 1))
-        assert rows["stash"] == tuple(2 * k for k in range(K))
+        assert rows["late_residual"] == (2 * K - 1, *[2 * K - 2] * (K - 1))
+        assert rows["w_input"] == tuple(2 * k for k in range(K))
         lean = zero_bubble(whole, most_waiting=range(K)).ticks.rows
-        assert lean["kept"] == tuple(2 * K - 1 - k for k in range(K))
-        assert lean["stash"] == tuple(range(K))
+        assert lean["late_residual"] == tuple(2 * K - 1 - k for k in range(K))
+        assert lean["w_input"] == tuple(range(K))
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(3, 5), (4, 12)])
@@ -377,7 +377,7 @@ def test_rows_in_a_ring(num_stages, num_microbatches):
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": 2}
     rows = make_schedule("zero_bubble", **sizes).ticks.rows
     assert rows["residual"] == make_schedule("interleaved", **sizes).ticks.rows["residual"]
-    assert rows["stash"] == tuple(k + 1 for k in range(num_stages))
+    assert rows["w_input"] == tuple(k + 1 for k in range(num_stages))
 
 
 def test_only_whole_backwards_are_split():

@@ -343,9 +343,9 @@ def test_what_is_in_flight_has_its_rows(schedule, transfer):
     timeline = simulate(schedule, 1.0, 3.0, transfer, weight=1.0, recompute=0.5)
     for name, kinds in KEEPS.items():
         peaks = [max(n for _, n in timeline.in_flight(stage, *kinds)) for stage in range(schedule.num_stages)]
-        if name != "kept" or schedule.splits:
+        if name != "late_residual" or schedule.splits:
             assert tuple(peaks) == schedule.ticks.rows[name]
-        if name == "kept":
+        if name == "late_residual":
             assert tuple(peaks) == timeline.peak_in_flight
 
 

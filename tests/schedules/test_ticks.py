@@ -64,7 +64,7 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
                     virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
                     left[name][stage] = (action.kind, action.microbatch, virtual_stage)
             for name, (writer, readers) in KEEPS.items():
-                if name != "kept" or schedule.splits:
+                if name != "late_residual" or schedule.splits:
                     writes = anew if action and keep_inputs and writer == "F" else action and action.kind == writer
                     row = getattr(slot, name)[tick, stage]
                     _play_kept(buffers[name][stage], row, action, last[name][stage], readers, writes=bool(writes))
@@ -209,7 +209,7 @@ def most_live(schedule: Schedule, apart: Collection[str], *, keep_inputs: bool) 
             writes = action.kind == writer and until(readers) > tau
             if keep_inputs and writer == "F":
                 writes = computes_anew(schedule, stage, action, keep_inputs=True)
-            if writes and (name != "kept" or schedule.splits):
+            if writes and (name != "late_residual" or schedule.splits):
                 live[name][stage][0].append(range(tau, until(readers) + 1))
     slot_times = range(max(times.values()) + 1)
     most = lambda spans: max(sum(tau in span for span in spans) for tau in slot_times)
@@ -263,7 +263,7 @@ def check_idle_work(schedule: Schedule, *, keep_inputs: bool) -> None:
         kinds_of = [{slot.kinds[code - 1] for code in tick if code} for tick in ticks.tolist()]
         of_ticks = {"".join(kinds) if len(kinds) == 1 else parts_of(kinds) for kinds in kinds_of}
         assert {run.together[i]} == of_ticks or (run.together[i] == "" and len(of_ticks) > 1)
-        writers = {"residual": "RBI" if keep_inputs else "F", "stash": "I"} if run.together[i] else {}
+        writers = {"residual": "RBI" if keep_inputs else "F", "w_input": "I"} if run.together[i] else {}
         for name, kinds in writers.items():
             rows = getattr(slot, name)[run.start : run.stop]
             is_kept = np.array(plain.rows[name]) > 0
@@ -312,7 +312,7 @@ def play_away(schedule: Schedule, table: TickTable, name: str) -> int:
 
 def name_is_read(schedule: Schedule, stage: int, action: Action, name: str) -> bool:
     """Whether an action reads the residuals of a name: B and I all of them, W those that are kept for it."""
-    return action.kind != "W" or name == "kept"
+    return action.kind != "W" or name == "late_residual"
 
 
 def check_away(schedule: Schedule) -> None:
@@ -451,4 +451,4 @@ def test_what_a_split_backward_keeps_has_rows_of_its_own():
         "stage 0 |F0 |F1 |.  |I0 |W0 |.  |I1 |W1 |",
         "stage 1 |.  |F0 |I0 |F1 |W0 |I1 |W1 |.  |",
     ]
-    assert lower(schedule).rows == {"residual": (2, 1), "kept": (2, 2), "stash": (1, 1)}
+    assert lower(schedule).rows == {"residual": (2, 1), "late_residual": (2, 2), "w_input": (1, 1)}

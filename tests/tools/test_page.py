@@ -802,7 +802,7 @@ def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots
 def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
     """Its backwards are in two parts, some or all, and each kind of row is as often there as stages hold it."""
     schedule = PUBLISHED[name](2, 5)
-    residuals = tuple(Rows(kind, 10**6, (1, 1)) for kind in ("residual", "kept", "stash"))
+    residuals = tuple(Rows(kind, 10**6, (1, 1)) for kind in ("residual", "late_residual", "w_input"))
     own_page(tab, tmp_path, schedule, residuals=residuals)
     timeline = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5])
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)

@@ -262,7 +262,7 @@ def test_of_unequal_chunks_the_longest_counts():
 
 
 def test_what_a_split_backward_stashes_takes_time():
-    """All W of a stage take as long as what they leave out of I; the stash comes on top."""
+    """All W of a stage take as long as what they leave out of I; W's inputs come on top."""
     split, whole = (
         predict_time(make(schedule=name).planner, BATCH, V5E).seconds.computation for name in ("zero_bubble", "1f1b")
     )
