@@ -309,14 +309,14 @@ def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
     numbers = sorted(set(itertools.chain(*starts)))
     # Each leaf of a cache lies in a buffer of its own. If keys and values shared one, a compiler would copy all of it
     # where one is read after the other was written. Leaves that start from other numbers have other buffers, too.
-    labeles = [[(i, numbers.index(number)) for i, number in enumerate(group_starts)] for group_starts in starts]
+    labels = [[(i, numbers.index(number)) for i, number in enumerate(group_starts)] for group_starts in starts]
     storage = build_storage(
         leaves,
         owners,
         device_of=range(count),
         rows=[count] * count,
         orders=[[tuple(range(leaf.ndim)) for leaf in cache] for cache in leaves],
-        labels=labeles,
+        labels=labels,
         waste=None,
     )
     names = itertools.chain(*(record_type.buffers for record_type in storage.record_types))
