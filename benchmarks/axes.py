@@ -93,7 +93,7 @@ def programs(case: Case) -> tuple[Program, Program]:
     row, turns = case.row, case.row.axes.get("context", 1)
     layer = None if row.tied else "NnxBlock.1" if row.library == "nnx" else "LinenBlock.1"
     plain = Program(None, 1 + row.tied, turns, case.plain_mesh, ends=row.tied)
-    return plain, Program(layer, 2, turns, case.mesh)
+    return plain, Program(layer, 2, turns, case.mesh, ends=row.tied)
 
 
 def side(program: Program, lowered: Any, blocks: int = BLOCKS, *, plain: bool = False) -> Side:

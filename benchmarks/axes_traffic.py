@@ -55,8 +55,8 @@ class Program:
     Attributes:
       layer: the name of a layer's scope in jpipe, such as "LinenBlock.1"; None in plain JAX, where blocks have none,
         and for all layers.
-      depth: how many loops with "F" or "B" in their scope are around a layer: jpipe's action and its layers, 2; 1 in
-        plain JAX, where ends have none.
+      depth: how many loops with "F" or "B" in their scope are around a layer without a name: 1 in plain JAX, 2 where
+        there is a tied table, whose ends have none. In jpipe the action may have one around that of its layers.
       turns: how often the loops inside of a layer turn.
       mesh: what it runs on.
       ends: whether layers that aren't in a loop are meant.
@@ -74,16 +74,15 @@ class Program:
         None for layers that aren't meant.
         """
         actions = [scope for scope in scopes if _action(scope)]
-        if len(actions) >= self.depth:
-            if self.layer and not self._is_layer(actions[self.depth - 1]):
-                return None
-            return _SCOPES[_action(actions[-1])], self.turns ** (len(actions) - self.depth)
+        named = (i for i, scope in enumerate(actions) if self.layer in scope.split("/"))
+        depth = self.depth if self.layer is None else 1 + next(named, len(actions))
+        if len(actions) >= depth:
+            return _SCOPES[_action(actions[-1])], self.turns ** (len(actions) - depth)
+        if self.layer and len(actions) > 1:
+            return None
         if self.ends and _action(own):
             return _SCOPES[_action(own)], 1
         return ("micro-batch" if scopes else "step"), 1
-
-    def _is_layer(self, scope: str) -> bool:
-        return self.layer in scope.split("/")
 
     def sent(self, text: str) -> Counts:
         """What a compiled program sends, but along `stage`."""
