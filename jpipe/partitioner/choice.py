@@ -21,14 +21,15 @@ table to which all devices add entries. So a sum is taken once before several re
 to a wider type. In the rows of benchmarks/axes.py, at their default sizes, the plans of a row together would send
 without this 144 MiB and not 132 (sequence), and 1,248 MiB and not 936 (fsdp-use).
 
-A mesh axis may be taken apart. Sixteen devices along it can split the columns of a projection, but not the eight heads
-that a reshape makes of them. But seen as `[8, 2]` the devices are two axes, and each of them splits a dimension:
+A mesh axis may be split into sub-axes. Sixteen devices along it can split the columns of a projection, but not the
+eight heads that a reshape makes of them. But seen as `[8, 2]` the devices are two axes, and each of them splits a
+dimension:
 
     columns [1024]      Shard(0) along 16   =   Shard(0, 1) along 8, Shard(0, 8) along 2
     heads   [8, 128]    none                    Shard(0) along 8,    Shard(1) along 2
 
-So eight heads of keys and values lie as the groups of queries that read them (Shardy calls this a sub-axis). A plan for
-axes taken apart begins and ends with arrays that lie along whole ones.
+So eight heads of keys and values lie as the groups of queries that read them (the word is Shardy's). A plan for
+sub-axes begins and ends with arrays that lie along whole ones.
 """
 
 from __future__ import annotations
@@ -49,38 +50,38 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding,
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
 
 
-def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:
-    """Takes the axes apart where reshapes would have to gather arrays that the parts can split."""
+def with_sub_axes(flat: FlatJaxpr, axes: Axes) -> Axes:
+    """Splits axes into sub-axes where reshapes would have to gather arrays that these can split."""
     equations = equations_in(e.equation for e in flat.equations)
     shapes = {(operand_shape(e), result_shape(e)) for e in equations if e.primitive.name == "reshape"}
-    return tuple(part for axis in axes for part in _parts(axis, shapes))
+    return tuple(sub_axis for axis in axes for sub_axis in _sub_axes(axis, shapes))
 
 
-def apart(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """Says along parts of axes the same as a sharding says along the axes."""
+def along_sub_axes(sharding: Sharding, axes: Axes, sub_axes: Axes) -> Sharding:
+    """Says along sub-axes the same as a sharding says along the axes."""
     along = {axis.names: s for s, axis in zip(sharding, axes, strict=True)}
-    of_part = lambda s, part: Shard(s.dim, s.outer * part.outer) if isinstance(s, Shard) else s
-    return tuple(of_part(along[part.names], part) for part in parts)
+    shift = lambda s, outer: Shard(s.dim, s.outer * outer) if isinstance(s, Shard) else s
+    return tuple(shift(along[axis.names], axis.outer) for axis in sub_axes)
 
 
-def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """Makes the sharding along axes to which one along their parts is to be converted.
+def along_whole_axes(sharding: Sharding, axes: Axes, sub_axes: Axes) -> Sharding:
+    """Makes the sharding along axes to which one along their sub-axes is to be converted.
 
-    Parts that disagree can't be said along the whole axis: then partial, if it is along one of them, else replicated.
+    What can't be said along the whole axis is partial, if it is along one sub-axis, else replicated.
     """
 
     def along(axis: Axis) -> AxisSharding:
-        along_parts = tuple(s for s, part in zip(sharding, parts, strict=True) if part.names == axis.names)
-        agreeing = apart((along_parts[0],), (axis,), tuple(part for part in parts if part.names == axis.names))
-        if along_parts == agreeing:
-            return along_parts[0]
-        return PARTIAL if PARTIAL in along_parts else REPLICATED
+        pairs = [(s, part) for s, part in zip(sharding, sub_axes, strict=True) if part.names == axis.names]
+        lying, parts = zip(*pairs, strict=True)
+        if lying == along_sub_axes(lying[:1], (axis,), parts):
+            return lying[0]
+        return PARTIAL if PARTIAL in lying else REPLICATED
 
     return tuple(map(along, axes))
 
 
-def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
-    """Takes an axis apart, if reshapes ask for it: for 4 and 8 of 16 devices into `[4, 2, 2]`."""
+def _sub_axes(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
+    """Splits an axis into sub-axes, if reshapes ask for it: for 4 and 8 of 16 devices into `[4, 2, 2]`."""
     counts = {count for old, new in reshapes for count in _shared(axis.size, old, new)}
     if axis.is_data or not counts:
         return [axis]
@@ -131,23 +132,23 @@ def as_it_lies(sharding: Sharding) -> Sharding:
 def cheapest_plan(
     axes: Axes, handlers: Mapping[str, Handler], flat: FlatJaxpr, lie: Sequence[Sharding], wanted: Sequence[Wanted]
 ) -> DevicePlan:
-    """Makes a plan along the axes and one along axes `taken_apart`, and returns the cheaper one.
+    """Makes a plan along the axes and one along their sub-axes, if there are any, and returns the cheaper one.
 
-    Taken apart, 16 devices are seen as `[8, 2]`, which can split eight heads. For arguments see `Chooser` and
+    With sub-axes 16 devices are seen as `[8, 2]`, which can split eight heads. For arguments see `Chooser` and
     `Chooser.make_plan`; those of the jaxpr `lie` so. The plan speaks of its own axes.
     """
     plans: list[DevicePlan] = []
-    for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
-        lying, wishes = [apart(s, axes, parts) for s in lie], [_along_parts(w, axes, parts) for w in wanted]
-        plans.append(Chooser(parts, handlers).make_plan(flat, lying, wishes))
+    for own in dict.fromkeys([axes, with_sub_axes(flat, axes)]):
+        lying, wishes = [along_sub_axes(s, axes, own) for s in lie], [_wish_along(own, axes, wish) for wish in wanted]
+        plans.append(Chooser(own, handlers).make_plan(flat, lying, wishes))
     if any(axis.ring for axis in axes):
         plans = [replace(plan, rings=find_rings(plan)) for plan in plans]
     return min(plans, key=lambda plan: price(plan.cost - plan.rings.hidden))
 
 
-def _along_parts(wish: Wanted, axes: Axes, parts: Axes) -> Wanted:
-    """Makes the wish along parts of axes that says the same as one along the axes."""
-    return lambda sharding: apart(wish(together(sharding, axes, parts)), axes, parts)
+def _wish_along(sub_axes: Axes, axes: Axes, wish: Wanted) -> Wanted:
+    """Makes the wish along sub-axes that says the same as one along the axes."""
+    return lambda s: along_sub_axes(wish(along_whole_axes(s, axes, sub_axes)), axes, sub_axes)
 
 
 class Chooser:

@@ -148,7 +148,7 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
 
 
 def _cond(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
-    """Branches on a replicated index; where they leave a result lying differently, it is brought together.
+    """Branches on a replicated index; a result that they leave lying differently is converted.
 
     Operands: the index of the branch, the operands of all branches.
     """
@@ -169,7 +169,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
         which = _agreed(index, chooser.axes, plans)
         return lax.switch(which, [plan.run for plan in plans], *parts)
 
-    cost = max((plan.cost for plan in plans), key=lambda cost: price(cost))
+    cost = max((plan.cost for plan in plans), key=price)
     return Way((whole, *shardings), tuple(results), run, cost, tuple((plan, 1.0) for plan in plans))
 
 
