@@ -1,4 +1,4 @@
-"""Names the mesh axes (`stage`, those that split a batch, all others), takes specs apart, and makes programs over all.
+"""Names the mesh axes (`stage`, those that split a batch, all others), reads specs, and makes programs over all.
 
 At each index along the axis `stage` are the layers of one stage. The other axes split the arrays of a stage: the data
 axes (`replica`, `data` and `fsdp`, unless the user names others) split the examples of a micro-batch, and any of them
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import jax
 from jax import lax
@@ -78,11 +77,10 @@ def stage_axes(
     data = of_several_devices(batch_axes)
     others = [name for name in mesh.axis_names if name not in (AXIS, *batch_axes)] + [AXIS] * over_stages
     together = [data] * bool(data) if jointly else [(name,) for name in data]
-    data_axes = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in together]
-    along = [Axis((name,), (mesh.shape[name],)) for name in of_several_devices(others)]
-    on_rings = [*([] if jointly else data_axes), *along]  # along data axes that are one, all goes once a step
-    on_rings = [replace(axis, ring=dict(rings).get(axis.names[0], ())) for axis in on_rings]
-    return (*(data_axes if jointly else ()), *on_rings)
+    along = [*((names, True) for names in together), *(((name,), False) for name in of_several_devices(others))]
+    orders = {(name,): order for name, order in rings if not (jointly and name in data)}  # as one, all goes once a step
+    sizes = lambda names: tuple(mesh.shape[name] for name in names)
+    return tuple(Axis(names, sizes(names), is_data, ring=orders.get(names, ())) for names, is_data in along)
 
 
 def spec_of(entries: Sequence[Sequence[str]]) -> PartitionSpec:

@@ -220,9 +220,9 @@ class Torus:
 
         def are_linked(i: int, j: int) -> bool:
             """Whether the devices i and j of all groups are."""
-            apart = np.abs(groups[:, i] - groups[:, j])
-            linked = (apart == 1) | ((apart == np.asarray(self._closed) - 1) & (apart > 1))
-            return bool((linked.sum(-1) == 1).all() and ((apart > 0).sum(-1) == 1).all())
+            distance = np.abs(groups[:, i] - groups[:, j])
+            linked = (distance == 1) | ((distance == np.asarray(self._closed) - 1) & (distance > 1))
+            return bool((linked.sum(-1) == 1).all() and ((distance > 0).sum(-1) == 1).all())
 
         def go_on(order: tuple[int, ...]) -> tuple[int, ...]:
             if len(order) == size:
@@ -235,8 +235,8 @@ class Torus:
     @property
     def _closed(self) -> list[int]:
         """The chips along each dimension of the torus whose first has a link to the last; 0 along the others."""
-        extents, ring = _extents(np.asarray(self.coordinates)), CLOSED_AT.get(self.version, 0)
-        is_linked = lambda n: ring > 0 and all(m % ring == 0 for m in (extents if self.version in IN_CUBES else [n]))
+        extents, cube = _extents(np.asarray(self.coordinates)), CLOSED_AT.get(self.version, 0)
+        is_linked = lambda n: cube > 0 and all(m % cube == 0 for m in (extents if self.version in IN_CUBES else [n]))
         return [n if is_linked(n) else 0 for n in extents]
 
     def links(self, axes: Collection[str]) -> int:

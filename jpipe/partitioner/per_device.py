@@ -21,7 +21,7 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.inside import with_axis_types, with_named_axes
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, shapes_of
 from jpipe.jax.tracing import equations_in, replay
-from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan, together
+from jpipe.partitioner.choice import Chooser, Wanted, along_whole_axes, always, cheapest_plan
 from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.shardings import Axis, Sharding, is_possible, named, of_spec, part_structs, to_spec, whole_shape
 from jpipe.partitioner.way import Axes, Unsplit
@@ -143,7 +143,7 @@ def jaxpr_per_device(
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
     parts = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
-        results = [together(sharding, axes, plan.axes) for sharding in plan.results]
+        results = [along_whole_axes(sharding, axes, plan.axes) for sharding in plan.results]
         return PerDeviceJaxpr(with_named_axes(partial(plan.run, late=late), sizes)(*parts)[0], results, plan.unsplit)
 
 

@@ -75,7 +75,7 @@ class Ring:
 
     def put_together(self, results: Iterable[tuple[Sequence[int], jax.Array]], dim: int) -> jax.Array:
         """Makes the whole array from all pieces, which are given as `(pieces, these, one after the other)`."""
-        pairs = [(k, one) for ks, joined in results for k, one in zip(ks, _apart(joined, dim, len(ks)), strict=True)]
+        pairs = [(k, one) for ks, joined in results for k, one in zip(ks, _cut(joined, dim, len(ks)), strict=True)]
         shape, size = list(pairs[0][1].shape), pairs[0][1].shape[dim]
         shape[dim] *= self.axis.size
         whole = lax.empty(tuple(shape), pairs[0][1].dtype)
@@ -116,7 +116,7 @@ def _joined(pieces: Sequence[jax.Array], dim: int) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
 
 
-def _apart(joined: jax.Array, dim: int, count: int) -> list[jax.Array]:
+def _cut(joined: jax.Array, dim: int, count: int) -> list[jax.Array]:
     size = joined.shape[dim] // count
     return [lax.slice_in_dim(joined, i * size, (i + 1) * size, axis=dim) for i in range(count)]
 
@@ -155,7 +155,7 @@ def all_of(value: jax.Array | Arriving) -> jax.Array:
     return value.whole if isinstance(value, Arriving) else value
 
 
-AtHand = dict[Form, jax.Array | Arriving]
+Parts = dict[Form, jax.Array | Arriving]
 """A device's part of each form that it has so far."""
 
 
@@ -177,14 +177,14 @@ class PieceStep:
     run: Callable[[Sequence[jax.Array], int], jax.Array]
     joins: bool
 
-    def as_pieces_arrive(self, at_hand: AtHand) -> jax.Array:
+    def as_pieces_arrive(self, parts_of: Parts) -> jax.Array:
         """The whole result of the step on all pieces of an operand that arrives."""
-        (arriving,) = [at_hand[form] for form, dim in self.reads if dim is not None]
+        (arriving,) = [parts_of[form] for form, dim in self.reads if dim is not None]
         assert isinstance(arriving, Arriving)
 
         def result(pieces: Sequence[int]) -> jax.Array:
             arrived = _joined([arriving.piece(k) for k in pieces], arriving.dim)
-            operands = [all_of(at_hand[form]) if dim is None else arrived for form, dim in self.reads]
+            operands = [all_of(parts_of[form]) if dim is None else arrived for form, dim in self.reads]
             return self.run(operands, len(pieces))
 
         groups = arriving.ring.groups(arriving.size if self.joins else LEAST_ROWS)
@@ -205,14 +205,14 @@ class Departure:
     size: int
     steps: tuple[PieceStep, ...]
 
-    def run(self, at_hand: AtHand, send: Send) -> jax.Array:
+    def run(self, parts_of: Parts, send: Send) -> jax.Array:
         """A device's own part of the sum.
 
         Piece k is for the device that is k to the right. Of four devices piece -2 goes to the left first; there the
         device adds its piece -1, which is for the same device, and sends the sum on; that device adds its own piece 0,
         and what comes from the device on its left, whose piece 1 is for it.
         """
-        sums = {k: x for pieces in reversed(self.ring.groups(self.size)) for k, x in self._of(pieces, at_hand).items()}
+        sums = {k: x for pieces in reversed(self.ring.groups(self.size)) for k, x in self._of(pieces, parts_of).items()}
         total = sums[0]
         for way, farthest in ((LEFT, self.ring.on_left), (RIGHT, self.ring.on_right)):
             going: jax.Array | None = None
@@ -221,20 +221,20 @@ class Departure:
             total = total if going is None else total + going
         return total
 
-    def _of(self, pieces: Sequence[int], at_hand: AtHand) -> dict[int, jax.Array]:
+    def _of(self, pieces: Sequence[int], parts_of: Parts) -> dict[int, jax.Array]:
         """The device's sums of some pieces."""
         made: dict[Form, jax.Array] = {}
 
         def read(form: Form, dim: int | None) -> jax.Array:
             if form in made:
                 return made[form]
-            value = all_of(at_hand[form])
+            value = all_of(parts_of[form])
             return value if dim is None else self.ring.take(value, dim, pieces)
 
         for step in self.steps:
             made[step.makes] = step.run([read(*operand) for operand in step.reads], len(pieces))
         last = self.steps[-1]
-        return dict(zip(pieces, _apart(made[last.makes], last.dim, len(pieces)), strict=True))
+        return dict(zip(pieces, _cut(made[last.makes], last.dim, len(pieces)), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,15 +256,15 @@ class Rings:
     hidden: Cost = field(default_factory=NOTHING.copy)
 
     def depart(
-        self, conversions: Iterable[tuple[int, Sharding, Sharding]], at_hand: AtHand, send_of: Callable[[int], Send]
+        self, conversions: Iterable[tuple[int, Sharding, Sharding]], parts_of: Parts, send_of: Callable[[int], Send]
     ) -> None:
         """Carries out the departures among conversions. Their steps know their scopes, so no other is to be around.
 
         Args:
           conversions: of values, by number, from one sharding to another.
-          at_hand: where the departures' results are added.
+          parts_of: where the departures' results are added.
           send_of: how a value is sent.
         """
         for value, now, wanted in conversions:
             if departure := self.departures.get(((value, now), (value, wanted))):
-                at_hand[value, wanted] = departure.run(at_hand, send_of(value))
+                parts_of[value, wanted] = departure.run(parts_of, send_of(value))

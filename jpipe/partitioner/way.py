@@ -32,7 +32,7 @@ from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of
 from jpipe.jax.inside import at_line_of, carry_out, scope_of
 from jpipe.jax.primitives import JaxprEqn
 from jpipe.partitioner.conversions import NOTHING, Cost, by_mesh_axis, collective_of, convert, cost_of_work, hops
-from jpipe.partitioner.rings import Arriving, AtHand, OneByOne, Ring, Rings, Send, all_of
+from jpipe.partitioner.rings import Arriving, OneByOne, Parts, Ring, Rings, Send, all_of
 from jpipe.partitioner.rule import Operation, RuleResult
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, part_shape
@@ -81,7 +81,7 @@ class PlannedEquation(NamedTuple):
     """An equation, how it is carried out, and the conversions before it."""
 
     flat: FlatEquation
-    conversions: tuple[Conversion, ...]
+    conversions: Sequence[Conversion]
     way: Way
 
     def unsplit_along(self, axes: Axes) -> tuple[str, ...]:
@@ -137,8 +137,8 @@ class DevicePlan:
     flat: FlatJaxpr
     axes: Axes
     arguments: tuple[Sharding, ...]
-    equations: tuple[PlannedEquation, ...]
-    conversions: tuple[Conversion, ...]
+    equations: Sequence[PlannedEquation]
+    conversions: Sequence[Conversion]
     results: tuple[Sharding, ...]
     cost: Cost
     rings: Rings = field(default_factory=Rings)
@@ -165,8 +165,8 @@ class DevicePlan:
 
         Of the first `late` results, which nothing waits for, what the others don't need leaves `OneByOne`.
         """
-        at_hand: AtHand = {(i, (REPLICATED,) * len(self.axes)): constant for i, constant in self.flat.constants.items()}
-        at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
+        parts_of: Parts = {(i, (REPLICATED,) * len(self.axes)): constant for i, constant in self.flat.constants.items()}
+        parts_of |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
         others, one_by_one = self.flat.results[late:], OneByOne()
         urgent = {*others}.union(*(self.flat.equations[i].reads for i in self.flat.needed_for(others)))
 
@@ -175,30 +175,30 @@ class DevicePlan:
 
         for at, (flat, conversions, way) in enumerate(self.equations):
             with at_line_of(flat.equation, flat.callers):
-                self.rings.depart(conversions, at_hand, send_of)
+                self.rings.depart(conversions, parts_of, send_of)
             with ExitStack() as scopes:
                 for caller in flat.callers:
                     scopes.enter_context(scope_of(caller))
                 with at_line_of(flat.equation, flat.callers):
-                    self._convert(conversions, at_hand)
+                    self._convert(conversions, parts_of)
                 if at not in self.rings.readers and at not in self.rings.later:
-                    operands = [all_of(at_hand[form]) for form in zip(flat.reads, way.operands, strict=True)]
-                    at_hand.update(zip(zip(flat.makes, way.results, strict=True), way.run(*operands), strict=True))
+                    operands = [all_of(parts_of[form]) for form in zip(flat.reads, way.operands, strict=True)]
+                    parts_of.update(zip(zip(flat.makes, way.results, strict=True), way.run(*operands), strict=True))
             if at in self.rings.readers:
                 step = self.rings.readers[at]
-                at_hand[step.makes] = step.as_pieces_arrive(at_hand)
-        self.rings.depart(self.conversions, at_hand, send_of)
-        self._convert(self.conversions, at_hand)
-        return [all_of(at_hand[form]) for form in zip(self.flat.results, self.results, strict=True)]
+                parts_of[step.makes] = step.as_pieces_arrive(parts_of)
+        self.rings.depart(self.conversions, parts_of, send_of)
+        self._convert(self.conversions, parts_of)
+        return [all_of(parts_of[form]) for form in zip(self.flat.results, self.results, strict=True)]
 
-    def _convert(self, conversions: Sequence[Conversion], at_hand: AtHand) -> None:
-        """Converts values that are at hand; each form of a value is converted once."""
+    def _convert(self, conversions: Sequence[Conversion], parts_of: Parts) -> None:
+        """Converts values of which a device has a part; each form of a value is converted once."""
         for value, now, wanted in conversions:
             before, after = (value, now), (value, wanted)
             if arrival := self.rings.arrivals.get((before, after)):
-                at_hand[after] = Arriving(*arrival, all_of(at_hand[before]))
-            elif after not in at_hand:  # a sum that has departed is
-                at_hand[after] = convert(all_of(at_hand[before]), self.axes, now, wanted)
+                parts_of[after] = Arriving(*arrival, all_of(parts_of[before]))
+            elif after not in parts_of:  # a sum that has departed is
+                parts_of[after] = convert(all_of(parts_of[before]), self.axes, now, wanted)
 
 
 def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is_last: bool = False) -> Way:
