@@ -15,16 +15,17 @@ several stages: each is shown as a parameter, without the stacked dimension.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, reduce
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from operator import getitem
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
@@ -41,7 +42,7 @@ from jpipe.mesh.axes import on_stages
 from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.model.groups import Constants, differing, scalars_of
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import replicated
+from jpipe.partitioner.shardings import Shape, replicated
 from jpipe.training.optimizers import check_is_optimizer, not_tried
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
@@ -130,12 +131,13 @@ def _updated(
         return _for_each_layer(partial(_on_trees, make), layouts, trees, extra, results)
     state = _ModelState(tx, layout, layout.model_tree)
     cut = _ModelUpdate(make, state, tuple(sorted(trees)), tuple(sorted(results)), jax.eval_shape(lambda x: x, extra))
-    before = [] if "state" not in trees else state.in_order(trees["state"].shared)
+    before = [reduce(getitem, path, trees["state"].shared) for path in state.shared_paths if "state" in trees]
     own = {name: tree.own if name == "state" else tree for name, tree in trees.items()}
     shared = [*before, *jax.tree.leaves(extra)]
     layouts = dict.fromkeys(own, layout) | {"state": state.own_layout}
     new = _for_each_layer(cut.on_device, layouts, own, shared, results)
-    return new | {"state": PerParameterState(state.by_path(cut.of_shared(shared)), new["state"])}
+    counts = nested(zip(state.shared_paths, cut.of_shared(shared), strict=True))
+    return new | {"state": PerParameterState(counts, new["state"])}
 
 
 def _for_each_layer(
@@ -283,15 +285,14 @@ def _paths(treedef: Structure) -> list[Path]:
 def _owners(paths: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
     """The parameter to which each leaf of a state belongs, if it is in a copy of the parameters' tree.
 
-    All leaves of such a copy are named as parameters are: `hyperparams/b1` beside `hyperparams/learning_rate` isn't the
-    state of a parameter `b1`.
+    Such a copy has leaves, or trees (`optax.sm3`), in the places of parameters alone: `hyperparams/b1` beside
+    `hyperparams/learning_rate` isn't the state of a parameter `b1`.
     """
-    by_path, below = {path: i for i, path in enumerate(params)}, defaultdict[Path, set[Path]](set)
-    cuts = [[(path[:n], path[n:]) for n in range(len(path) + 1)] for path in paths]
-    for start, end in chain.from_iterable(cuts):
-        below[start].add(end)
-    is_copy = lambda start: below[start] <= by_path.keys()
-    return [next((by_path[end] for start, end in of_leaf if is_copy(start)), None) for of_leaf in cuts]
+    by_path = {path: i for i, path in enumerate(params)}
+    at = lambda end: next((by_path[end[:n]] for n in range(len(end) + 1) if end[:n] in by_path), None)
+    cuts = [[(path[:n], at(path[n:])) for n in range(len(path) + 1)] for path in paths]
+    others = {start for of_leaf in cuts for start, owner in of_leaf if owner is None}
+    return [next((owner for start, owner in of_leaf if start not in others), None) for of_leaf in cuts]
 
 
 def _by_owner(values: Iterable[int], owners: Iterable[int | None]) -> defaultdict[int | None, list[int]]:
@@ -334,14 +335,15 @@ class _ModelState:
         return shapes
 
     @cached_property
-    def paths(self) -> list[Path]:
-        """The path of each leaf of the state."""
-        return _paths(jax.tree.structure(self.shapes))
-
-    @cached_property
     def owners(self) -> list[int | None]:
         """The parameter to which each leaf belongs, or None."""
-        return _owners(self.paths, self.tree.paths)
+        return _owners(_paths(jax.tree.structure(self.shapes)), self.tree.paths)
+
+    @property
+    def shared_paths(self) -> list[Path]:
+        """The paths of the leaves that belong to no parameter."""
+        pairs = zip(_paths(jax.tree.structure(self.shapes)), self.owners, strict=True)
+        return [path or ("state",) for path, owner in pairs if owner is None]
 
     @cached_property
     def rooms(self) -> list[tuple[list[Room], list[dict[int, int]]]]:
@@ -352,43 +354,27 @@ class _ModelState:
         leaves, sets = jax.tree.leaves(self.shapes), []
         owned = _by_owner(range(len(leaves)), self.owners)
         for instances in self.tree.parts:
-            rooms, lying = list[Room](), [dict[int, int]() for _ in instances]
-            for parts, own in zip(instances, lying, strict=True):
+            rooms, lying = dict[tuple[int, Shape, np.dtype, int], int](), list[dict[int, int]]()
+            for parts in instances:
+                own, count = {}, Counter()
                 for k, leaf in ((k, leaf) for k, (owner, _) in enumerate(parts) for leaf in owned[owner]):
-                    wanted = k, jax.ShapeDtypeStruct(leaves[leaf].shape, leaves[leaf].dtype)
-                    free = next((i for i, room in enumerate(rooms) if room == wanted and i not in own), len(rooms))
-                    rooms += [wanted] * (free == len(rooms))
-                    own[free] = leaf
-            sets.append((rooms, lying))
+                    room = k, leaves[leaf].shape, leaves[leaf].dtype
+                    count[room] += 1
+                    own[rooms.setdefault((*room, count[room]), len(rooms))] = leaf
+                lying.append(own)
+            sets.append(([(k, jax.ShapeDtypeStruct(shape, dtype)) for k, shape, dtype, _ in rooms], lying))
         return sets
 
     @cached_property
     def own_layout(self) -> Layout:
         """Where the leaves lie that belong to parameters."""
-        parts = []
+        parts, structure = [], jax.tree.structure(self.shapes)
         for instances, (rooms, lying) in zip(self.tree.parts, self.rooms, strict=True):
-            slices = [[(k, parts[k][1]) for k, _ in rooms] for parts in instances]
-            pairs = zip(slices, lying, strict=True)
-            parts.append(
-                tuple(
-                    tuple((own[i], at[i][1]) if i in own else NO_PART for i in range(len(rooms))) for at, own in pairs
-                )
-            )
-        rooms = [rooms for rooms, _ in self.rooms]
-        treedefs = tuple(jax.tree.structure([0] * len(of_set)) for of_set in rooms)
-        return _with_rooms(self.layout, rooms, treedefs, ModelTree(jax.tree.structure(self.shapes), tuple(parts)))
-
-    def by_path(self, shared: Sequence[Leaf]) -> PyTree:
-        """The leaves that belong to no parameter, in nested dicts by their paths."""
-        return nested(zip(self._shared_paths, shared, strict=True))
-
-    def in_order(self, tree: PyTree) -> list[Leaf]:
-        """The inverse of `by_path`."""
-        return [reduce(getitem, path, tree) for path in self._shared_paths]
-
-    @cached_property
-    def _shared_paths(self) -> list[Path]:
-        return [path or ("state",) for path, owner in zip(self.paths, self.owners, strict=True) if owner is None]
+            part = lambda at, own, i, k: (own[i], at[k][1]) if i in own else NO_PART
+            pairs = zip(instances, lying, strict=True)
+            parts.append(tuple(tuple(part(*pair, i, k) for i, (k, _) in enumerate(rooms)) for pair in pairs))
+        tree, rooms = ModelTree(structure, tuple(parts)), [rooms for rooms, _ in self.rooms]
+        return _with_rooms(self.layout, rooms, (structure,) * len(rooms), tree)
 
 
 _Kind = list[tuple[tuple[int, ...], ClosedJaxpr, Constants]]
@@ -419,7 +405,9 @@ class _ModelUpdate:
         trees = {"updates": whole, "params": whole, "state": state.shapes}
         owners = {"updates": params, "params": params, "state": state.owners}
         with no_mesh():
-            self._flat = flatten(jax.make_jaxpr(function)({name: trees[name] for name in takes}, extra))
+            jaxpr = jax.make_jaxpr(function)({name: trees[name] for name in takes}, extra)
+        # So what a branch gives for a parameter (`optax.novograd`) doesn't follow from all that the branch reads.
+        self._flat = flatten(jaxpr, selects=True)
         of_arguments = (owner for name in takes for owner in owners[name])
         self._owners = dict(zip_longest(self._flat.arguments, of_arguments))  # other arguments belong to none
         self._takes_of = _by_owner(self._owners, self._owners.values())

@@ -101,6 +101,9 @@ TX = {
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1, mask=by_path(lambda path: "bias" not in path)),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.5),
     "muon": lambda: optax.contrib.muon(1e-2, weight_decay=0.1),
+    "novograd": lambda: optax.novograd(1e-2, weight_decay=0.1),
+    "sm3": lambda: optax.sm3(1e-2),
+    "several steps": lambda: optax.MultiSteps(optax.lamb(1e-2), 2).gradient_transformation(),
 }
 PIPES = {
     "1f1b": {"num_stages": 2},
@@ -108,7 +111,7 @@ PIPES = {
     "unrolled": {"num_stages": 3, "unroll": True},
     "model": {"num_stages": 2, "mesh": ((2, 2), ("stage", "model"))},
 }
-BY_DEFAULT = {("masked by path", "model")}
+BY_DEFAULT = {("masked by path", "model"), ("novograd", "1f1b")}
 
 
 def made(model):
