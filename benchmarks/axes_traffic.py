@@ -71,8 +71,10 @@ class Program:
     def place(self, scopes: tuple[str, ...], own: str) -> tuple[str, int] | None:
         """(place, how often), of what was made from `own` in loops that were made from `scopes`.
 
-        None for layers that aren't meant.
+        None for layers that aren't meant, and for ticks that aren't in a loop: others run the same.
         """
+        if "ticks" in "/".join([*scopes, own]).split("/") and not any(s.endswith("ticks/while") for s in scopes):
+            return None
         actions = [scope for scope in scopes if _action(scope)]
         named = (i for i, scope in enumerate(actions) if self.layer in scope.split("/"))
         depth = self.depth if self.layer is None else 1 + next(named, len(actions))
