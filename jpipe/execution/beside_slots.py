@@ -5,7 +5,7 @@ The executor calls the functions of this file before, in and after the ticks:
     before the ticks    first_carry, turns_of         what the carry and the scan need
     before a slot       start_rows, copy_stayed_rows  rows that come back
                         before_slot                   enter: the first layer's forward
-    in an action        first_input, last_cotangents  what the layers between take from the ends
+    in an action        with_end                      what the layers between take from the ends
     after a slot        after_slot                    leave: the last layer, the loss, their backward;
                                                       back: the first layer's backward
                         send_rows                     the slot's own row leaves
@@ -39,10 +39,10 @@ from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job
 from jpipe.jax.in_place import Carry, Index, when
 from jpipe.jax.trees import is_float
-from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.planning.ends import Turns
+from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run, SlotTable
 from jpipe.schedules.waiting import Away
@@ -50,17 +50,17 @@ from jpipe.types import Leaf, PyTree
 
 MOST = {"enter": 0.5, "leave": 1.0, "back": 0.5}
 """If at least this share of a run's ticks has a turn, the others compute it too; the last layer takes longest."""
-Rows = dict[str, Buffers]
-"""Rows of residuals by name of `AWAY`: one that has come back, or all those on the host."""
 
 # --- before the ticks -------------------------------------------------------------------------------------------------
 
 
-def first_carry(
-    stage: Stage, forward: ForwardWork, backward: BackwardWork, waiting: dict[str, list[Buffers]]
-) -> TickCarry:
-    """The carry before the first tick; what ends and hosts have in it has any values."""
-    step, away, entered, left = stage.step, stage.step.kept.away, [], []
+def first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
+    """The carry before the first tick: nothing waits yet, so that waiting values, ends and hosts have any values."""
+    crossing = {"activation": step.activations.crossing(forward.activation)}
+    crossing["cotangent"] = step.cotangents.crossing(backward.cotangent) if step.schedule.trains else {}
+    rows = lambda count, arrays: jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), arrays)
+    waiting = {name: [rows(len(one), crossing[name]) for one in step.table.waiting[name]] for name in crossing}
+    away, entered, left = step.kept.away, [], []
     if step.ends.shared:
         given, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -144,7 +144,7 @@ def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> 
     backward, cotangents = carry.backward, []
     if step.schedule.trains:
         values, residuals = step.layers[last].forward(arguments, x)
-        gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss(last))
+        gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss())
         backward = stage.add_gradients(job, backward, gradients)
     else:
         values, _ = step.forwards[last](arguments, x)
@@ -173,26 +173,20 @@ def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Arra
 # --- in an action -----------------------------------------------------------------------------------------------------
 
 
-def first_input(stage: Stage, job: Job, activation: Buffers, carry: TickCarry) -> Buffers:
-    """Boundary buffers in which the first virtual stage finds what the first layer gave in its turn."""
-    return _with_leaves(stage.step.activations, activation, 0, job.virtual_stage == 0, carry.entered)
+def with_end(step: Step, name: str, job: Job, buffers: Buffers, carry: TickCarry) -> Buffers:
+    """Boundary buffers in which a virtual stage beside an end finds what this gave in its turn.
 
-
-def last_cotangents(stage: Stage, job: Job, cotangent: Buffers, carry: TickCarry) -> Buffers:
-    """Boundary buffers in which the last virtual stage finds the cotangents that the last layer gave in its turn."""
-    is_last = job.virtual_stage == stage.step.schedule.placement.num_virtual_stages - 1
-    return _with_leaves(stage.step.cotangents, cotangent, stage.step.model.num_layers - 2, is_last, carry.left)
-
-
-def _with_leaves(
-    boundaries: Boundaries, buffers: Buffers, boundary: int, mine: bool | jax.Array, leaves: list[jax.Array]
-) -> Buffers:
-    """Boundary buffers with an end's leaves at a boundary, if there are leaves and they are `mine`."""
+    The first one finds the "activation" that the first layer gave, the last one the "cotangent" that the last gave.
+    """
+    boundaries, leaves, boundary, user = step.activations, carry.entered, 0, 0
+    if name == "cotangent":
+        boundaries, leaves, boundary = step.cotangents, carry.left, step.model.num_layers - 2
+        user = step.schedule.placement.num_virtual_stages - 1
+    mine = job.virtual_stage == user
     if not leaves:
         return buffers
     old = boundaries.read(buffers, boundary, 0)
-    chosen = [jnp.where(mine, new, a) for new, a in zip(leaves, old, strict=True)]
-    return boundaries.write(buffers, boundary, 0, chosen)
+    return boundaries.write(buffers, boundary, 0, [jnp.where(mine, *pair) for pair in zip(leaves, old, strict=True)])
 
 
 def copy_stayed_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> TickCarry:
@@ -211,14 +205,14 @@ def copy_stayed_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index
     return carry._replace(back=back)
 
 
-def start_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> Rows:
+def start_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> Kept:
     """The rows that come back beside this slot, for the next one."""
     away = stage.step.kept.away
     return {name: away[name].fetched(carry.host[name], now[name].returns) for name in _returning(away, slot)}
 
 
 def send_rows(
-    stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], moved: tuple[Rows, PyTree], carry: TickCarry
+    stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], moved: tuple[Kept, PyTree], carry: TickCarry
 ) -> tuple[PyTree, TickCarry]:
     """Ends what moved beside a slot, and sends the slot's own row.
 
