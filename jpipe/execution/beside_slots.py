@@ -2,7 +2,7 @@
 
 The executor calls the functions of this file before, in and after the ticks:
 
-    before the ticks    first_carry, turns_of         what the carry and the scan need
+    before the ticks    first_carry                   what the carry needs
     before a slot       start_rows, copy_stayed_rows  rows that come back
                         before_slot                   enter: the first layer's forward
     in an action        with_end                      what the layers between take from the ends
@@ -68,11 +68,6 @@ def first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> Tic
     back = {name: away[name].empty_row() for name in _returning(away, step.table.slots[-1])}
     host = {name: storage.empty_host() for name, storage in away.items()}
     return TickCarry(forward, backward, waiting, entered=entered, left=left, back=back, host=host)
-
-
-def turns_of(step: Step, run: Run) -> list[Turns]:
-    """The turns of a run's ticks, for each slot, to be scanned over; none if each end runs on its own stage."""
-    return jax.tree.map(lambda microbatches: jnp.asarray(microbatches[run.start : run.stop]), [*step.ends.turns])
 
 
 # --- around a slot ----------------------------------------------------------------------------------------------------

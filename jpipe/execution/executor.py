@@ -163,7 +163,8 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
         runs = (Run(0, num_ticks, ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
     for run in runs:
-        turns = beside_slots.turns_of(step, run)
+        # Of shared ends, for each slot; none if each end runs on its own stage.
+        turns = jax.tree.map(lambda column: jnp.asarray(column[run.start : run.stop]), [*step.ends.turns])
 
         def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
             row, turns = entries

@@ -225,7 +225,8 @@ class Stage:
         def reads(job: Job, _: BackwardWork) -> tuple[LayerInputs, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, its inputs from I)."""
             residuals = step.kept.read_residuals(kept, job.layer, job.rows, back, late=True)
-            return self.batch_of(job), residuals, step.kept.read(kept, "w_input", job.layer, job.rows)
+            batch, storage = self.batch_of(job), step.kept.storages["w_input"]
+            return batch, residuals, storage.read(kept["w_input"], *job.layer, job.rows["w_input"])
 
         def visit(job: Job, read: tuple[LayerInputs, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
             batch, residuals, w_inputs = read

@@ -361,16 +361,10 @@ def trace_loss(
     # Or each example has the weight 1, and a micro-batch has one.
     is_number = has_weight_1 and _weights(loss_fn, whole, returned, names, dtype)[1] == [1.0]
     numbers = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
-    return with_totals(_by_microbatch(loss, numbers, (outputs, batch, key), whole, lying) if numbers else loss)
+    return with_totals(_by_microbatch(loss, numbers, (outputs, batch, key), whole) if numbers else loss)
 
 
-def _by_microbatch(
-    loss: TracedLoss,
-    numbers: tuple[str, ...],
-    of_part: tuple[Shapes, Shapes, Shapes],
-    whole: tuple[Shapes, Shapes, Shapes],
-    lying: Sequence[AxisSharding],
-) -> TracedLoss:
+def _by_microbatch(loss: TracedLoss, numbers: tuple[str, ...], of_part: Arguments, whole: Arguments) -> TracedLoss:
     """The same loss, of which some terms are numbers of the mini-batch; arguments as of `trace_loss`.
 
     Raises:
@@ -384,7 +378,7 @@ def _by_microbatch(
     name, rows = loss_name(loss.function), [jax.tree.leaves(batch)[0].shape[0] for batch in (whole[1], of_part[1])]
     try:
         with _telling(loss.function, "the whole mini-batch", *whole):
-            parts = PartsOfLoss(terms_of, of_part, whole, lying)
+            parts = PartsOfLoss(terms_of, of_part, whole, loss.lying)
     except CouplesError as error:
         raise ValueError(
             f"loss_fn {name} couples the examples of the mini-batch: {error.args[0]}. So it isn't the sum of what "
@@ -421,7 +415,7 @@ def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Sha
 
 def _weights(
     loss_fn: LossFn,
-    arguments: tuple[Shapes, Shapes, Shapes | None],
+    arguments: Arguments,
     returned: PyTree,
     names: Sequence[str],
     dtype: jnp.dtype,

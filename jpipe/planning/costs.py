@@ -73,7 +73,7 @@ def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Me
       model: the traced layers.
       layers: those of each group in training; the last one's loss is included.
       unit: "flops" (floating-point operations, counted on jaxprs by `jpipe.jax.flops`: the same
-        number whatever the devices) or "time" (seconds on a device at hand, the median of several runs).
+        number whatever the devices) or "time" (seconds on a device of this process, the median of several runs).
       mesh: the devices; times are taken on one of them, or on another of the same kind.
 
     Raises:
@@ -135,10 +135,10 @@ def _device_like(mesh: Mesh) -> Device:
     """
     wanted = mesh.devices.flat[0]
     try:
-        at_hand = jax.local_devices(backend=wanted.platform)
+        here = jax.local_devices(backend=wanted.platform)
     except RuntimeError:  # no such backend
-        at_hand = []
-    alike = [device for device in at_hand if device.device_kind == wanted.device_kind]
+        here = []
+    alike = [device for device in here if device.device_kind == wanted.device_kind]
     if not alike:
         raise ValueError(
             f'balance="time" measures on a device of the mesh, but no {wanted.device_kind} is present here; use '

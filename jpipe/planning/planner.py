@@ -83,7 +83,6 @@ class Planner:
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       programs: what devices run of such layers.
       traces: what planners that trace alike share (`trace_like`); None if there are no others.
-      step: micro-batch, type of random keys -> the step of training.
       evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
         `known_loss`.
     """
@@ -109,7 +108,7 @@ class Planner:
         self.layers, self.programs = cache(self._layers), DevicePrograms()
         self.traces: Traces | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
-        self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
+        self._training_step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def trace_like(self, other: Planner) -> None:
         """Shares what another planner of the same layers and loss traces, as far as its own would be the same.
@@ -428,7 +427,7 @@ class Planner:
 
         It is kept: the order of its residuals in memory may have taken a compilation.
         """
-        return self.step(micro, key_shape(key))
+        return self._training_step(micro, key_shape(key))
 
     def _step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> Step:
         layers = self.layers(micro, key)
