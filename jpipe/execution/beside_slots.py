@@ -67,7 +67,7 @@ def first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> Tic
         entered, left = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
     back = {name: away[name].empty_row() for name in _returning(away, step.table.slots[-1])}
     host = {name: storage.empty_host() for name, storage in away.items()}
-    return TickCarry(forward, backward, waiting, entered=entered, left=left, back=back, host=host)
+    return TickCarry(forward, backward, waiting=waiting, entered=entered, left=left, back=back, host=host)
 
 
 # --- around a slot ----------------------------------------------------------------------------------------------------

@@ -74,9 +74,9 @@ def warn_of_uncached(plan: Plan, model: Model, functions: Sequence[LayerFunction
             continue
         if sight := sees_more(function, jax.tree.leaves(plan.traced.inputs)[0].shape[1]):
             warn_user(
-                f"generate: layer {group.indices[0]} ({group.layer.name}) {sight}, but keeps no cache in decode mode, "
-                "where it is called with a token at a time: what follows may be wrong. Give it a field `decode` and "
-                "what it has to know of the tokens before in the collection `cache` (Linen), or `init_cache` (nnx)"
+                f"generate: {group.in_words} {sight}, but keeps no cache in decode mode, where it is called with a "
+                "token at a time: what follows may be wrong. Give it a field `decode` and what it has to know of the "
+                "tokens before in the collection `cache` (Linen), or `init_cache` (nnx)"
             )
 
 
@@ -284,8 +284,8 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
         short = [leaf for leaf in leaves if counts and leaf.ndim > 2 and leaf.shape[1] < length]
         if short:
             raise ValueError(
-                f"generate: sequences of {length} tokens are longer than the cache of layer {group.indices[0]} "
-                f"({group.layer.name}), {describe(short[0])}; shorten the prompts, ask for less, or make it longer"
+                f"generate: sequences of {length} tokens are longer than the cache of {group.in_words}, "
+                f"{describe(short[0])}; shorten the prompts, ask for less, or make it longer"
             )
 
 
@@ -336,7 +336,7 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
     for path, (smallest, largest) in pairs:
         if smallest != largest or np.iscomplexobj(smallest):
             raise ValueError(
-                f"generate: the cache of layer {group.indices[0]} ({group.layer.name}) starts from different numbers, "
-                f"or complex ones, at {jax.tree_util.keystr(path)}; start from one real number, such as 0"
+                f"generate: the cache of {group.in_words} starts from different numbers, or complex ones, at "
+                f"{jax.tree_util.keystr(path)}; start from one real number, such as 0"
             )
     return [float(smallest) for _, (smallest, _) in pairs]

@@ -163,8 +163,8 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
         runs = (Run(0, num_ticks, ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
     for run in runs:
-        # Of shared ends, for each slot; none if each end runs on its own stage.
-        turns = jax.tree.map(lambda column: jnp.asarray(column[run.start : run.stop]), [*step.ends.turns])
+        ticks = slice(run.start, run.stop)
+        turns = [Turns(*(jnp.asarray(column[ticks]) for column in of_slot)) for of_slot in step.ends.turns]
 
         def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
             row, turns = entries
@@ -174,7 +174,7 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
             return carry, None
 
         with jax.named_scope("ticks"):
-            carry = jax.lax.scan(tick, carry, (mine[run.start : run.stop], turns))[0]
+            carry = jax.lax.scan(tick, carry, (mine[ticks], turns))[0]
     return carry
 
 

@@ -102,7 +102,7 @@ def trace_model(
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
     groups = _with_constants(groups, traces, rules)
-    asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
+    asked = {group.in_words: group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
 

@@ -259,9 +259,8 @@ def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer
         share = sum(one.share for one in operations)
         if share > MUCH and _total(traced) > NOTHING and share * total > FELT * sum(totals):
             worst = max(operations, key=lambda one: one.share)
-            group = traced.function.group
             warn_once(
-                f"layer {group.indices[0]} ({group.layer.name}): {worst.operation} ({worst.line or 'of no line'}) has "
-                "to see whole arrays, so that every device of a stage does it all, with others like it "
-                f"{share:.0%} of the layer's operations; pipe.communication(batch) lists them"
+                f"{traced.function.group.in_words}: {worst.operation} ({worst.line or 'of no line'}) has to see whole "
+                f"arrays, so that every device of a stage does it all, with others like it {share:.0%} of the layer's "
+                "operations; pipe.communication(batch) lists them"
             )

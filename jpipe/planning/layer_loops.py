@@ -213,7 +213,7 @@ def warn_of_skipped(
             why = "stages have unequally many, and to compute it on all takes long or can't be; use equal stages, or "
             why += "ends='shared' for the first and the last layer"
         warn_once(
-            f"layer {group.indices[0]} ({group.layer.name}): {sent[0].collective} over {', '.join(sent[0].axes)} "
-            f"({sent[0].line or 'of no line'}) lies in a loop that other stages skip: {why}. A device that waits there "
-            "for more than its stage's would hang"
+            f"{group.in_words}: {sent[0].collective} over {', '.join(sent[0].axes)} ({sent[0].line or 'of no line'}) "
+            f"lies in a loop that other stages skip: {why}. A device that waits there for more than its stage's would "
+            "hang"
         )

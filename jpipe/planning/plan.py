@@ -211,8 +211,8 @@ def _check_ends(model: Model) -> None:
         changing = [name for name in group.variables if role_of(name, group.rules) not in WEIGHTS]
         if changing:
             raise ValueError(
-                f"ends='shared': layer {group.indices[0]} ({group.layer.name}) has {changing}, which would have to be "
-                "merged over stages; use ends='spread' or 'own'"
+                f"ends='shared': {group.in_words} has {changing}, which would have to be merged over stages; use "
+                "ends='spread' or 'own'"
             )
 
 
@@ -254,8 +254,8 @@ def _warn_of_unknown(model: Model, costs: Sequence[Cost]) -> None:
         unknown = costs[group.indices[0]].unknown
         if unknown:
             warn_user(
-                f'balance="flops": layer {group.indices[0]} ({group.layer.name}) has {"; ".join(unknown)}. If that is '
-                'far off, use balance="time", or pass one cost a layer as floats'
+                f'balance="flops": {group.in_words} has {"; ".join(unknown)}. If that is far off, use balance="time", '
+                "or pass one cost a layer as floats"
             )
 
 
