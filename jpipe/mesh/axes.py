@@ -80,9 +80,9 @@ def stage_axes(
     together = [data] * bool(data) if jointly else [(name,) for name in data]
     data_axes = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in together]
     along = [Axis((name,), (mesh.shape[name],)) for name in of_several_devices(others)]
-    on_rings = [*([] if jointly else data_axes), *along]  # along data axes that are one, all goes once a step
-    on_rings = [replace(axis, ring=dict(rings).get(axis.names[0], ())) for axis in on_rings]
-    return (*(data_axes if jointly else ()), *on_rings)
+    on_ring = lambda axis: replace(axis, ring=dict(rings).get(axis.names[0], ()))
+    # Along data axes that are one, all goes once a step, and beside no product.
+    return (*(data_axes if jointly else map(on_ring, data_axes)), *map(on_ring, along))
 
 
 def spec_of(entries: Sequence[Sequence[str]]) -> PartitionSpec:

@@ -101,7 +101,7 @@ def trace_model(
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
-    groups = _with_constants(groups, traces, rules)
+    groups = _with_rules(groups, traces, rules)
     asked = {group.in_words: group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
@@ -189,9 +189,7 @@ def _trace_layer(
         raise ValueError(f"{name}: {error}") from error
 
 
-def _with_constants(
-    groups: list[LayerGroup], traces: dict[int, LayerTrace], rules: Mapping[str, str]
-) -> list[LayerGroup]:
+def _with_rules(groups: list[LayerGroup], traces: dict[int, LayerTrace], rules: Mapping[str, str]) -> list[LayerGroup]:
     """The groups, with the rule `KEEP` for what shared layers have besides their weights: constants, such as tables.
 
     Caches are left out, of which each use has its own.
@@ -200,16 +198,16 @@ def _with_constants(
       ValueError: a layer gives new values of such a collection.
     """
     shared = {name for group in groups if group.layer.shared is not None for name in group.variables}
-    constants = {name for name in shared if role_of(name, rules) not in WEIGHTS and rules.get(name) != CACHE}
+    only_read = {name for name in shared if role_of(name, rules) not in WEIGHTS and rules.get(name) != CACHE}
     for group in groups:
         index = group.indices[0]
-        for name in sorted(constants & {*traces[index].written, *group.fixed_names}):  # the latter by their gradients
+        for name in sorted(only_read & {*traces[index].written, *group.fixed_names}):  # the latter by their gradients
             raise ValueError(
                 f"layer {index} ({group.layer.name}) gives new values of its collection {name!r} in training, which a "
                 "shared layer has: layers share parameters and constants, but no state. Give each place what has state "
                 "as a layer of its own (a norm), or make one layer of all places, that calls it several times"
             )
-    return [replace(group, rules={**rules, **dict.fromkeys(constants, KEEP)}) for group in groups]
+    return [replace(group, rules={**rules, **dict.fromkeys(only_read, KEEP)}) for group in groups]
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class TickTable:
     Attributes:
       slots: the slots of a tick, in the order in which they run.
       num_ticks: T; the last tick has an action.
-      runs: all ticks, in order. One run, if idle stages do nothing. If they work along (`lower`), up to five:
+      runs: all ticks, in order. One run, if idle stages do nothing. If they work along (`lower`), up to seven:
 
           ticks    0   1   2 | 3   4   5   6   7   8   9   10 | 11  12  13      1F1B, K=4, M=8
           slot     F   F   F | FB  FB  FB  FB  FB  FB  FB  FB | B   B   B       what any stage has
