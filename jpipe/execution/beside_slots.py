@@ -48,7 +48,7 @@ from jpipe.schedules.ticks import Run, SlotTable
 from jpipe.schedules.waiting import Away
 from jpipe.types import Leaf, PyTree
 
-MOST = {"enter": 0.5, "leave": 1.0, "back": 0.5}
+LEAST_SHARE = {"enter": 0.5, "leave": 1.0, "back": 0.5}
 """If at least this share of a run's ticks has a turn, the others compute it too; the last layer takes longest."""
 
 # --- before the ticks -------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def after_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: Tic
     """Runs the last layer, then the first one's backward on all stages, if they have turns after this slot."""
     before_last = stage.step.model.num_layers - 2
     taken_by_last = lambda carry: stage.step.activations.read(carry.forward.activation, before_last, 0)
-    leave = lambda m, x, _, carry: _leave(stage, m, x, carry)  # never taken where it doesn't count (`MOST`)
+    leave = lambda m, x, _, carry: _leave(stage, m, x, carry)  # never taken where it doesn't count (`LEAST_SHARE`)
     carry = _take(stage, run, turns, slot, "leave", taken_by_last, leave, carry)
     given_to_first = lambda carry: stage.step.cotangents.read(carry.backward.cotangent, 0, 0)
     back = lambda m, x, counts, carry: carry._replace(backward=_back(stage, m, x, counts, carry.backward))
@@ -116,7 +116,7 @@ def _take(
     leaves = lambda carry: [] if reads is None else reads(carry)
     with jax.named_scope(name):
         group = stage.step.model.last if name == "leave" else 0
-        if group in stage.step.idle_work.safe and taken.mean() >= MOST[name]:
+        if group in stage.step.idle_work.safe and taken.mean() >= LEAST_SHARE[name]:
             counts = True if taken.all() else m >= 0
             m = jnp.maximum(m, 0)
             return body(m, leaves(carry), counts, carry)

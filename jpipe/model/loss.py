@@ -40,7 +40,7 @@ from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Terms = Callable[[PyTree, Batch, Leaf | None], list[jax.Array]]
 """(outputs, batch, random key) -> the terms of a loss, scalars."""
-Arguments = tuple[Shapes, Shapes, Shapes | None]
+LossShapes = tuple[Shapes, Shapes, Shapes | None]
 """The shapes of its arguments; no key in evaluation."""
 
 
@@ -97,7 +97,7 @@ class PartsOfLoss:
       CouplesError: an equation couples examples.
     """
 
-    def __init__(self, terms: Terms, of_part: Arguments, whole: Arguments, lying: Sequence[AxisSharding]):
+    def __init__(self, terms: Terms, of_part: LossShapes, whole: LossShapes, lying: Sequence[AxisSharding]):
         leaves, (outputs, batch, key) = jax.tree.leaves(of_part[1]), whole
         count, late = jax.tree.leaves(batch)[0].shape[0] // leaves[0].shape[0], [True] * len(lying)
         at = [*(PARTIAL if at == AVERAGED else at for at in lying), *[Shard(0)] * len(leaves)]
@@ -361,10 +361,10 @@ def trace_loss(
     # Or each example has the weight 1, and a micro-batch has one.
     is_number = has_weight_1 and _weights(loss_fn, whole, returned, names, dtype)[1] == [1.0]
     number_terms = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
-    return with_totals(_by_microbatch(loss, number_terms, (outputs, batch, key), whole) if number_terms else loss)
+    return with_totals(_in_parts(loss, number_terms, (outputs, batch, key), whole) if number_terms else loss)
 
 
-def _by_microbatch(loss: TracedLoss, number_terms: tuple[str, ...], of_part: Arguments, whole: Arguments) -> TracedLoss:
+def _in_parts(loss: TracedLoss, number_terms: tuple[str, ...], of_part: LossShapes, whole: LossShapes) -> TracedLoss:
     """The same loss, of which some terms are numbers of the mini-batch; arguments as of `trace_loss`.
 
     Raises:
@@ -415,7 +415,7 @@ def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Sha
 
 def _weights(
     loss_fn: LossFn,
-    arguments: Arguments,
+    arguments: LossShapes,
     returned: PyTree,
     names: Sequence[str],
     dtype: jnp.dtype,

@@ -96,7 +96,7 @@ def trace_model(
             twins = (g.indices[0] for g in groups if same_type(g.takes, takes) and is_same(g.layer, layer))
             if index not in traces and (twin := next(twins, None)) is not None:
                 traces[index] = traces[twin]
-            group = _trace_layer((index, layer, way_here), takes, takes_at, batch, variables, splits, rules, traces)
+            group = _trace_group((index, layer, way_here), takes, takes_at, batch, variables, splits, rules, traces)
             # A PartitionSpec describes the model's outputs. It can't say that a device has several runs of elements.
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
@@ -127,7 +127,7 @@ def inputs_of(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
     return inputs
 
 
-def _trace_layer(
+def _trace_group(
     place: tuple[int, AnyLayer, Callable[[], str]],
     takes: Shapes,
     takes_at: list[Sharding],

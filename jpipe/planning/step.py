@@ -240,7 +240,7 @@ def build_step(
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     along = idles_work and not splits.on_cpu
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, splits) if along else IdleWork()
-    table, kept = _rows(request, model, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
+    table, kept = _table_and_kept(request, model, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
     warn_of_skipped(model, of_groups[1], ranges, idle_work, table, splits)
     return Step(
         plan=plan,
@@ -263,7 +263,7 @@ def build_step(
     )
 
 
-def _rows(
+def _table_and_kept(
     request: Request,
     model: Model,
     schedule: Schedule,
