@@ -75,19 +75,16 @@ def first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> Tic
 
 def before_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
     """Runs the first layer on all stages, if it has a turn before this slot in any tick of the run."""
-    enter = lambda m, _, counts, entered: _enter(stage, m)  # what doesn't count is overwritten before it is read
-    return carry._replace(entered=_take(stage, run, turns, slot, "enter", None, enter, carry.entered))
+    return carry._replace(entered=_take(stage, run, turns, slot, "enter", None, _enter, carry.entered))
 
 
 def after_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
     """Runs the last layer, then the first one's backward on all stages, if they have turns after this slot."""
     before_last = stage.step.model.num_layers - 2
     taken_by_last = lambda carry: stage.step.activations.read(carry.forward.activation, before_last, 0)
-    leave = lambda m, x, _, carry: _leave(stage, m, x, carry)  # never taken where it doesn't count (`LEAST_SHARE`)
-    carry = _take(stage, run, turns, slot, "leave", taken_by_last, leave, carry)
+    carry = _take(stage, run, turns, slot, "leave", taken_by_last, _leave, carry)
     given_to_first = lambda carry: stage.step.cotangents.read(carry.backward.cotangent, 0, 0)
-    back = lambda m, x, counts, carry: carry._replace(backward=_back(stage, m, x, counts, carry.backward))
-    return _take(stage, run, turns, slot, "back", given_to_first, back, carry)
+    return _take(stage, run, turns, slot, "back", given_to_first, _back, carry)
 
 
 def _take(
@@ -97,10 +94,10 @@ def _take(
     slot: int,
     name: str,
     reads: Callable[[Carry], list[Leaf]] | None,
-    body: Callable[[Index, list[Leaf], Counts, Carry], Carry],
+    body: Callable[[Stage, Index, list[Leaf], Counts, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """The carry after `body(micro-batch, reads(carry), counts, carry)`, if a turn of this name is taken in this tick.
+    """The carry after `body(stage, micro-batch, reads(carry), counts, carry)`, if a turn of this name is taken now.
 
     `reads` takes from the carry what the layers between have left there, right on one stage alone. It doesn't change in
     the loop: if the body read it, a compiler would compute all that follows from it ahead of the loop, and so in every
@@ -119,19 +116,22 @@ def _take(
         if group in stage.step.idle_work.safe and taken.mean() >= LEAST_SHARE[name]:
             counts = True if taken.all() else m >= 0
             m = jnp.maximum(m, 0)
-            return body(m, leaves(carry), counts, carry)
-        counted = lambda read, carry: body(read[0], read[1], True, carry)
+            return body(stage, m, leaves(carry), counts, carry)
+        counted = lambda read, carry: body(stage, read[0], read[1], True, carry)
         return when(m >= 0, (m, []), counted, carry, reads=reads and (lambda at, carry: (at[0], leaves(carry))))
 
 
-def _enter(stage: Stage, microbatch: Index) -> list[Leaf]:
-    """The first layer's outputs, on all stages."""
+def _enter(stage: Stage, microbatch: Index, _: list[Leaf], counts: Counts, entered: list[Leaf]) -> list[Leaf]:
+    """The first layer's outputs, on all stages; those that don't count are overwritten before they are read."""
     job = Job(microbatch, {})
     return stage.step.forwards[0](stage.arguments(job, stage.batch_of(job)), [])[0].outputs
 
 
-def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> TickCarry:
-    """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`."""
+def _leave(stage: Stage, microbatch: Index, x: list[Leaf], counts: Counts, carry: TickCarry) -> TickCarry:
+    """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`.
+
+    It is never taken where it doesn't count (`LEAST_SHARE`).
+    """
     step, last = stage.step, stage.step.model.last
     job = Job(microbatch, {}, g=last)
     arguments, mine = stage.arguments(job, stage.batch_of(job)), stage.device == step.ends.last
@@ -149,15 +149,14 @@ def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> 
     return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
 
 
-def _back(
-    stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: Counts, backward: BackwardWork
-) -> BackwardWork:
+def _back(stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: Counts, carry: TickCarry) -> TickCarry:
     """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
     step, job = stage.step, Job(microbatch, {}, counts)
     cotangents = _from_stage(stage.device == step.ends.first, cotangents)
     arguments = stage.arguments(job, stage.batch_of(job))
     _, residuals = step.layers[0].forward(arguments, [])
-    return stage.add_gradients(job, backward, step.layers[0].backward(arguments, residuals, cotangents).params)
+    gradients = step.layers[0].backward(arguments, residuals, cotangents).params
+    return carry._replace(backward=stage.add_gradients(job, carry.backward, gradients))
 
 
 def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Array]:

@@ -61,7 +61,7 @@ from jpipe.schedules.actions import FLOWS, crosses_beside
 from jpipe.schedules.ticks import ROWS, Run, Slot, SlotTable
 from jpipe.types import Leaf
 
-Crossing = dict[int, dict[int, Buffers]]
+Arrivals = dict[int, dict[int, Buffers]]
 """The values that arrive beside a slot, by flow and route."""
 
 SENT = {+1: "activation", -1: "cotangent"}
@@ -225,7 +225,7 @@ def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
     return reduce(or_, [now.kind == code for code in codes])
 
 
-def _held(crossing: Crossing, carry: TickCarry, *, together: bool) -> tuple[Crossing, TickCarry]:
+def _held(crossing: Arrivals, carry: TickCarry, *, together: bool) -> tuple[Arrivals, TickCarry]:
     """Puts what a slot left behind an `optimization_barrier`; returns what crosses beside the slot, and the carry.
 
     It is for meshes with more axes than `stage`: along these layers may send too. XLA's scheduler places the operations
@@ -245,7 +245,7 @@ def _held(crossing: Crossing, carry: TickCarry, *, together: bool) -> tuple[Cros
     return crossing, carry._replace(forward=forward, backward=backward, waiting=waiting or carry.waiting)
 
 
-def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Crossing:
+def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Arrivals:
     """The values, by flow and route, that slot `i` left and that cross beside the slot after it, or else before it."""
     slots, names = stage.step.table.slots, stage.step.schedule.slots
     flows = [flow for flow in _flows(slots, run, i) if crosses_beside(names, flow, i) == beside]
@@ -300,7 +300,7 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
     return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=by_way, rocm=by_way), sent)
 
 
-def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Crossing, carry: TickCarry) -> TickCarry:
+def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Arrivals, carry: TickCarry) -> TickCarry:
     """The carry with what arrived in a slot, by flow and route, in its rows.
 
     Where the table has a row in each tick, it is always written: if nothing new arrived, the row is no longer needed,

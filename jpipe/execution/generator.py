@@ -139,7 +139,7 @@ def _go_round(stage: Stage, decoding: Decoding, call: Round, caches: Buffers) ->
     def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
         microbatch, virtual_stage, round_, route = now
         virtual_stage = 0 if place.num_virtual_stages == 1 else virtual_stage
-        work = lambda at, carry: _work(stage, decoding, call, head, at, carry)
+        work = partial(_work, stage, decoding, call, head)
         carry = when(round_ >= 0, (microbatch, virtual_stage, round_), work, carry)
         return _passed_on(stage, place, route, carry), None
 

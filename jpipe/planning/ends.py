@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple
 
 import jax
@@ -128,7 +128,7 @@ def as_they_lie(
             specs = tuple((name, layouts[name].storage.record_types[v].specs) for name in group.specs)
             lying[g] = programs.lying(lying[g], specs)
     # `trained` is empty if the step is forward only.
-    return lying, [programs.of(layer, function) for layer, function in zip(trained, lying, strict=False)]
+    return lying, [replace(layer, function=function) for layer, function in zip(trained, lying, strict=False)]
 
 
 def check_end(group: LayerGroup, layer: DeviceLayer) -> None:

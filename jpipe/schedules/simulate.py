@@ -312,18 +312,18 @@ def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
             yield index, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
 
 
-Transfer: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
+Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
 """A crossing along one route: the stages that send, those that receive, and whether the next slot runs beside it."""
 
 
-def _crossings(schedule: Schedule, index: int) -> list[Transfer]:
+def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     routes = [(np.array(route).T, flow) for flow in flows for route in schedule.placement.routes(flow)]
     return [(*route, crosses_beside(schedule.slots, flow, index)) for route, flow in routes]
 
 
-def _after_hops(crossings: list[Transfer], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
+def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
