@@ -90,7 +90,7 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(activation=step.activations.empty(), kept={}, state={}, results=results)
     backward = BackwardWork(cotangent={}, gradients={}, shared_gradients={}, overwritten={})
-    results = _run_ticks(stage, beside_slots.first_carry(step, forward, backward)).forward.results
+    results = _run_ticks(stage, forward, backward).forward.results
     # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
@@ -120,7 +120,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     shared_gradients = {v: list(map(zeros, leaves, types[v].leaves)) for v, leaves in shared.items()}
     forward = ForwardWork(activation, step.kept.empty(), state, results=list(map(_accumulator, step.outputs)))
     backward = BackwardWork(cotangent, gradients, shared_gradients, overwritten)
-    carry = _run_ticks(stage, beside_slots.first_carry(step, forward, backward))
+    carry = _run_ticks(stage, forward, backward)
     if stage.only is not None:
         # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
         # compiler, which would drop the code after the ticks, though its time is to be measured.
@@ -152,10 +152,10 @@ def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
 # --- ticks ------------------------------------------------------------------------------------------------------------
 
 
-def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
+def _run_ticks(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
     """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
-    step, only = stage.step, stage.only
-    slots = step.table.slots
+    step, only, slots = stage.step, stage.only, stage.step.table.slots
+    carry = beside_slots.first_carry(step, forward, backward)
     table, runs = jnp.asarray(list(map(jax.tree.leaves, slots))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
         num_ticks = only.shape[1]

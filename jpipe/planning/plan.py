@@ -18,7 +18,6 @@ from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import describe, how_to_share
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
-from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type, unrolled
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
@@ -65,11 +64,6 @@ class Plan:
     def model(self) -> Model:
         """The layers as the stages run them (`arranged`)."""
         return self.arranged(self.traced)
-
-    @cached_property
-    def examples(self) -> ExamplesInLayers:
-        """Where examples lie in the outputs, and which layers couple them."""
-        return follow_examples(self.traced)
 
     @property
     def batch(self) -> Shapes:

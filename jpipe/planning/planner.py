@@ -440,25 +440,25 @@ class Planner:
                 functions,
                 layers,
                 self.programs,
-                outputs=self._outputs_step(micro, key),
+                outputs=self._outputs_step(micro, functions),
             )
 
     def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
         if with_loss:
             self.request.check_has_loss()
-        outputs = self._outputs_step(micro, None) if with_loss else None
-        return self._forward_step(micro, self._functions(micro, None, with_loss), outputs)
+        return self._forward_step(micro, self._functions(micro, None, with_loss))
 
-    def _outputs_step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None) -> Step | None:
+    def _outputs_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step | None:
         """The step forward only that gives the outputs of which the loss is computed at once; None if it isn't."""
-        loss = self.loss(micro) if key is not None else self.loss_in_evaluation(micro)
+        loss = functions[-1].loss
         if loss is None or loss.at_once is None:
             return None
-        return self._forward_step(micro, self._functions(micro, key, with_loss=False))
+        return self._forward_step(micro, self._functions(micro, functions[-1].key, with_loss=False))
 
-    def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction], outputs: Step | None = None) -> Step:
+    def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step:
         sizes = self.request.schedule.sizes | {"num_microbatches": micro.count}
         schedule = forward_only(**sizes, style=self.request.schedule.style)
+        outputs = self._outputs_step(micro, functions)
         with self.tracing():
             return build_step(self.known_plan(), self.model(micro), schedule, functions, outputs=outputs)
 
