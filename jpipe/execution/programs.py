@@ -264,8 +264,8 @@ def run_step(
         variables |= {"params": cast(variables["params"])}  # before they are gathered, which sends less then
         variables |= {name: plan.at_work[name].gathered(variables[name]) for name in step.collections(*WEIGHTS)}
         variables |= {"params": cast(variables["params"])}  # of the ends, what has been joined
-        known = known_to_loss(step, batch, key)
-        return work(Stage(step, variables, batch, key, only, known, send_shared(step, variables, device), device))
+        known, shared = known_to_loss(step, batch, key), send_shared(step, variables, device)
+        return work(Stage(step, variables, batch, key, only=only, known=known, shared=shared, device=device))
 
     splits = plan.request.splits
     count = step.schedule.num_microbatches

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of, without_calls
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of
 from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jpipe.jax.tracing import depends_on, equations_in, trace
 from jpipe.jax.trees import is_float
@@ -101,7 +101,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes, kinds: Kinds)
             results[DECODE] = (), made
     flat = {mode: flatten(jaxpr, calls=PLAIN_CALLS) for mode, jaxpr in jaxprs.items()}
     found = {mode: kinds.part(one, one.equations, one.arguments, one.results).kind for mode, one in flat.items()}
-    jaxprs = {mode: without_calls(jaxpr, PLAIN_CALLS) for mode, jaxpr in jaxprs.items()}
+    jaxprs = {m: jaxpr_of(one, one.equations, one.arguments, one.results, [*one.constants]) for m, one in flat.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
     structures = jax.tree.structure(variables), {mode: jax.tree.structure(shapes) for mode, shapes in results.items()}
     return LayerTraces(jaxprs, scalars, results, (found, structures, layer.partition_specs(variables)))
