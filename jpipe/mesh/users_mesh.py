@@ -220,9 +220,9 @@ class Torus:
 
         def are_linked(i: int, j: int) -> bool:
             """Whether the devices i and j of all groups are."""
-            apart = np.abs(groups[:, i] - groups[:, j])
-            linked = (apart == 1) | ((apart == np.asarray(self._closed) - 1) & (apart > 1))
-            return bool((linked.sum(-1) == 1).all() and ((apart > 0).sum(-1) == 1).all())
+            distances = np.abs(groups[:, i] - groups[:, j])
+            linked = (distances == 1) | ((distances == np.asarray(self._closed) - 1) & (distances > 1))
+            return bool((linked.sum(-1) == 1).all() and ((distances > 0).sum(-1) == 1).all())
 
         def go_on(order: tuple[int, ...]) -> tuple[int, ...]:
             if len(order) == size:
