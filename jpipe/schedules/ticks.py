@@ -85,6 +85,7 @@ class Slot(Generic[Column]):
 
 
 SlotTable = Slot[np.ndarray]
+"""A slot in all ticks, on all stages."""
 
 
 class Run(NamedTuple):
