@@ -114,7 +114,7 @@ def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> N
     Raises:
       ValueError: naming the first that does.
     """
-    needy = [f"layer {group.indices[0]} ({group.layer.name})" for group in model.groups if group.needs_key]
+    needy = [group.in_words for group in model.groups if group.needs_key]
     needy += [f"loss_fn {loss_name(loss.function)}"] if loss is not None and loss.needs_key else []
     if key is None and needy:
         raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")

@@ -19,7 +19,7 @@ from jpipe.execution.decoding import PickLogits
 from jpipe.execution.generator import Generator
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
-from jpipe.memory import rows
+from jpipe.memory import batches
 from jpipe.memory.layout import StageTree, variables_to_place
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.mesh.axes import BATCH_AXES
@@ -129,7 +129,7 @@ class Pipeline(Tabular):
         loss_over: str | None = None,
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        whole, inputs = as_whole(layers), inputs or rows.default_inputs
+        whole, inputs = as_whole(layers), inputs or batches.default_inputs
         layers = () if whole is not None else as_layers(layers)
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
@@ -195,7 +195,7 @@ class Pipeline(Tabular):
 
         (0, 1) where each process has devices along all data axes. Those that differ only in stages feed the same rows.
         """
-        return rows.data_shard(self.mesh, self.planner.request.splits.batch_axes)
+        return batches.data_shard(self.mesh, self.planner.request.splits.batch_axes)
 
     def place(self, batch: Batch) -> Batch:
         """A batch on the mesh, split over its data axes: global arrays `[B, ...]` from this process's rows, at once.
@@ -206,7 +206,7 @@ class Pipeline(Tabular):
         Raises:
           ValueError: the mesh's data axes can't split B rows, or processes have no equal runs of them.
         """
-        return rows.place_rows(batch, self.mesh, self.planner.request.splits.batch_axes)
+        return batches.place_rows(batch, self.mesh, self.planner.request.splits.batch_axes)
 
     # --- variables ---
 
@@ -219,7 +219,7 @@ class Pipeline(Tabular):
         plan, key = self.planner.plan_for(batch), as_key(key)
         if not isinstance(key, Tracer):
             self.agreement.check(batch, "init", key)
-            key = rows.on_all(key, self.mesh)
+            key = batches.on_all(key, self.mesh)
         with first_call("the initialisation", key) as done, notes_on_room(self.planner, key):
             return done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
 
@@ -405,7 +405,7 @@ class Pipeline(Tabular):
             new: Variables = copy(self._placed(variables))
         with task("initialising the optimiser's state"), notes_on_room(self.planner, new, batch, tx):
             opt_state = make_opt_state(tx, new["params"], shardings.opt_state)
-        step, key = rows.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
+        step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, new, opt_state, key, tx)
 
     def abstract_state(
@@ -436,7 +436,7 @@ class Pipeline(Tabular):
         checks.check_loop_state(self.plan, state)
         optimizer = None if tx is None else (tx, self.plan.known_loss().of_batch)
         state, shardings = state_to_place(state, self.plan.shapes["params"], optimizer)
-        return rows.placed(state, shardings, self.mesh, between_memories=isinstance(state, TrainState))
+        return batches.placed(state, shardings, self.mesh, between_memories=isinstance(state, TrainState))
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.
@@ -455,7 +455,7 @@ class Pipeline(Tabular):
         self.agreement.check(batch, "train")
         tx, run = self._train_steps.of(state.tx)
         with first_call("the training step", (state, batch)) as done, notes_on_room(self.planner, state, batch, tx):
-            new, metrics = done(run(step, state.replace(tx=tx), rows.on_mesh(batch, self.mesh)))
+            new, metrics = done(run(step, state.replace(tx=tx), batches.on_mesh(batch, self.mesh)))
         return new.replace(tx=state.tx), metrics
 
     def clear_cache(self) -> None:
@@ -480,13 +480,13 @@ class Pipeline(Tabular):
 
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, trains: bool = False) -> PyTree:
         """Calls a jitted program, and returns its results."""
-        arguments = self._placed(variables), *rows.on_mesh(given, self.mesh)
+        arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done, notes_on_room(self.planner, arguments, given[0] if trains else None):
             return done(jitted(*arguments))
 
     def _placed(self, variables: Variables) -> Variables:
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
-        return rows.placed(*variables_to_place(variables, self.plan.layouts), self.mesh)
+        return batches.placed(*variables_to_place(variables, self.plan.layouts), self.mesh)
 
     @cached_property
     def _jit_init(self) -> Callable:

@@ -24,7 +24,7 @@ from jpipe.checkpoints.containers import Json, containers_from_json, containers_
 from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, PathLeaf, first_difference, own_trees
 from jpipe.checkpoints.files import origin_of, read_all, take_all
 from jpipe.checks import check_state, check_variables
-from jpipe.memory.rows import on_all
+from jpipe.memory.batches import on_all
 from jpipe.pipeline import Pipeline
 from jpipe.processes.progress import in_units, task, warn_user
 from jpipe.processes.runtime import before_threads_end

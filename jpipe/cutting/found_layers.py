@@ -12,7 +12,7 @@ from jpipe.cutting.whole import cut_model
 from jpipe.jax.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe
-from jpipe.memory.rows import default_inputs
+from jpipe.memory.batches import default_inputs
 from jpipe.model.examples_in_layers import follow_examples
 from jpipe.model.layer_function import trace_call
 from jpipe.model.loss import LossFn

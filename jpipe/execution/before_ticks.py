@@ -46,7 +46,7 @@ def known_to_loss(step: Step, batch: Batch, key: Key | None) -> list[jax.Array]:
         closed = loss.numbers.ahead
         whole = [always(replicated(axes))] * len(closed.out_avals)
         with shapes_only(step.plan.request.mesh):  # as it was traced
-            local = jaxpr_per_device(closed, axes, [_in_runs(count, at, Shard(0)) for at in lying], whole)
+            local = jaxpr_per_device(closed, axes, [_of_all(count, at, Shard(0)) for at in lying], whole)
         values = replay(local.jaxpr, [0] * len(whole))([joined(leaf, Shard(0)) for leaf in jax.tree.leaves(batch)])
     totals = _total_weights(step, batch, key, lying) if loss.total_weights is None else []
     return listed_known(loss, count, values, totals)
@@ -85,8 +85,8 @@ def _total_weights(step: Step, batch: Batch, key: Key | None, lying: Sequence[Sh
         return run(part, keys[: len(keys_at)])
 
     microbatches = jnp.arange(step.schedule.num_microbatches, dtype=jnp.int32)
-    by_microbatch = jax.lax.map(lambda at: of_part(*at), (microbatches, batch))
-    totals = zip(map(jnp.sum, by_microbatch), local.shardings, strict=True)
+    weights = jax.lax.map(lambda at: of_part(*at), (microbatches, batch))
+    totals = zip(map(jnp.sum, weights), local.shardings, strict=True)
     return [convert(total, axes, at, replicated(axes)) for total, at in totals]
 
 
@@ -110,7 +110,7 @@ def loss_at_once(
     last, whole = step.model.groups[step.model.last], replicated(axes)
     num_sums = len(loss.terms) + 2 * len(loss.metrics)
     leaves = joined_outputs(outputs, loss.lying)
-    lying = [_in_runs(count, at, along) for at, along in zip(outputs_at, loss.lying, strict=True)]
+    lying = [_of_all(count, at, along) for at, along in zip(outputs_at, loss.lying, strict=True)]
     examples = [joined(leaf, Shard(0)) for leaf in jax.tree.leaves(batch)]
     takes_key = len(loss.at_once.in_avals) > len(leaves) + len(examples) + num_sums
     keys = [layer_key(key, last.indices[0], 0, of_model=last.layer.has_model_key)] if key is not None else []
@@ -119,7 +119,7 @@ def loss_at_once(
         local = jaxpr_per_device(
             loss.at_once,
             axes,
-            [*lying, *(_in_runs(count, at, Shard(0)) for at in _examples_lie(step)), *[whole] * (takes_key + num_sums)],
+            [*lying, *(_of_all(count, at, Shard(0)) for at in _examples_lie(step)), *[whole] * (takes_key + num_sums)],
             [always(whole)] * num_sums + [always(lying[i]) for i in floats],
         )
     ones = [jnp.ones((), term.dtype) for term in shapes_of(loss.at_once.jaxpr.invars[-num_sums:])]
@@ -137,7 +137,7 @@ def _examples_lie(step: Step) -> list[Sharding]:
     return [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
 
 
-def _in_runs(count: int, part: Sharding, along: AxisSharding) -> Sharding:
+def _of_all(count: int, part: Sharding, along: AxisSharding) -> Sharding:
     """How an array lies on devices in which `count` micro-batches lie `along`, if each one's lies as `part` says."""
     dim = along.dim if isinstance(along, Shard) else None
     return tuple(replace(at, outer=at.outer * count) if isinstance(at, Shard) and at.dim == dim else at for at in part)

@@ -2,10 +2,10 @@
 
 The executor calls the functions of this file before, in and after the ticks:
 
-    before the ticks    first_carry, turns_of         what the carry and the scan need
+    before the ticks    first_carry                   what the carry needs
     before a slot       start_rows, copy_stayed_rows  rows that come back
                         before_slot                   enter: the first layer's forward
-    in an action        first_input, last_cotangents  what the layers between take from the ends
+    in an action        with_end                      what the layers between take from the ends
     after a slot        after_slot                    leave: the last layer, the loss, their backward;
                                                       back: the first layer's backward
                         send_rows                     the slot's own row leaves
@@ -39,40 +39,35 @@ from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Counts, Job
 from jpipe.jax.in_place import Carry, Index, when
 from jpipe.jax.trees import is_float
-from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.planning.ends import Turns
+from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run, SlotTable
 from jpipe.schedules.waiting import Away
 from jpipe.types import Leaf, PyTree
 
-MOST = {"enter": 0.5, "leave": 1.0, "back": 0.5}
+LEAST_SHARE = {"enter": 0.5, "leave": 1.0, "back": 0.5}
 """If at least this share of a run's ticks has a turn, the others compute it too; the last layer takes longest."""
-Rows = dict[str, Buffers]
-"""Rows of residuals by name of `AWAY`: one that has come back, or all those on the host."""
 
 # --- before the ticks -------------------------------------------------------------------------------------------------
 
 
-def first_carry(
-    stage: Stage, forward: ForwardWork, backward: BackwardWork, waiting: dict[str, list[Buffers]]
-) -> TickCarry:
-    """The carry before the first tick; what ends and hosts have in it has any values."""
-    step, away, entered, left = stage.step, stage.step.kept.away, [], []
+def first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
+    """The carry before the first tick: nothing waits yet, so that waiting values, ends and hosts have any values."""
+    crossing = {"activation": step.activations.crossing(forward.activation)}
+    crossing["cotangent"] = step.cotangents.crossing(backward.cotangent) if step.schedule.trains else {}
+    rows = lambda count, arrays: jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), arrays)
+    waiting = {name: [rows(len(one), crossing[name]) for one in step.table.waiting[name]] for name in crossing}
+    away, entered, left = step.kept.away, [], []
     if step.ends.shared:
         given, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
         entered, left = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
     back = {name: away[name].empty_row() for name in _returning(away, step.table.slots[-1])}
     host = {name: storage.empty_host() for name, storage in away.items()}
-    return TickCarry(forward, backward, waiting, entered=entered, left=left, back=back, host=host)
-
-
-def turns_of(step: Step, run: Run) -> list[Turns]:
-    """The turns of a run's ticks, for each slot, to be scanned over; none if each end runs on its own stage."""
-    return jax.tree.map(lambda microbatches: jnp.asarray(microbatches[run.start : run.stop]), [*step.ends.turns])
+    return TickCarry(forward, backward, waiting=waiting, entered=entered, left=left, back=back, host=host)
 
 
 # --- around a slot ----------------------------------------------------------------------------------------------------
@@ -80,19 +75,16 @@ def turns_of(step: Step, run: Run) -> list[Turns]:
 
 def before_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
     """Runs the first layer on all stages, if it has a turn before this slot in any tick of the run."""
-    enter = lambda m, _, counts, entered: _enter(stage, m)  # what doesn't count is overwritten before it is read
-    return carry._replace(entered=_take(stage, run, turns, slot, "enter", None, enter, carry.entered))
+    return carry._replace(entered=_take(stage, run, turns, slot, "enter", None, _enter, carry.entered))
 
 
 def after_slot(stage: Stage, run: Run, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
     """Runs the last layer, then the first one's backward on all stages, if they have turns after this slot."""
     before_last = stage.step.model.num_layers - 2
     taken_by_last = lambda carry: stage.step.activations.read(carry.forward.activation, before_last, 0)
-    leave = lambda m, x, _, carry: _leave(stage, m, x, carry)  # never taken where it doesn't count (`MOST`)
-    carry = _take(stage, run, turns, slot, "leave", taken_by_last, leave, carry)
+    carry = _take(stage, run, turns, slot, "leave", taken_by_last, _leave, carry)
     given_to_first = lambda carry: stage.step.cotangents.read(carry.backward.cotangent, 0, 0)
-    back = lambda m, x, counts, carry: carry._replace(backward=_back(stage, m, x, counts, carry.backward))
-    return _take(stage, run, turns, slot, "back", given_to_first, back, carry)
+    return _take(stage, run, turns, slot, "back", given_to_first, _back, carry)
 
 
 def _take(
@@ -102,10 +94,10 @@ def _take(
     slot: int,
     name: str,
     reads: Callable[[Carry], list[Leaf]] | None,
-    body: Callable[[Index, list[Leaf], Counts, Carry], Carry],
+    body: Callable[[Stage, Index, list[Leaf], Counts, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """The carry after `body(micro-batch, reads(carry), counts, carry)`, if a turn of this name is taken in this tick.
+    """The carry after `body(stage, micro-batch, reads(carry), counts, carry)`, if a turn of this name is taken now.
 
     `reads` takes from the carry what the layers between have left there, right on one stage alone. It doesn't change in
     the loop: if the body read it, a compiler would compute all that follows from it ahead of the loop, and so in every
@@ -121,22 +113,25 @@ def _take(
     leaves = lambda carry: [] if reads is None else reads(carry)
     with jax.named_scope(name):
         group = stage.step.model.last if name == "leave" else 0
-        if group in stage.step.idle_work.safe and taken.mean() >= MOST[name]:
+        if group in stage.step.idle_work.safe and taken.mean() >= LEAST_SHARE[name]:
             counts = True if taken.all() else m >= 0
             m = jnp.maximum(m, 0)
-            return body(m, leaves(carry), counts, carry)
-        counted = lambda read, carry: body(read[0], read[1], True, carry)
+            return body(stage, m, leaves(carry), counts, carry)
+        counted = lambda read, carry: body(stage, read[0], read[1], True, carry)
         return when(m >= 0, (m, []), counted, carry, reads=reads and (lambda at, carry: (at[0], leaves(carry))))
 
 
-def _enter(stage: Stage, microbatch: Index) -> list[Leaf]:
-    """The first layer's outputs, on all stages."""
+def _enter(stage: Stage, microbatch: Index, _: list[Leaf], counts: Counts, entered: list[Leaf]) -> list[Leaf]:
+    """The first layer's outputs, on all stages; those that don't count are overwritten before they are read."""
     job = Job(microbatch, {})
     return stage.step.forwards[0](stage.arguments(job, stage.batch_of(job)), [])[0].outputs
 
 
-def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> TickCarry:
-    """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`."""
+def _leave(stage: Stage, microbatch: Index, x: list[Leaf], counts: Counts, carry: TickCarry) -> TickCarry:
+    """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`.
+
+    It is never taken where it doesn't count (`LEAST_SHARE`).
+    """
     step, last = stage.step, stage.step.model.last
     job = Job(microbatch, {}, g=last)
     arguments, mine = stage.arguments(job, stage.batch_of(job)), stage.device == step.ends.last
@@ -144,7 +139,7 @@ def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> 
     backward, cotangents = carry.backward, []
     if step.schedule.trains:
         values, residuals = step.layers[last].forward(arguments, x)
-        gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss(last))
+        gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss())
         backward = stage.add_gradients(job, backward, gradients)
     else:
         values, _ = step.forwards[last](arguments, x)
@@ -154,15 +149,14 @@ def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> 
     return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
 
 
-def _back(
-    stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: Counts, backward: BackwardWork
-) -> BackwardWork:
+def _back(stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: Counts, carry: TickCarry) -> TickCarry:
     """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
     step, job = stage.step, Job(microbatch, {}, counts)
     cotangents = _from_stage(stage.device == step.ends.first, cotangents)
     arguments = stage.arguments(job, stage.batch_of(job))
     _, residuals = step.layers[0].forward(arguments, [])
-    return stage.add_gradients(job, backward, step.layers[0].backward(arguments, residuals, cotangents).params)
+    gradients = step.layers[0].backward(arguments, residuals, cotangents).params
+    return carry._replace(backward=stage.add_gradients(job, carry.backward, gradients))
 
 
 def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Array]:
@@ -173,26 +167,20 @@ def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Arra
 # --- in an action -----------------------------------------------------------------------------------------------------
 
 
-def first_input(stage: Stage, job: Job, activation: Buffers, carry: TickCarry) -> Buffers:
-    """Boundary buffers in which the first virtual stage finds what the first layer gave in its turn."""
-    return _with_leaves(stage.step.activations, activation, 0, job.virtual_stage == 0, carry.entered)
+def with_end(step: Step, name: str, job: Job, buffers: Buffers, carry: TickCarry) -> Buffers:
+    """Boundary buffers in which a virtual stage beside an end finds what this gave in its turn.
 
-
-def last_cotangents(stage: Stage, job: Job, cotangent: Buffers, carry: TickCarry) -> Buffers:
-    """Boundary buffers in which the last virtual stage finds the cotangents that the last layer gave in its turn."""
-    is_last = job.virtual_stage == stage.step.schedule.placement.num_virtual_stages - 1
-    return _with_leaves(stage.step.cotangents, cotangent, stage.step.model.num_layers - 2, is_last, carry.left)
-
-
-def _with_leaves(
-    boundaries: Boundaries, buffers: Buffers, boundary: int, mine: bool | jax.Array, leaves: list[jax.Array]
-) -> Buffers:
-    """Boundary buffers with an end's leaves at a boundary, if there are leaves and they are `mine`."""
+    The first one finds the "activation" that the first layer gave, the last one the "cotangent" that the last gave.
+    """
+    boundaries, leaves, boundary, user = step.activations, carry.entered, 0, 0
+    if name == "cotangent":
+        boundaries, leaves, boundary = step.cotangents, carry.left, step.model.num_layers - 2
+        user = step.schedule.placement.num_virtual_stages - 1
+    mine = job.virtual_stage == user
     if not leaves:
         return buffers
     old = boundaries.read(buffers, boundary, 0)
-    chosen = [jnp.where(mine, new, a) for new, a in zip(leaves, old, strict=True)]
-    return boundaries.write(buffers, boundary, 0, chosen)
+    return boundaries.write(buffers, boundary, 0, [jnp.where(mine, *pair) for pair in zip(leaves, old, strict=True)])
 
 
 def copy_stayed_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> TickCarry:
@@ -211,14 +199,14 @@ def copy_stayed_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index
     return carry._replace(back=back)
 
 
-def start_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> Rows:
+def start_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> Kept:
     """The rows that come back beside this slot, for the next one."""
     away = stage.step.kept.away
     return {name: away[name].fetched(carry.host[name], now[name].returns) for name in _returning(away, slot)}
 
 
 def send_rows(
-    stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], moved: tuple[Rows, PyTree], carry: TickCarry
+    stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], moved: tuple[Kept, PyTree], carry: TickCarry
 ) -> tuple[PyTree, TickCarry]:
     """Ends what moved beside a slot, and sends the slot's own row.
 

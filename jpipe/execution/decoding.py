@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.cutting.decoder import cut_decoder
-from jpipe.cutting.whole import CutModel
 from jpipe.jax.flat_jaxpr import without_calls
 from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ELEMENTWISE, MOVES, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
@@ -48,9 +47,9 @@ _SPREADS = (ELEMENTWISE | MOVES) - {"iota", "concatenate", "pad"}
 """Operations that give the same number everywhere, if their operands do."""
 
 
-def on_inputs(plan: Plan, cut: CutModel | None) -> Sequence[LayerFunction]:
+def on_inputs(plan: Plan) -> Sequence[LayerFunction]:
     """Each group in evaluation, on the model's inputs instead of the batch, which may be longer than they are."""
-    traced, remat = plan.traced, plan.request.remat
+    traced, remat, cut = plan.traced, plan.request.remat, plan.cut
     if cut is not None:
         layers = cut.layers(cut.whole.trace(lambda inputs: inputs, traced.inputs))
         groups = [replace(group, layer=layers[group.indices[0]]) for group in traced.groups]
@@ -61,23 +60,23 @@ def on_inputs(plan: Plan, cut: CutModel | None) -> Sequence[LayerFunction]:
     return [LayerFunction(replace(first, layer=layer), None, remat, traced.inputs), *of_others]
 
 
-def warn_of_uncached(plan: Plan, decoding: Model, functions: Sequence[LayerFunction]) -> None:
+def warn_of_uncached(plan: Plan, model: Model, functions: Sequence[LayerFunction]) -> None:
     """Warns of layers that keep no cache in decode mode, and don't treat each token by itself in training.
 
     Args:
       plan: with the layers as they train, on sequences.
-      decoding: the same layers in decode mode.
+      model: the same layers in decode mode.
       functions: each group on whole sequences (`on_inputs`).
     """
     for function in functions:
         group = function.group
-        if decoding.group_at(group.indices[0]).variables.get(CACHE):
+        if model.group_at(group.indices[0]).variables.get(CACHE):
             continue
         if sight := sees_more(function, jax.tree.leaves(plan.traced.inputs)[0].shape[1]):
             warn_user(
-                f"generate: layer {group.indices[0]} ({group.layer.name}) {sight}, but keeps no cache in decode mode, "
-                "where it is called with a token at a time: what follows may be wrong. Give it a field `decode` and "
-                "what it has to know of the tokens before in the collection `cache` (Linen), or `init_cache` (nnx)"
+                f"generate: {group.in_words} {sight}, but keeps no cache in decode mode, where it is called with a "
+                "token at a time: what follows may be wrong. Give it a field `decode` and what it has to know of the "
+                "tokens before in the collection `cache` (Linen), or `init_cache` (nnx)"
             )
 
 
@@ -158,14 +157,11 @@ class Decoding:
     logits: Callable[[list[Leaf]], jax.Array]
 
 
-def make_decoding(
-    plan: Plan, cut: CutModel | None, size: int, length: int, prefill: int, logits: PickLogits | None = None
-) -> Decoding:
+def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
     """Traces the layers in decode mode and lays out their caches.
 
     Args:
       plan: the pipeline's.
-      cut: where a model that is one module is cut; None for a list of layers.
       size: b, the sequences of a micro-batch.
       length: the longest sequence that is fed: what caches are made for.
       prefill: the tokens of a prompt that layers take at a time.
@@ -177,10 +173,10 @@ def make_decoding(
     """
     tokens = _check_tokens(plan, logits)
     plan = _with_own_ends(plan) if plan.shares_ends else plan
-    layers_for = _decoding_layers(plan, cut, size, length)
+    layers_for = _decoding_layers(plan, size, length)
     fed = lambda count: jax.ShapeDtypeStruct((size, count), tokens.dtype)
     step = _decoding_step(plan, layers_for(fed(1)), fed(1), length)
-    warn_of_uncached(plan, step.model, on_inputs(plan, cut))
+    warn_of_uncached(plan, step.model, on_inputs(plan))
     try:
         first = _decoding_step(plan, layers_for(fed(prefill)), fed(prefill), length) if prefill > 1 else None
     except ValueError as error:
@@ -194,12 +190,10 @@ def make_decoding(
     return Decoding(step, first, caches, starts, pick)
 
 
-def _decoding_layers(
-    plan: Plan, cut: CutModel | None, size: int, length: int
-) -> Callable[[jax.ShapeDtypeStruct], Sequence[AnyLayer]]:
+def _decoding_layers(plan: Plan, size: int, length: int) -> Callable[[jax.ShapeDtypeStruct], Sequence[AnyLayer]]:
     """Tokens `[b, T]` -> the layers that take them in decode mode, with caches for sequences of a length."""
-    if cut is not None:
-        return cut_decoder(cut, plan.traced.inputs, size, length)
+    if plan.cut is not None:
+        return cut_decoder(plan.cut, plan.traced.inputs, size, length)
     takes = [plan.traced.called_with(i) for i in range(plan.traced.num_layers)]
     layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
     return lambda tokens: layers
@@ -244,7 +238,7 @@ def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct
 
 
 def _with_own_ends(plan: Plan) -> Plan:
-    """The plan with each end on its own stage: its weights are brought there once, for all tokens.
+    """The plan with each end on its own stage: its weights are joined there once, for all tokens.
 
     Raises:
       ValueError: another axis splits the same dimension of such a weight, so that no stage can join its parts.
@@ -290,8 +284,8 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
         short = [leaf for leaf in leaves if counts and leaf.ndim > 2 and leaf.shape[1] < length]
         if short:
             raise ValueError(
-                f"generate: sequences of {length} tokens are longer than the cache of layer {group.indices[0]} "
-                f"({group.layer.name}), {describe(short[0])}; shorten the prompts, ask for less, or make it longer"
+                f"generate: sequences of {length} tokens are longer than the cache of {group.in_words}, "
+                f"{describe(short[0])}; shorten the prompts, ask for less, or make it longer"
             )
 
 
@@ -342,7 +336,7 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
     for path, (smallest, largest) in pairs:
         if smallest != largest or np.iscomplexobj(smallest):
             raise ValueError(
-                f"generate: the cache of layer {group.indices[0]} ({group.layer.name}) starts from different numbers, "
-                f"or complex ones, at {jax.tree_util.keystr(path)}; start from one real number, such as 0"
+                f"generate: the cache of {group.in_words} starts from different numbers, or complex ones, at "
+                f"{jax.tree_util.keystr(path)}; start from one real number, such as 0"
             )
     return [float(smallest) for _, (smallest, _) in pairs]

@@ -37,9 +37,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial, reduce
 from operator import or_
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,45 +58,20 @@ from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS, crosses_beside
-from jpipe.schedules.ticks import ROWS, Run, SlotTable
-from jpipe.schedules.waiting import Away
+from jpipe.schedules.ticks import ROWS, Run, Slot, SlotTable
 from jpipe.types import Leaf
 
-Crossing = dict[int, dict[int, Buffers]]
+Arrivals = dict[int, dict[int, Buffers]]
 """The values that arrive beside a slot, by flow and route."""
 
 SENT = {+1: "activation", -1: "cotangent"}
 """What is sent along each flow."""
 
 
-class Now(NamedTuple):
-    """The tick table's entries for this device in one slot of one tick: integer scalars, the columns of `SlotTable`.
-
-    Attributes:
-      kind: 0 where the device idles, else 1 + the index of the action's kind among those of the slot.
-      microbatch: the action's micro-batch.
-      chunk: which of the stage's V virtual stages runs.
-      anew: 1 if the action computes a forward again (remat "stage" and "full").
-      activation: the row of `TickCarry.waiting["activation"]` that the action reads; -1 for none.
-      cotangent: the row of `TickCarry.waiting["cotangent"]` that the action reads; -1 for none.
-      residual, late_residual, w_input: the rows of what the action keeps for later ones, or reads
-        (`jpipe.planning.kept`); -1 for none.
-      away: where residuals are that go to the host.
-      activation_in, cotangent_in: for each route, the row into which what arrives in this slot is written; -1 for none.
-    """
-
-    kind: Index
-    microbatch: Index
-    chunk: Index
-    anew: Index
-    activation: Index
-    cotangent: Index
-    residual: Index
-    late_residual: Index
-    w_input: Index
-    away: dict[str, Away[Index]]
-    activation_in: tuple[Index, ...]
-    cotangent_in: tuple[Index, ...]
+_COLUMNS = [field.name for field in fields(Slot) if field.name != "kinds"]
+jax.tree_util.register_dataclass(Slot, _COLUMNS, ["kinds"])
+Now = Slot[Index]
+"""A slot's entries for this device in one tick, integer scalars."""
 
 
 # --- the two programs -------------------------------------------------------------------------------------------------
@@ -115,7 +90,7 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(activation=step.activations.empty(), kept={}, state={}, results=results)
     backward = BackwardWork(cotangent={}, gradients={}, shared_gradients={}, overwritten={})
-    results = _run_ticks(stage, _first_carry(stage, forward, backward)).forward.results
+    results = _run_ticks(stage, forward, backward).forward.results
     # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
@@ -145,7 +120,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     shared_gradients = {v: list(map(zeros, leaves, types[v].leaves)) for v, leaves in shared.items()}
     forward = ForwardWork(activation, step.kept.empty(), state, results=list(map(_accumulator, step.outputs)))
     backward = BackwardWork(cotangent, gradients, shared_gradients, overwritten)
-    carry = _run_ticks(stage, _first_carry(stage, forward, backward))
+    carry = _run_ticks(stage, forward, backward)
     if stage.only is not None:
         # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
         # compiler, which would drop the code after the ticks, though its time is to be measured.
@@ -155,16 +130,6 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     filled = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
     new = {name: jax.tree.map(filled, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
     return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new, gradients
-
-
-def _first_carry(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
-    """The carry before the first tick: no value waits, so what is there for them has any values."""
-    step = stage.step
-    crossing = {"activation": step.activations.crossing(forward.activation)}
-    crossing["cotangent"] = step.cotangents.crossing(backward.cotangent) if step.schedule.trains else {}
-    rows = lambda count, arrays: jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), arrays)
-    waiting = {name: [rows(len(one), crossing[name]) for one in step.table.waiting[name]] for name in crossing}
-    return beside_slots.first_carry(stage, forward, backward, waiting)
 
 
 def _accumulator(array: Leaf) -> jax.Array:
@@ -187,30 +152,29 @@ def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
 # --- ticks ------------------------------------------------------------------------------------------------------------
 
 
-def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
+def _run_ticks(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
     """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
-    step, only = stage.step, stage.only
-    slots = step.table.slots
-    columns = [Now(*(getattr(slot, name) for name in Now._fields)) for slot in slots]
-    structure = jax.tree.structure(columns[0])
-    table, runs = jnp.asarray(list(map(jax.tree.leaves, columns))), step.table.runs  # [slots, columns, T, K]
+    step, only, slots = stage.step, stage.only, stage.step.table.slots
+    carry = beside_slots.first_carry(step, forward, backward)
+    table, runs = jnp.asarray(list(map(jax.tree.leaves, slots))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
         num_ticks = only.shape[1]
-        table = table[:, :, :num_ticks].at[:, Now._fields.index("kind")].multiply(only)
+        table = table[:, :, :num_ticks].at[:, _COLUMNS.index("kind")].multiply(only)
         runs = (Run(0, num_ticks, ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
     for run in runs:
-        turns = beside_slots.turns_of(step, run)
+        ticks = slice(run.start, run.stop)
+        turns = [Turns(*(jnp.asarray(column[ticks]) for column in of_slot)) for of_slot in step.ends.turns]
 
         def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
             row, turns = entries
-            for i in range(len(slots)):
-                now = jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
+            for i, slot in enumerate(slots):
+                now = jax.tree.unflatten(jax.tree.structure(slot), [row[i, j] for j in range(table.shape[1])])
                 carry = _run_slot(stage, run, i, now, turns, carry)
             return carry, None
 
         with jax.named_scope("ticks"):
-            carry = jax.lax.scan(tick, carry, (mine[run.start : run.stop], turns))[0]
+            carry = jax.lax.scan(tick, carry, (mine[ticks], turns))[0]
     return carry
 
 
@@ -261,7 +225,7 @@ def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
     return reduce(or_, [now.kind == code for code in codes])
 
 
-def _held(crossing: Crossing, carry: TickCarry, *, together: bool) -> tuple[Crossing, TickCarry]:
+def _held(crossing: Arrivals, carry: TickCarry, *, together: bool) -> tuple[Arrivals, TickCarry]:
     """Puts what a slot left behind an `optimization_barrier`; returns what crosses beside the slot, and the carry.
 
     It is for meshes with more axes than `stage`: along these layers may send too. XLA's scheduler places the operations
@@ -281,7 +245,7 @@ def _held(crossing: Crossing, carry: TickCarry, *, together: bool) -> tuple[Cros
     return crossing, carry._replace(forward=forward, backward=backward, waiting=waiting or carry.waiting)
 
 
-def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Crossing:
+def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Arrivals:
     """The values, by flow and route, that slot `i` left and that cross beside the slot after it, or else before it."""
     slots, names = stage.step.table.slots, stage.step.schedule.slots
     flows = [flow for flow in _flows(slots, run, i) if crosses_beside(names, flow, i) == beside]
@@ -336,7 +300,7 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
     return jax.tree.map(lambda leaf: jax.lax.platform_dependent(leaf, default=whole, cuda=by_way, rocm=by_way), sent)
 
 
-def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Crossing, carry: TickCarry) -> TickCarry:
+def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Arrivals, carry: TickCarry) -> TickCarry:
     """The carry with what arrived in a slot, by flow and route, in its rows.
 
     Where the table has a row in each tick, it is always written: if nothing new arrived, the row is no longer needed,
@@ -364,16 +328,16 @@ def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Crossing, carry:
 
 def _forward(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
     """F: runs the layers forward, and keeps residuals unless a backward is to recompute them."""
-    step = stage.step
-    job = _job(stage, counts, now, keeps=step.stores_residuals)
-    activation = _activation(stage, job, now, carry)
+    job = _job(stage, counts, now, keeps=stage.step.stores_residuals)
+    activation = _received(stage, "activation", job, now, carry)
     return carry._replace(forward=stage.forward(job, carry.forward._replace(activation=activation)))
 
 
 def _recompute(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
     """R: runs the layers forward again for their residuals alone; the state and the results have been counted by F."""
     job = _job(stage, counts, now)
-    work = ForwardWork(_activation(stage, job, now, carry), carry.forward.kept, state={}, results=[])
+    activation = _received(stage, "activation", job, now, carry)
+    work = ForwardWork(activation, carry.forward.kept, state={}, results=[])
     return carry._replace(forward=carry.forward._replace(kept=stage.forward(job, work).kept))
 
 
@@ -384,8 +348,7 @@ def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole
         # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
         recomputes = "R" not in step.schedule.kinds or now.anew > 0
         carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
-    cotangent = beside_slots.last_cotangents(stage, job, _read_row(stage, "cotangent", now, carry), carry)
-    work = carry.backward._replace(cotangent=cotangent)
+    work = carry.backward._replace(cotangent=_received(stage, "cotangent", job, now, carry))
     backward, kept = stage.backward(job, work, carry.forward.kept, carry.back, whole=whole)
     # What is kept is handed back so that the next action writes into the same memory.
     return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
@@ -418,12 +381,12 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
     return Job(now.microbatch, rows, counts, virtual_stage)
 
 
-def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
-    """The activation of a virtual stage's first layer, in boundary buffers."""
-    return beside_slots.first_input(stage, job, _read_row(stage, "activation", now, carry), carry)
+def _received(stage: Stage, name: str, job: Job, now: Now, carry: TickCarry) -> Buffers:
+    """Boundary buffers with the "activation" or "cotangent" that an action receives: from its row, or a shared end."""
+    return beside_slots.with_end(stage.step, name, job, _read_row(stage.step, name, now, carry), carry)
 
 
-def _read_row(stage: Stage, name: str, now: Now, carry: TickCarry) -> Buffers:
+def _read_row(step: Step, name: str, now: Now, carry: TickCarry) -> Buffers:
     """Boundary buffers with the "activation" or "cotangent" that the action receives, from the row in which it waits.
 
     The rest of the buffers is only memory to write into: the stage's layers write each inner boundary before they read
@@ -431,8 +394,8 @@ def _read_row(stage: Stage, name: str, now: Now, carry: TickCarry) -> Buffers:
     nothing: on other virtual stages what the action reads is there already.
     """
 
-    boundaries, buffers = _at_boundary(stage.step, name, carry)
-    waiting, numbers, row = carry.waiting[name], stage.step.table.waiting[name], getattr(now, name)
+    boundaries, buffers = _at_boundary(step, name, carry)
+    waiting, numbers, row = carry.waiting[name], step.table.waiting[name], getattr(now, name)
 
     def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
         row, rows = at

@@ -108,29 +108,29 @@ def timetable(placement: Placement, num_rounds: int) -> np.ndarray:
     return table
 
 
-def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
+def run_decoding(stage: Stage, decoding: Decoding, call: Round) -> jax.Array:
     """Returns prompts with the tokens that follow, `[K, b, S + num_tokens]`, on any device of a `shard_map`."""
-    caches = {n: jnp.full(a.shape, plan.starts[n], a.dtype) for n, a in plan.caches.named_buffers}
+    caches = {n: jnp.full(a.shape, decoding.starts[n], a.dtype) for n, a in decoding.caches.named_buffers}
     done = call.prompts
-    if plan.prefill is not None:
+    if decoding.prefill is not None:
         first = call._replace(num_tokens=1)
-        said, caches = _go_round(replace(stage, step=plan.prefill), plan, first, caches)
+        said, caches = _go_round(replace(stage, step=decoding.prefill), decoding, first, caches)
         done = jnp.concatenate([done, said], axis=-1)
         call = call._replace(prompts=said, num_tokens=call.num_tokens - 1, start=call.prompts.shape[-1])
     if call.num_tokens:
-        said, _ = _go_round(stage, plan, call, caches)
+        said, _ = _go_round(stage, decoding, call, caches)
         done = jnp.concatenate([done, said], axis=-1)
     return done
 
 
-def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tuple[jax.Array, Buffers]:
+def _go_round(stage: Stage, decoding: Decoding, call: Round, caches: Buffers) -> tuple[jax.Array, Buffers]:
     """Returns (the tokens that follow prompts, `[K, b, num_tokens]`, on all stages; the caches after them)."""
     step, place, at_once = stage.step, stage.step.schedule.placement, stage.step.model.batch.shape[1]
     num_rounds = call.prompts.shape[-1] // at_once + call.num_tokens - 1
     table = jnp.moveaxis(jnp.asarray(timetable(place, num_rounds)), -1, 0)
     turns = take_row(table, stage.device)
     said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
-    # The last layer's weights are brought to their order once. They may lie transposed, and a compiler would copy them
+    # The last layer's weights are put into their order once. They may lie transposed, and a compiler would copy them
     # in every tick.
     rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
     head = tuple(map(rows, stage.weights(Job(0, {}, g=step.model.last))))
@@ -139,7 +139,7 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
     def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
         microbatch, virtual_stage, round_, route = now
         virtual_stage = 0 if place.num_virtual_stages == 1 else virtual_stage
-        work = lambda at, carry: _work(stage, plan, call, head, at, carry)
+        work = partial(_work, stage, decoding, call, head)
         carry = when(round_ >= 0, (microbatch, virtual_stage, round_), work, carry)
         return _passed_on(stage, place, route, carry), None
 
@@ -150,7 +150,12 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
 
 
 def _work(
-    stage: Stage, plan: Decoding, call: Round, head: tuple[list[Leaf], ...], at: tuple[Index, ...], carry: DecodingCarry
+    stage: Stage,
+    decoding: Decoding,
+    call: Round,
+    head: tuple[list[Leaf], ...],
+    at: tuple[Index, ...],
+    carry: DecodingCarry,
 ) -> DecodingCarry:
     """Sends tokens through layers; `at` is (micro-batch, virtual stage, round), `head` the last layer's weights."""
     step, groups, (microbatch, virtual_stage, round_) = stage.step, stage.step.model.groups, at
@@ -166,7 +171,7 @@ def _work(
         first = groups[job.g].indices[0]
         x = step.activations.read(carry.activation, first - 1, 0) if first else []
         row = Row(job.microbatch, stage.device)
-        return carry.tokens, x, plan.caches.read(carry.caches, job.g, job.position, row)
+        return carry.tokens, x, decoding.caches.read(carry.caches, job.g, job.position, row)
 
     def visit(job: Job, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
         tokens, x, cache = arrays
@@ -175,11 +180,11 @@ def _work(
         results, _ = step.forwards[job.g](LayerArguments(params, cache, fixed, None, batch), x)
         if cache:
             row = Row(job.microbatch, stage.device)
-            carry = carry._replace(caches=plan.caches.write(carry.caches, job.g, job.position, results.state, row))
+            carry = carry._replace(caches=decoding.caches.write(carry.caches, job.g, job.position, results.state, row))
         if job.g != step.model.last:
             buffers = step.activations.write(carry.activation, groups[job.g].indices[0], 0, results.outputs)
             return carry._replace(activation=buffers)
-        return _said(stage, call, job.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
+        return _said(stage, call, job.microbatch, begin + at_once, decoding.logits(results.outputs)[:, -1], carry)
 
     return Sweep(stage.step, Job(microbatch, {}, virtual_stage=virtual_stage), reads, visit, "F").run(carry)
 
@@ -300,7 +305,7 @@ class Generator:
     def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
         planner = self._planner
         with planner.tracing(), task(f"tracing {len(planner.request.layers)} layers in decode mode"):
-            return make_decoding(planner.known_plan(), planner.cut, size, length, prefill, logits)
+            return make_decoding(planner.known_plan(), size, length, prefill, logits)
 
 
 def _check_prompts(prompts: Leaf, stages: int) -> None:

@@ -23,10 +23,10 @@ from jpipe.jax.in_place import Index
 from jpipe.jax.primitives import ClosedJaxpr, Var, shapes_of
 from jpipe.jax.tracing import replay
 from jpipe.jax.trees import accumulator_dtype
+from jpipe.memory.batches import split_microbatches
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.outputs import join_microbatches
 from jpipe.memory.records import Leaves, Records
-from jpipe.memory.rows import split_microbatches
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import on_stages, shapes_only
 from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, Constants, LayerGroup
@@ -264,8 +264,8 @@ def run_step(
         variables |= {"params": cast(variables["params"])}  # before they are gathered, which sends less then
         variables |= {name: plan.at_work[name].gathered(variables[name]) for name in step.collections(*WEIGHTS)}
         variables |= {"params": cast(variables["params"])}  # of the ends, what has been joined
-        known = known_to_loss(step, batch, key)
-        return work(Stage(step, variables, batch, key, only, known, send_shared(step, variables, device), device))
+        known, shared = known_to_loss(step, batch, key), send_shared(step, variables, device)
+        return work(Stage(step, variables, batch, key, only=only, known=known, shared=shared, device=device))
 
     splits = plan.request.splits
     count = step.schedule.num_microbatches

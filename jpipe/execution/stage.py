@@ -142,10 +142,10 @@ class Stage:
             if work.state and arguments.state:
                 is_last_microbatch = job.microbatch == step.schedule.num_microbatches - 1
                 names = groups[job.g].state_names
-                totals = self._read(work.state, names, job.g, job.position)
+                totals = self._read(work.state, names, job.layer)
                 new_state = step.mergings[job.g].accumulate(totals, arguments.state, results.state, is_last_microbatch)
                 totals = job.chosen(new_state, totals)
-                work = work._replace(state=self._write(work.state, names, job.g, job.position, totals))
+                work = work._replace(state=self._write(work.state, names, job.layer, totals))
             if job.g != step.model.last:
                 boundary = groups[job.g].indices[0]
                 activation = self._passed_on(step.activations, job, boundary, results.outputs, work.activation)
@@ -181,7 +181,7 @@ class Stage:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             work, kept = state
             if job.g == step.model.last:
-                cotangents = self.of_loss(job.g)
+                cotangents = self.of_loss()
             else:
                 cotangents = step.cotangents.read(work.cotangent, step.model.groups[job.g].indices[0], 0)
             return self.batch_of(job), step.kept.read_residuals(kept, job.layer, job.rows, back), cotangents
@@ -205,12 +205,11 @@ class Stage:
             work = self.add_gradients(job, work, gradients)
             if new:
                 names = [name for name in step.model.groups[job.g].fixed_names if name in work.overwritten]
-                so_far = self._read(work.overwritten, names, job.g, job.position)
+                so_far = self._read(work.overwritten, names, job.layer)
                 # Each micro-batch gives the largest amplitude that it saw; the batch's is the largest of those.
                 largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(so_far, new, strict=True)]
                 largest = job.chosen(largest, so_far)
-                overwritten = self._write(work.overwritten, names, job.g, job.position, largest)
-                work = work._replace(overwritten=overwritten)
+                work = work._replace(overwritten=self._write(work.overwritten, names, job.layer, largest))
             first = step.model.groups[job.g].indices[0]
             if first == 0:
                 return work, kept
@@ -226,7 +225,8 @@ class Stage:
         def reads(job: Job, _: BackwardWork) -> tuple[LayerInputs, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, its inputs from I)."""
             residuals = step.kept.read_residuals(kept, job.layer, job.rows, back, late=True)
-            return self.batch_of(job), residuals, step.kept.read(kept, "w_input", job.layer, job.rows)
+            batch, storage = self.batch_of(job), step.kept.storages["w_input"]
+            return batch, residuals, storage.read(kept["w_input"], *job.layer, job.rows["w_input"])
 
         def visit(job: Job, read: tuple[LayerInputs, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
             batch, residuals, w_inputs = read
@@ -245,7 +245,7 @@ class Stage:
         # What idle stages compute along may be anything, NaN too, so it isn't multiplied by zero.
         gradients = [None if a is None else job.or_zeros(a) for a in gradients]
         gradients = self.step.gradient_sums.converted(record.buffers, gradients, now)
-        # A set of shared ends is in `self.shared` too, since each stage has its leaves at hand. But it takes the first
+        # A set of shared ends is in `self.shared` too, since each stage reads its leaves there. But it takes the first
         # branch: each stage adds to its own part, so that nothing has to be summed over stages after the ticks. Where a
         # leaf isn't split, all stages have the same gradient of it, and only the stage that holds the leaf adds it.
         if v in self.step.ends.sets:
@@ -309,7 +309,7 @@ class Stage:
             of_model, index = group.layer.has_model_key, look_up(group.indices, job.position)
             key = layer_key(self.key, index, job.microbatch, of_model=of_model)
         params, fixed = self.weights(job)
-        state = self._read(self.variables, group.state_names, job.g, job.position)
+        state = self._read(self.variables, group.state_names, job.layer)
         return LayerArguments(params, state, fixed, key, *inputs)
 
     def weights(self, job: Job) -> tuple[list[Leaf], list[Leaf]]:
@@ -319,7 +319,7 @@ class Stage:
         def read(names: list[str]) -> list[Leaf]:
             if group.variable_set in self.shared:
                 return [leaf for name in names for leaf in self.shared[group.variable_set][name]]
-            return self._read(self.variables, names, job.g, job.position)
+            return self._read(self.variables, names, job.layer)
 
         params, fixed = read(["params"]), read(group.fixed_names)
         if group.variable_set is not None:
@@ -337,9 +337,10 @@ class Stage:
             fixed = [*fixed, *constants.of(look_up(group.indices, job.position))]
         return params, fixed
 
-    def of_loss(self, g: int) -> list[Leaf]:
+    def of_loss(self) -> list[Leaf]:
         """The cotangents of the parts of the loss: it is their sum."""
-        return [jnp.ones((), part.dtype) for part in self.step.functions[g].differentiated(self.step.outputs)]
+        parts = self.step.functions[self.step.model.last].differentiated(self.step.outputs)
+        return [jnp.ones((), part.dtype) for part in parts]
 
     # --- state ---
 
@@ -355,26 +356,27 @@ class Stage:
         # Layers with state never share, so that their instance is their position.
         def read(v: int, instance: Index, _: object) -> list[list[Leaf]]:
             """The totals and the old state of an instance."""
-            return [self._read(tree, names(v), group_of[v], instance) for tree in (totals, self.variables)]
+            return [self._read(tree, names(v), (group_of[v], instance)) for tree in (totals, self.variables)]
 
         def visit(v: int, instance: Index, leaves: list[list[Leaf]], buffers: dict[str, Buffers]) -> dict[str, Buffers]:
             totals, old = leaves
             new = step.mergings[group_of[v]].finish(totals, old, step.schedule.num_microbatches)
-            return self._write(buffers, names(v), group_of[v], instance, new)
+            return self._write(buffers, names(v), (group_of[v], instance), new)
 
         zeros = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in totals}
         return step.storages["params"].for_each_local(read, visit, self.device, zeros)
 
-    def _read(self, buffers: dict[str, Buffers], names: list[str], g: int, position: Index) -> list[Leaf]:
-        """The leaves of some of a layer's collections, in order, out of buffers by collection."""
-        # The position is the instance, as in `add_gradients`.
+    def _read(self, buffers: dict[str, Buffers], names: list[str], layer: tuple[int, Index]) -> list[Leaf]:
+        """The leaves of some of a layer's collections, in order, out of buffers by collection; `layer` as of `Job`."""
+        g, position = layer  # which is the instance, as in `add_gradients`
         storages, v = self.step.storages, self.step.model.groups[g].variable_set
         return [leaf for name in names if v is not None for leaf in storages[name].read(buffers[name], v, position)]
 
     def _write(
-        self, buffers: dict[str, Buffers], names: list[str], g: int, position: Index, leaves: list[Leaf]
+        self, buffers: dict[str, Buffers], names: list[str], layer: tuple[int, Index], leaves: list[Leaf]
     ) -> dict[str, Buffers]:
         """The inverse of `_read`: the buffers with these leaves written."""
+        g, position = layer
         v, buffers, rest = self.step.model.groups[g].variable_set, dict(buffers), iter(leaves)
         for name in names:
             storage = self.step.storages[name]

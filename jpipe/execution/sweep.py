@@ -78,7 +78,7 @@ class Sweep(Generic[Carry, Reads]):
     stage has exactly one in pass p, which needs no loop if there is no other pass. `passes_of[s]` counts the passes
     of virtual stage s.
 
-    An empty range is a loop of zero trips. `loops.each` ties what the loop reads to its trips by an
+    An empty range is a loop of zero trips. `each` (`jax/in_place.py`) ties what the loop reads to its trips by an
     `optimization_barrier`; else a compiler could move work out of the loop, and do it even for zero trips.
     Groups without a layer on any virtual stage that has actions of this `kind` have no loop. Those of
     `Step.idle_work` are run by all virtual stages, as many of their layers on each.

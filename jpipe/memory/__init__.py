@@ -1,1 +1,1 @@
-"""Lays out arrays on stages: variables, a stage's buffers, values that cross a boundary, the rows of batches."""
+"""Lays out arrays on stages: variables, a stage's buffers, values that cross a boundary, batches."""

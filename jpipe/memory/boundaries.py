@@ -19,7 +19,7 @@ from jpipe.jax.in_place import put_slice
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.memory.storage import Buffers, Storage, build_storage
 
-WASTE = 1.0
+WASTE_AT_BOUNDARIES = 1.0
 """How much more memory (as a share) stacked leaves may take than flat ones would: a device holds one set of these
 buffers, and a copy of the part that crosses for each micro-batch that waits. What stacking saves is the copy that
 flattening a leaf makes on an accelerator."""
@@ -74,7 +74,7 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], crosse
         device_of=[0] * count,  # all use the same places
         orders=[[tuple(range(leaf.ndim)) for leaf in leaves] for leaves in boundaries],
         labels=list(map(_occurrences, boundaries)),
-        waste=WASTE,
+        waste=WASTE_AT_BOUNDARIES,
     )
     sizes: dict[str, int] = {}
     for i in crossed:

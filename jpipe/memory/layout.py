@@ -9,7 +9,7 @@ other stage has room for them. `jpipe.memory.at_work` brings them to where a ste
 
 A `ScatteredLeaf` of one stage is split over all stages, along the largest dimension that K divides. So whole states go
 to another layout, to a checkpoint and back, while no device holds more than its part. Arrays on the hosts are cut into
-slices (`Cuts`), of which a device holds a few, never all.
+slices (`HostSlices`), of which a device holds a few, never all.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _from_host(layout: Layout, leaves: Mapping[tuple[int, int], Sequence[Leaf]])
             """A device's part `[1, ...]` of `[K, ...]`."""
             assert index, "JAX asks for slices"
             device = None if shape.shape[0] < layout.num_stages else index[0].start or 0
-            return layout.storage.on_host(name, device, leaves)[None][(slice(None), *index[1:])]
+            return layout.storage.in_numpy(name, device, leaves)[None][(slice(None), *index[1:])]
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, part)
 

@@ -166,7 +166,7 @@ class Storage:
                 arrays[name] = add(arrays[name], entry, value.transpose(order))
         return arrays
 
-    def on_host(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
+    def in_numpy(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
         """Makes one buffer of one device, `[size, ...]`, in NumPy.
 
         Args:

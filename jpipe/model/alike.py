@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of, without_calls
+from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of
 from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jpipe.jax.tracing import depends_on, equations_in, trace
 from jpipe.jax.trees import is_float
@@ -101,7 +101,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes, kinds: Kinds)
             results[DECODE] = (), made
     flat = {mode: flatten(jaxpr, calls=PLAIN_CALLS) for mode, jaxpr in jaxprs.items()}
     found = {mode: kinds.part(one, one.equations, one.arguments, one.results).kind for mode, one in flat.items()}
-    jaxprs = {mode: without_calls(jaxpr, PLAIN_CALLS) for mode, jaxpr in jaxprs.items()}
+    jaxprs = {m: jaxpr_of(one, one.equations, one.arguments, one.results, [*one.constants]) for m, one in flat.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
     structures = jax.tree.structure(variables), {mode: jax.tree.structure(shapes) for mode, shapes in results.items()}
     return LayerTraces(jaxprs, scalars, results, (found, structures, layer.partition_specs(variables)))
@@ -242,10 +242,10 @@ class Kinds:
         if id(one.equation) not in self._known:
             shapes = tuple((flat.avals[n].shape, flat.avals[n].dtype) for n in (*one.reads, *one.makes))
             name = one.equation.primitive.name, shapes
-            alike, described = self._operations.setdefault(name, []), _equation_described(flat, one)
-            index = next((i for i, other in enumerate(alike) if same_value(other, described)), len(alike))
+            alike, new = self._operations.setdefault(name, []), _equation_described(flat, one)
+            index = next((i for i, other in enumerate(alike) if same_value(other, new)), len(alike))
             if index == len(alike):
-                alike.append(described)
+                alike.append(new)
             self._known[id(one.equation)] = one.equation, (name, index)
         return self._known[id(one.equation)][1]
 
@@ -256,7 +256,7 @@ def _equation_described(flat: FlatJaxpr, one: FlatEquation) -> object:
     Functions among the parameters, such as rules of derivatives, are made anew in each trace. So it is differentiated.
     """
     if not has_custom_derivatives([one.equation]):
-        return whole(sorted(one.equation.params.items()))
+        return described(sorted(one.equation.params.items()))
     reads, makes = dict.fromkeys(n for n in one.reads), dict.fromkeys(one.makes)
     run = jaxpr_as_fun(jaxpr_of(flat, [one], list(reads), list(makes), []))
     shapes = [jax.ShapeDtypeStruct(flat.avals[n].shape, flat.avals[n].dtype) for n in reads]
@@ -271,7 +271,7 @@ def _equation_described(flat: FlatJaxpr, one: FlatEquation) -> object:
         return results, back(jax.tree.map(jnp.ones_like, results))
 
     with suppress(Exception):  # a loop without a known number of turns has no derivative: it is like no other
-        return whole(trace(run, *shapes)[0]), whole(trace(differentiated, *shapes)[0])
+        return described(trace(run, *shapes)[0]), described(trace(differentiated, *shapes)[0])
     return one.equation
 
 
@@ -292,7 +292,7 @@ def has_custom_derivatives(equations: Iterable[JaxprEqn]) -> bool:
     return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(equations))
 
 
-def whole(value: object) -> object:
+def described(value: object) -> object:
     """Describes a trace, or an equation's parameter, for `same_value`: jaxprs with all of their numbers."""
     if isinstance(value, ClosedJaxpr):
         return _jaxpr_described(value)
@@ -300,7 +300,7 @@ def whole(value: object) -> object:
         return _jaxpr_described(ClosedJaxpr(value, ()))
     if isinstance(value, np.ndarray | jax.Array):
         return bits(value)
-    return list(map(whole, value)) if isinstance(value, tuple | list) else value
+    return list(map(described, value)) if isinstance(value, tuple | list) else value
 
 
 def _jaxpr_described(closed: ClosedJaxpr) -> object:
@@ -310,5 +310,5 @@ def _jaxpr_described(closed: ClosedJaxpr) -> object:
     """
     flat = flatten(closed)
     constants = list(map(bits, flat.constants.values()))
-    equations = [(e.primitive.name, whole(sorted(e.params.items())), *numbers) for e, _, *numbers in flat.equations]
+    equations = [(e.primitive.name, described(sorted(e.params.items())), *numbers) for e, _, *numbers in flat.equations]
     return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, equations, flat.results

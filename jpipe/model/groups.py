@@ -211,6 +211,11 @@ class LayerGroup:
     constants: Mapping[str, Constants] = field(default_factory=dict)
     trace: LayerTrace | None = None
 
+    @property
+    def in_words(self) -> str:
+        """The first of the layers, for messages."""
+        return f"layer {self.indices[0]} ({self.layer.name})"
+
     def scope(self, g: int) -> str:
         """The named scope in which programs call the layers, if they are group g; "/" would part it in two."""
         return f"{self.layer.name.replace('/', '.')}.{g}"

@@ -317,7 +317,7 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
 def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
     """Traces the initialisation of a group's layers, to make new variables; errors as of its `check`."""
     traced = trace_init(group.layer, key, group.takes, batch)
-    traced.check(f"layer {group.indices[0]} ({group.layer.name})")
+    traced.check(group.in_words)
     constants = group.constants.get(INIT, Constants())
     if not constants.places:
         return traced

@@ -40,7 +40,7 @@ from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Terms = Callable[[PyTree, Batch, Leaf | None], list[jax.Array]]
 """(outputs, batch, random key) -> the terms of a loss, scalars."""
-Arguments = tuple[Shapes, Shapes, Shapes | None]
+LossShapes = tuple[Shapes, Shapes, Shapes | None]
 """The shapes of its arguments; no key in evaluation."""
 
 
@@ -97,7 +97,7 @@ class PartsOfLoss:
       CouplesError: an equation couples examples.
     """
 
-    def __init__(self, terms: Terms, of_part: Arguments, whole: Arguments, lying: Sequence[AxisSharding]):
+    def __init__(self, terms: Terms, of_part: LossShapes, whole: LossShapes, lying: Sequence[AxisSharding]):
         leaves, (outputs, batch, key) = jax.tree.leaves(of_part[1]), whole
         count, late = jax.tree.leaves(batch)[0].shape[0] // leaves[0].shape[0], [True] * len(lying)
         at = [*(PARTIAL if at == AVERAGED else at for at in lying), *[Shard(0)] * len(leaves)]
@@ -195,7 +195,7 @@ class TracedLoss:
       metrics: the names of its metrics.
       weights: micro-batch, random key (none in evaluation) -> the weights of all terms.
       total_weights: these, over all micro-batches, if they follow from shapes alone; else None.
-      whole: the names of the terms that are numbers of the mini-batch.
+      number_terms: the names of the terms that are numbers of the mini-batch.
       numbers: these terms by micro-batch; None if there are none.
       at_once: outputs, mini-batch, random key -> `sums_at_once`, then the gradients at floating-point outputs; None if
         the loss isn't taken so.
@@ -211,7 +211,7 @@ class TracedLoss:
     metrics: tuple[str, ...]
     weights: ClosedJaxpr
     total_weights: list[float] | None
-    whole: tuple[str, ...] = ()
+    number_terms: tuple[str, ...] = ()
     numbers: PartsOfLoss | None = None
     at_once: ClosedJaxpr | None = None
     known: Sequence[jax.ShapeDtypeStruct] = ()
@@ -254,7 +254,7 @@ class TracedLoss:
             floats = filter(is_float, jax.tree.leaves(outputs))
             products = [jnp.sum(gradient * leaf) for gradient, leaf in zip(known, floats, strict=True)]
             return [jnp.sum(jnp.stack([product.astype(self.of_batch.dtype) for product in products]))]
-        if self.whole == self.terms and not self.metrics:
+        if self.number_terms == self.terms and not self.metrics:
             parts, metrics = {}, {}
         else:
             terms, metrics = loss_parts(call_loss(self.function, outputs, batch, key))
@@ -263,7 +263,7 @@ class TracedLoss:
             parts = {name: self._quotient(_as_pair(terms[name])[0], total) for name, total in weighted}
         if self.numbers is not None:
             keys = key if self.takes_key else None
-            parts |= dict(zip(self.whole, self.numbers(outputs, batch, keys, known), strict=True))
+            parts |= dict(zip(self.number_terms, self.numbers(outputs, batch, keys, known), strict=True))
         return [*(parts[name] for name in self.terms), *self._constants(metrics)]
 
     def sums_at_once(self, outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
@@ -360,17 +360,11 @@ def trace_loss(
     has_weight_1 = isinstance(returned, tuple) and len(returned) == 3 and by_shapes == [1.0]
     # Or each example has the weight 1, and a micro-batch has one.
     is_number = has_weight_1 and _weights(loss_fn, whole, returned, names, dtype)[1] == [1.0]
-    numbers = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
-    return with_totals(_by_microbatch(loss, numbers, (outputs, batch, key), whole, lying) if numbers else loss)
+    number_terms = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
+    return with_totals(_in_parts(loss, number_terms, (outputs, batch, key), whole) if number_terms else loss)
 
 
-def _by_microbatch(
-    loss: TracedLoss,
-    numbers: tuple[str, ...],
-    of_part: tuple[Shapes, Shapes, Shapes],
-    whole: tuple[Shapes, Shapes, Shapes],
-    lying: Sequence[AxisSharding],
-) -> TracedLoss:
+def _in_parts(loss: TracedLoss, number_terms: tuple[str, ...], of_part: LossShapes, whole: LossShapes) -> TracedLoss:
     """The same loss, of which some terms are numbers of the mini-batch; arguments as of `trace_loss`.
 
     Raises:
@@ -379,12 +373,12 @@ def _by_microbatch(
 
     def terms_of(outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
         terms, _ = loss_parts(call_loss(loss.function, outputs, batch, key))
-        return [_as_pair(terms[name])[0] for name in numbers]
+        return [_as_pair(terms[name])[0] for name in number_terms]
 
     name, rows = loss_name(loss.function), [jax.tree.leaves(batch)[0].shape[0] for batch in (whole[1], of_part[1])]
     try:
         with _telling(loss.function, "the whole mini-batch", *whole):
-            parts = PartsOfLoss(terms_of, of_part, whole, lying)
+            parts = PartsOfLoss(terms_of, of_part, whole, loss.lying)
     except CouplesError as error:
         raise ValueError(
             f"loss_fn {name} couples the examples of the mini-batch: {error.args[0]}. So it isn't the sum of what "
@@ -393,7 +387,7 @@ def _by_microbatch(
             "or return (loss_sum, weight_sum), if the sums of micro-batches over their weights are meant; or pass "
             'loss_over="microbatch", if each micro-batch is to have a loss of its own, of which the mean is taken'
         ) from None
-    return replace(loss, whole=numbers, numbers=parts, known=parts.shapes)
+    return replace(loss, number_terms=number_terms, numbers=parts, known=parts.shapes)
 
 
 @contextmanager
@@ -421,7 +415,7 @@ def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Sha
 
 def _weights(
     loss_fn: LossFn,
-    arguments: tuple[Shapes, Shapes, Shapes | None],
+    arguments: LossShapes,
     returned: PyTree,
     names: Sequence[str],
     dtype: jnp.dtype,

@@ -280,7 +280,6 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
         depends = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
         several = "updates a running mean and variance several times in a step, and its new state shows all at once"
         remedy = 'pass merge={"batch_stats": "mean"} (the collection\'s name), or let each move once, at a fixed rate'
-        fault = f"layer {function.group.indices[0]} ({function.group.layer.name}) {depends if any(used) else several}"
-        raise ValueError(f"{fault}; {remedy}")
+        raise ValueError(f"{function.group.in_words} {depends if any(used) else several}; {remedy}")
     with on_this_host():
         return tuple(map(np.asarray, interpret(alone)))

@@ -64,7 +64,7 @@ def split_in_two(
     """Deals out the equations of a backward.
 
     Args:
-      backward: residuals, other values that are at hand whenever it runs, cotangents -> gradients.
+      backward: residuals, other values that are there whenever it runs, cotangents -> gradients.
       urgent: the indices of the results that another stage waits for. Where there are none (a first layer), all is
         early: then nothing would wait.
       residuals: the indices of the arguments that are residuals.
@@ -80,14 +80,14 @@ def split_in_two(
     late = tuple(i for i, value in enumerate(flat.results) if value in deferred)
     early = tuple(i for i in range(len(flat.results)) if i not in late)
     leaves = flat.arguments[:num_leaves]
-    at_hand = {*flat.constants, *(value for i, value in enumerate(leaves) if i not in residuals)}
-    cut = _Cut(flat, first, deferred, at_hand, {flat.arguments[i] for i in residuals})
+    in_both = {*flat.constants, *(value for i, value in enumerate(leaves) if i not in residuals)}
+    for_w = _NeededByW(flat, first, deferred, in_both, {flat.arguments[i] for i in residuals})
     for value in results(late):
-        cut.bring(value)
-    reads = tuple(i for i, value in enumerate(leaves) if value in cut.needed)
-    later = [one for one in flat.equations if not cut.made_later.isdisjoint(one.makes)]
-    later = _made_once(flat, later, cut.made_later - deferred)
-    w_inputs = [value for value in cut.w_inputs if all(value not in one.makes for one in later)]
+        for_w.add(value)
+    reads = tuple(i for i, value in enumerate(leaves) if value in for_w.needed)
+    later = [one for one in flat.equations if not for_w.made_later.isdisjoint(one.makes)]
+    later = _made_once(flat, later, for_w.made_later - deferred)
+    w_inputs = [value for value in for_w.w_inputs if all(value not in one.makes for one in later)]
 
     def part(equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]) -> ClosedJaxpr:
         # Some kernels count as needed in what takes out dead code; it looks into loops, though.
@@ -124,14 +124,14 @@ def _is_heavy(one: FlatEquation) -> bool:
     return not (is_by_element(name) or name in FREE)
 
 
-class _Cut:
+class _NeededByW:
     """Finds the equations and values that W needs, from its results backwards.
 
     Args:
       flat: the whole backward.
       first: the values that results in I need.
       deferred: the values that W makes, and those that follow from them.
-      at_hand: the values that both programs have.
+      in_both: the values that both programs have.
       residuals: the values that both programs may be given.
 
     Attributes:
@@ -140,15 +140,15 @@ class _Cut:
       w_inputs: those that I has to hand over.
     """
 
-    def __init__(self, flat: FlatJaxpr, first: set[int], deferred: set[int], at_hand: set[int], residuals: set[int]):
+    def __init__(self, flat: FlatJaxpr, first: set[int], deferred: set[int], in_both: set[int], residuals: set[int]):
         self._avals, self._maker = flat.avals, {value: one for one in flat.equations for value in one.makes}
-        self._first, self._deferred, self._at_hand, self._residuals = first, deferred, at_hand, residuals
+        self._first, self._deferred, self._in_both, self._residuals = first, deferred, in_both, residuals
         self.needed = set[int]()
         self.made_later = set[int]()
         self.w_inputs = list[int]()
 
-    def bring(self, value: int) -> None:
-        """Decides how W gets a value, and brings the values that this one needs."""
+    def add(self, value: int) -> None:
+        """Decides how W gets a value, and adds the values that this one needs."""
         if value in self.needed:
             return
         # It is asked before the value counts as needed: one that is needed already costs nothing more.
@@ -157,8 +157,8 @@ class _Cut:
         if is_made:
             self.made_later.add(value)
             for operand in self._maker[value].reads:
-                self.bring(operand)
-        elif value not in self._at_hand and value not in self._residuals:
+                self.add(operand)
+        elif value not in self._in_both and value not in self._residuals:
             self.w_inputs.append(value)
 
     def _is_made_again(self, value: int) -> bool:
@@ -169,12 +169,12 @@ class _Cut:
         roots = self._roots(value)
         if roots is not None:
             return self._bytes(roots - self.needed) <= SLACK * self._bytes({value})
-        new = {*one.reads} - self.needed - self._at_hand
+        new = {*one.reads} - self.needed - self._in_both
         return value not in self._first and self._bytes(new) <= self._bytes({value})
 
     def _roots(self, value: int) -> set[int] | None:
         """Finds the residuals from which a value follows by cheap operations; None if it needs anything else."""
-        if value in self._at_hand or value in self._residuals:
+        if value in self._in_both or value in self._residuals:
             return {value} & self._residuals
         one = self._maker.get(value)
         if one is None or one.equation.primitive.name not in CHEAP:

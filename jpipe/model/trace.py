@@ -96,13 +96,13 @@ def trace_model(
             twins = (g.indices[0] for g in groups if same_type(g.takes, takes) and is_same(g.layer, layer))
             if index not in traces and (twin := next(twins, None)) is not None:
                 traces[index] = traces[twin]
-            group = _trace_layer((index, layer, way_here), takes, takes_at, batch, variables, splits, rules, traces)
+            group = _trace_group((index, layer, way_here), takes, takes_at, batch, variables, splits, rules, traces)
             # A PartitionSpec describes the model's outputs. It can't say that a device has several runs of elements.
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
-    groups = _with_kept(groups, traces, rules)
-    asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
+    groups = _with_rules(groups, traces, rules)
+    asked = {group.in_words: group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
 
@@ -127,7 +127,7 @@ def inputs_of(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
     return inputs
 
 
-def _trace_layer(
+def _trace_group(
     place: tuple[int, AnyLayer, Callable[[], str]],
     takes: Shapes,
     takes_at: list[Sharding],
@@ -189,7 +189,7 @@ def _trace_layer(
         raise ValueError(f"{name}: {error}") from error
 
 
-def _with_kept(groups: list[LayerGroup], traces: dict[int, LayerTrace], rules: Mapping[str, str]) -> list[LayerGroup]:
+def _with_rules(groups: list[LayerGroup], traces: dict[int, LayerTrace], rules: Mapping[str, str]) -> list[LayerGroup]:
     """The groups, with the rule `KEEP` for what shared layers have besides their weights: constants, such as tables.
 
     Caches are left out, of which each use has its own.
@@ -198,15 +198,16 @@ def _with_kept(groups: list[LayerGroup], traces: dict[int, LayerTrace], rules: M
       ValueError: a layer gives new values of such a collection.
     """
     shared = {name for group in groups if group.layer.shared is not None for name in group.variables}
-    kept = {name for name in shared if role_of(name, rules) not in WEIGHTS and rules.get(name) != CACHE}
-    for index, group in ((group.indices[0], group) for group in groups):
-        for name in sorted(kept & {*traces[index].written, *group.fixed_names}):  # the latter by their gradients
+    only_read = {name for name in shared if role_of(name, rules) not in WEIGHTS and rules.get(name) != CACHE}
+    for group in groups:
+        index = group.indices[0]
+        for name in sorted(only_read & {*traces[index].written, *group.fixed_names}):  # the latter by their gradients
             raise ValueError(
                 f"layer {index} ({group.layer.name}) gives new values of its collection {name!r} in training, which a "
                 "shared layer has: layers share parameters and constants, but no state. Give each place what has state "
                 "as a layer of its own (a norm), or make one layer of all places, that calls it several times"
             )
-    return [replace(group, rules={**rules, **dict.fromkeys(kept, KEEP)}) for group in groups]
+    return [replace(group, rules={**rules, **dict.fromkeys(only_read, KEEP)}) for group in groups]
 
 
 @contextmanager

@@ -354,12 +354,10 @@ class DevicePrograms:
     Attributes:
       forward: function, splits -> its forward alone (`trace_forward`).
       lying: function, specs by collection -> the function of a layer whose variables lie so.
-      of: traced layer, function -> the layer with this function.
     """
 
     def __init__(self) -> None:
         self.forward, self.lying = cache(trace_forward), cache(_lying)
-        self.of = cache(lambda layer, function: replace(layer, function=function))
         self._whole, self._in_two_parts = dict[tuple[object, ...], DeviceLayer](), cache(in_two_parts)
 
     def layer(self, layer: TracedLayer, splits: Splits, *, in_parts: bool) -> DeviceLayer:

@@ -73,7 +73,7 @@ def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Me
       model: the traced layers.
       layers: those of each group in training; the last one's loss is included.
       unit: "flops" (floating-point operations, counted on jaxprs by `jpipe.jax.flops`: the same
-        number whatever the devices) or "time" (seconds on a device at hand, the median of several runs).
+        number whatever the devices) or "time" (seconds on a device of this process, the median of several runs).
       mesh: the devices; times are taken on one of them, or on another of the same kind.
 
     Raises:
@@ -135,10 +135,10 @@ def _device_like(mesh: Mesh) -> Device:
     """
     wanted = mesh.devices.flat[0]
     try:
-        at_hand = jax.local_devices(backend=wanted.platform)
+        here = jax.local_devices(backend=wanted.platform)
     except RuntimeError:  # no such backend
-        at_hand = []
-    alike = [device for device in at_hand if device.device_kind == wanted.device_kind]
+        here = []
+    alike = [device for device in here if device.device_kind == wanted.device_kind]
     if not alike:
         raise ValueError(
             f'balance="time" measures on a device of the mesh, but no {wanted.device_kind} is present here; use '
@@ -153,7 +153,7 @@ def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float
     with no_mesh(), jax.default_device(device), jax.debug_nans(False), jax.debug_infs(False):
         example = cache(_example)  # the variants share what they have in common, such as parameters
         alone = Splits(Mesh(np.array([device]), (AXIS,)), ())
-        times = iter(_median_seconds([run for layer in variants for run in _runs(layer, alone, example)]))
+        times = iter(_median_seconds([run for layer in variants for run in _calls(layer, alone, example)]))
     seconds = []
     for layer in variants:
         forward, again, backward = (next(times) for _ in range(3))
@@ -161,11 +161,11 @@ def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float
     return seconds
 
 
-Run = tuple[Callable[..., object], tuple[PyTree, ...]]
+Call = tuple[Callable[..., object], tuple[PyTree, ...]]
 """A compiled function, and what to call it with."""
 
 
-def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
+def _calls(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Call]:
     """The forward, that with its residuals, and the backward, as one device runs them that is `alone`."""
     function, local = layer.function, partition_layer(layer, alone)
     outputs = function.differentiated(local.forward.results.outputs)
@@ -178,7 +178,7 @@ def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDt
     return [(plain, (arguments, x)), (storing, (arguments, x)), (backward, backward_inputs)]
 
 
-def _median_seconds(runs: Sequence[Run]) -> list[float]:
+def _median_seconds(runs: Sequence[Call]) -> list[float]:
     """The median seconds of each run; all of them run by turns."""
     for function, arguments in runs:
         jax.block_until_ready(function(*arguments))
@@ -213,7 +213,7 @@ def _bytes(layer: TracedLayer) -> tuple[int, int, int]:
 
 MUCH = 0.1
 """The share of a layer's operations from which on it is worth a warning."""
-NOTHING = 1e6
+NEGLIGIBLE = 1e6
 """Floating-point operations of a layer for one micro-batch that take next to nothing: no warning."""
 FELT = 1e-3
 """The share of the model's operations from which on it is worth a warning."""
@@ -257,11 +257,10 @@ def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer
     totals = [_total(traced) * len(traced.function.group.indices) for traced in trained]
     for traced, operations, total in zip(trained, whole, totals, strict=True):
         share = sum(one.share for one in operations)
-        if share > MUCH and _total(traced) > NOTHING and share * total > FELT * sum(totals):
+        if share > MUCH and _total(traced) > NEGLIGIBLE and share * total > FELT * sum(totals):
             worst = max(operations, key=lambda one: one.share)
-            group = traced.function.group
             warn_once(
-                f"layer {group.indices[0]} ({group.layer.name}): {worst.operation} ({worst.line or 'of no line'}) has "
-                "to see whole arrays, so that every device of a stage does it all, with others like it "
-                f"{share:.0%} of the layer's operations; pipe.communication(batch) lists them"
+                f"{traced.function.group.in_words}: {worst.operation} ({worst.line or 'of no line'}) has to see whole "
+                f"arrays, so that every device of a stage does it all, with others like it {share:.0%} of the layer's "
+                "operations; pipe.communication(batch) lists them"
             )

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple
 
 import jax
 import numpy as np
@@ -35,12 +35,13 @@ from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
+from jpipe.schedules.waiting import Column
 
 
-class Turns(NamedTuple):
-    """The micro-batches whose ends all stages compute around one slot of each tick: int32 `[T]`, -1 for none.
+class Turns(NamedTuple, Generic[Column]):
+    """The micro-batches whose ends all stages compute around one slot of each tick: int32 `[T]`; of a tick, numbers.
 
-    `jpipe.execution.beside_slots` takes them: enter before the slot; leave, then back, after it.
+    It is -1 for none. `jpipe.execution.beside_slots` takes them: enter before the slot; leave, then back, after it.
 
     Attributes:
       enter: whose first layer they compute before the slot.
@@ -48,9 +49,9 @@ class Turns(NamedTuple):
       back: whose first layer's backward they compute after it.
     """
 
-    enter: np.ndarray
-    leave: np.ndarray
-    back: np.ndarray
+    enter: Column
+    leave: Column
+    back: Column
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class Ends:
     first: int = 0
     last: int = 0
     sets: frozenset[int] = frozenset()
-    turns: tuple[Turns, ...] = ()
+    turns: tuple[Turns[np.ndarray], ...] = ()
 
     @property
     def shared(self) -> bool:
@@ -127,7 +128,7 @@ def as_they_lie(
             specs = tuple((name, layouts[name].storage.record_types[v].specs) for name in group.specs)
             lying[g] = programs.lying(lying[g], specs)
     # `trained` is empty if the step is forward only.
-    return lying, [programs.of(layer, function) for layer, function in zip(trained, lying, strict=False)]
+    return lying, [replace(layer, function=function) for layer, function in zip(trained, lying, strict=False)]
 
 
 def check_end(group: LayerGroup, layer: DeviceLayer) -> None:
@@ -137,7 +138,7 @@ def check_end(group: LayerGroup, layer: DeviceLayer) -> None:
       ValueError: no weight of it is split over the stages, or all of them compute with whole ones, or with whole
         outputs; naming the operation.
     """
-    name = f"ends='shared': layer {group.indices[0]} ({group.layer.name})"
+    name = f"ends='shared': {group.in_words}"
     specs = [spec for of_collection in group.specs.values() for spec in of_collection]
     if specs and not any(map(on_all_stages, specs)):
         raise ValueError(

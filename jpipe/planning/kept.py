@@ -36,7 +36,6 @@ from jpipe.jax.tracing import equations_in
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Buffer, Order, StackedBuffer, in_order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, own_labels
-from jpipe.model.groups import Model
 from jpipe.model.remat import check_names
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
 from jpipe.planning.request import Request
@@ -123,17 +122,14 @@ Going = list[tuple[bool, ...]]
 """For each group as traced, whether each of its residuals goes."""
 
 
-def residuals_that_go(
-    request: Request, traced: Model, trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]
-) -> Going:
+def residuals_that_go(request: Request, trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]) -> Going:
     """Chooses residuals by share of bytes: the largest first, as long as they are no more than the share.
 
     Those of the last layer stay. Its backward follows its forward at once, and all stages would have room for them.
 
     Args:
       request: with the shares of `offload=`, and a policy that may name others, which go too.
-      traced: the layers.
-      trained: its groups; empty if nothing is kept.
+      trained: the groups of layers; empty if nothing is kept.
       layers: the same, as one device runs them.
 
     Raises:
@@ -143,15 +139,16 @@ def residuals_that_go(
         equations = (equation for layer in trained for equation in equations_in(layer.forward.jaxpr.eqns))
         check_names(request.remat.policy, {e.params["name"] for e in equations if e.primitive.name == "name"})
     goes, offload = [list(layer.offloaded) for layer in trained], request.options.offload
+    counts = [len(layer.function.group.indices) for layer in trained]
     for share, wanted in (
         (offload.residuals, [[True] * len(layer.residuals) for layer in layers]),
         (offload.boundaries, [layer.are_inputs for layer in trained]),
     ):
         places = [(g, i) for g, of_group in enumerate(wanted[:-1]) for i, wants in enumerate(of_group) if wants]
         bytes_in = {(g, i): bytes_of(layers[g].residuals[i]) for g, i in places}
-        room = share * sum(len(traced.groups[g].indices) * size for (g, _), size in bytes_in.items())
+        room = share * sum(counts[g] * size for (g, _), size in bytes_in.items())
         for g, i in sorted(places, key=lambda place: -bytes_in[place]):
-            room_left = room - len(traced.groups[g].indices) * bytes_in[g, i]
+            room_left = room - counts[g] * bytes_in[g, i]
             if room_left >= 0:
                 goes[g][i], room = True, room_left
     return list(map(tuple, goes))
@@ -183,28 +180,26 @@ class KeptStorage:
         """One stage's arrays, of any values."""
         return {name: storage.empty() for name, storage in self.storages.items()}
 
-    def read(
-        self, kept: Kept, name: str, layer: tuple[int, Index], rows: dict[str, Row], back: Kept | None = None
-    ) -> list[Leaf]:
-        """A layer's leaves in the rows of a name.
-
-        Args:
-          kept: what a device keeps.
-          name: the name.
-          layer: the layer's group, and its position there.
-          rows: the rows of the action at hand, by name.
-          back: the rows that have come back from the host for it, if any have.
-        """
-        if back and name in back:
-            return self.away[name].read_back(kept[name], back[name], *layer, rows[name])
-        return self.storages[name].read(kept[name], *layer, rows[name])
-
     def read_residuals(
         self, kept: Kept, layer: tuple[int, Index], rows: dict[str, Row], back: Kept, *, late: bool = False
     ) -> list[Leaf]:
-        """A layer's residuals, or only those that are `late`, which W reads, in their own order."""
+        """A layer's residuals, or only those that are `late`, which W reads, in their own order.
+
+        Args:
+          kept: what a device keeps.
+          layer: the layer's group, and its position there.
+          rows: the rows of the action, by name.
+          back: the rows that have come back from the host for it.
+          late: which.
+        """
         names = [name for name in self.rows_of[layer[0]] if not late or AWAY.get(name, name) == "late_residual"]
-        leaves = {name: iter(self.read(kept, name, layer, rows, back)) for name in self.storages if name in names}
+
+        def read(name: str) -> list[Leaf]:
+            if name in back:
+                return self.away[name].read_back(kept[name], back[name], *layer, rows[name])
+            return self.storages[name].read(kept[name], *layer, rows[name])
+
+        leaves = {name: iter(read(name)) for name in self.storages if name in names}
         return [next(leaves[name]) for name in names]
 
     def write_residuals(
@@ -245,12 +240,12 @@ def make_kept_storage(
     of_traced = [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))]
     frees = _frees(table, of_traced, device_of)
     rows_of = [_rows_of(*one) for one in zip(layers, goes, frees, strict=True)]
-    kept = [_kept_of(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
+    by_name = [_by_name(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
     storages, away = {}, {}
     for name in [*names, *(name for name in table.away_rows if any(name in rows for rows in rows_of))]:
-        leaves = [[leaf for leaf, _ in kept[g].get(name, ())] for g in groups]
-        orders = [[order for _, order in kept[g].get(name, ())] for g in groups]
+        leaves = [[leaf for leaf, _ in by_name[g].get(name, ())] for g in groups]
+        orders = [[order for _, order in by_name[g].get(name, ())] for g in groups]
         labels, own = own_labels(leaves) if own_buffers else None, owners[: len(groups)]
         if name in table.away_rows:
             rows, moves = table.away_rows[name], is_apart(mesh)
@@ -285,15 +280,14 @@ def _rows_of(layer: DeviceLayer, goes: Sequence[bool], frees: Collection[str]) -
     return tuple(there if there in frees else name for name, there in zip(names, away, strict=True))
 
 
-def _kept_of(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> dict[str, Ordered]:
+def _by_name(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> dict[str, Ordered]:
     """The leaves that a layer keeps, by name of their rows."""
     forward, split = layer.forward, layer.split
     orders = result_orders(forward.jaxpr, forward.residual_indices, mesh)
-    kept: dict[str, Ordered] = {"w_input": []}
+    by_name: dict[str, Ordered] = {}
     for leaf, order, name in zip(layer.residuals, orders, rows_of, strict=True):
-        kept.setdefault(name, []).append((leaf, order))
+        by_name.setdefault(name, []).append((leaf, order))
     if split:
-        kept["w_input"] = list(
-            zip(split.w_inputs, result_orders(split.inputs, split.w_input_indices, mesh), strict=True)
-        )
-    return kept
+        orders = result_orders(split.inputs, split.w_input_indices, mesh)
+        by_name["w_input"] = list(zip(split.w_inputs, orders, strict=True))
+    return by_name

@@ -143,9 +143,8 @@ def plan_idle_work(
     sends = {g for g in safe if most[g] and any(sent_in(one.jaxpr, splits.mesh.shape) for one in programs[g])}
     if not (sends or splits.on_gpu):
         return IdleWork()
-    others = {g for g in sends | {0, model.last} & {*safe} if most[g]} - {*trips}
-    if ranges.num_passes > 1:  # they would be computed in each pass
-        others = set[int]()
+    once = ranges.num_passes == 1  # else they would be computed in each pass
+    others = {g for g in sends | {0, model.last} & {*safe} if most[g] and once} - {*trips}
     for g in sorted(others, key=lambda g: (g not in sends, costs[g])):
         by_all = takes + (most[g] - number[:, g]) * costs[g]
         if (trips or g in sends) and lasting(by_all) <= limit:
@@ -203,9 +202,8 @@ def warn_of_skipped(
         for slot, together in zip(table.slots, run.together, strict=True)
     )
     for g, (group, layer) in enumerate(zip(model.groups, layers, strict=False)):
-        sent = sent_in(layer.forward.jaxpr.jaxpr, splits.mesh.shape) + sent_in(
-            layer.backward_jaxpr.jaxpr, splits.mesh.shape
-        )
+        jaxprs = layer.forward.jaxpr.jaxpr, layer.backward_jaxpr.jaxpr
+        sent = [one for jaxpr in jaxprs for one in sent_in(jaxpr, splits.mesh.shape)]
         if not sent or not ranges.most[g] or (g in idle_work.trips and not of_kinds):
             continue
         why = "actions of several kinds share a slot of the schedule"
@@ -213,7 +211,7 @@ def warn_of_skipped(
             why = "stages have unequally many, and to compute it on all takes long or can't be; use equal stages, or "
             why += "ends='shared' for the first and the last layer"
         warn_once(
-            f"layer {group.indices[0]} ({group.layer.name}): {sent[0].collective} over {', '.join(sent[0].axes)} "
-            f"({sent[0].line or 'of no line'}) lies in a loop that other stages skip: {why}. A device that waits there "
-            "for more than its stage's would hang"
+            f"{group.in_words}: {sent[0].collective} over {', '.join(sent[0].axes)} ({sent[0].line or 'of no line'}) "
+            f"lies in a loop that other stages skip: {why}. A device that waits there for more than its stage's would "
+            "hang"
         )

@@ -18,7 +18,6 @@ from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import describe, how_to_share
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
-from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type, unrolled
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
@@ -65,11 +64,6 @@ class Plan:
     def model(self) -> Model:
         """The layers as the stages run them (`arranged`)."""
         return self.arranged(self.traced)
-
-    @cached_property
-    def examples(self) -> ExamplesInLayers:
-        """Where examples lie in the outputs, and which layers couple them."""
-        return follow_examples(self.traced)
 
     @property
     def batch(self) -> Shapes:
@@ -211,8 +205,8 @@ def _check_ends(model: Model) -> None:
         changing = [name for name in group.variables if role_of(name, group.rules) not in WEIGHTS]
         if changing:
             raise ValueError(
-                f"ends='shared': layer {group.indices[0]} ({group.layer.name}) has {changing}, which would have to be "
-                "merged over stages; use ends='spread' or 'own'"
+                f"ends='shared': {group.in_words} has {changing}, which would have to be merged over stages; use "
+                "ends='spread' or 'own'"
             )
 
 
@@ -254,8 +248,8 @@ def _warn_of_unknown(model: Model, costs: Sequence[Cost]) -> None:
         unknown = costs[group.indices[0]].unknown
         if unknown:
             warn_user(
-                f'balance="flops": layer {group.indices[0]} ({group.layer.name}) has {"; ".join(unknown)}. If that is '
-                'far off, use balance="time", or pass one cost a layer as floats'
+                f'balance="flops": {group.in_words} has {"; ".join(unknown)}. If that is far off, use balance="time", '
+                "or pass one cost a layer as floats"
             )
 
 

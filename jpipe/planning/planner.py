@@ -30,8 +30,8 @@ from jpipe.jax.trees import named_leaves
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
+from jpipe.memory.batches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
 from jpipe.memory.outputs import in_halves, lying_by_shapes, output_axes
-from jpipe.memory.rows import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
 from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context
@@ -83,7 +83,6 @@ class Planner:
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       programs: what devices run of such layers.
       traces: what planners that trace alike share (`trace_like`); None if there are no others.
-      step: micro-batch, type of random keys -> the step of training.
       evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
         `known_loss`.
     """
@@ -109,7 +108,7 @@ class Planner:
         self.layers, self.programs = cache(self._layers), DevicePrograms()
         self.traces: Traces | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
-        self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
+        self._training_step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def trace_like(self, other: Planner) -> None:
         """Shares what another planner of the same layers and loss traces, as far as its own would be the same.
@@ -428,7 +427,7 @@ class Planner:
 
         It is kept: the order of its residuals in memory may have taken a compilation.
         """
-        return self.step(micro, key_shape(key))
+        return self._training_step(micro, key_shape(key))
 
     def _step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> Step:
         layers = self.layers(micro, key)
@@ -441,25 +440,25 @@ class Planner:
                 functions,
                 layers,
                 self.programs,
-                outputs=self._outputs_step(micro, key),
+                outputs=self._outputs_step(micro, functions),
             )
 
     def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
         if with_loss:
             self.request.check_has_loss()
-        outputs = self._outputs_step(micro, None) if with_loss else None
-        return self._forward_step(micro, self._functions(micro, None, with_loss), outputs)
+        return self._forward_step(micro, self._functions(micro, None, with_loss))
 
-    def _outputs_step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None) -> Step | None:
+    def _outputs_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step | None:
         """The step forward only that gives the outputs of which the loss is computed at once; None if it isn't."""
-        loss = self.loss(micro) if key is not None else self.loss_in_evaluation(micro)
+        loss = functions[-1].loss
         if loss is None or loss.at_once is None:
             return None
-        return self._forward_step(micro, self._functions(micro, key, with_loss=False))
+        return self._forward_step(micro, self._functions(micro, functions[-1].key, with_loss=False))
 
-    def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction], outputs: Step | None = None) -> Step:
+    def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step:
         sizes = self.request.schedule.sizes | {"num_microbatches": micro.count}
         schedule = forward_only(**sizes, style=self.request.schedule.style)
+        outputs = self._outputs_step(micro, functions)
         with self.tracing():
             return build_step(self.known_plan(), self.model(micro), schedule, functions, outputs=outputs)
 

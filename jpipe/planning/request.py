@@ -44,7 +44,7 @@ class Offload:
         return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name)}
 
 
-NOTHING = Offload()
+ON_DEVICES = Offload()
 WORDS = tuple(field.name for field in fields(Offload))
 
 
@@ -105,7 +105,7 @@ class Options:
     cast: str = "step"
     unroll: bool = False
     ends: str = "own"
-    offload: Offload = NOTHING
+    offload: Offload = ON_DEVICES
     rings: bool = True
     loss_over: str | None = None
 

@@ -29,7 +29,7 @@ from jpipe.planning.ends import Ends, as_they_lie, check_end, make_shared_ends
 from jpipe.planning.kept import Going, KeptStorage, make_kept_storage, residuals_that_go
 from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, plan_idle_work, warn_of_skipped
 from jpipe.planning.plan import Plan
-from jpipe.planning.request import Offload
+from jpipe.planning.request import Offload, Request
 from jpipe.processes.progress import warn_once
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
@@ -240,7 +240,7 @@ def build_step(
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     along = idles_work and not splits.on_cpu
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, splits) if along else IdleWork()
-    table, kept = _rows(plan, traced, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
+    table, kept = _table_and_kept(request, model, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
     warn_of_skipped(model, of_groups[1], ranges, idle_work, table, splits)
     return Step(
         plan=plan,
@@ -263,9 +263,9 @@ def build_step(
     )
 
 
-def _rows(
-    plan: Plan,
-    traced: Model,
+def _table_and_kept(
+    request: Request,
+    model: Model,
     schedule: Schedule,
     bounds: Sequence[tuple[int, int]],
     groups: tuple[Sequence[TracedLayer], Sequence[DeviceLayer]],
@@ -275,7 +275,7 @@ def _rows(
     """The table of ticks, and the places of what actions keep in the rows that it numbers.
 
     Args:
-      plan, traced, schedule: as of `build_step`.
+      request, model, schedule: the user's, the layers, the order of actions.
       bounds: (first layer, one past the last) of each virtual stage.
       groups: the groups as traced, on whole arrays and as one device runs them; empty if forward only.
       along: whether idle stages compute along.
@@ -283,8 +283,7 @@ def _rows(
     Warns:
       UserWarning: residuals are to go to the host, and none waits long enough.
     """
-    request, model, layers = plan.request, plan.arranged(traced), groups[1]
-    keep_inputs, goes = request.remat.keep_inputs, residuals_that_go(request, traced, *groups)
+    layers, keep_inputs, goes = groups[1], request.remat.keep_inputs, residuals_that_go(request, *groups)
     table = lower(schedule, keep_inputs=keep_inputs, idle_work=along, away=any(map(any, goes)) and not keep_inputs)
     virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
     kept = make_kept_storage(

@@ -203,7 +203,13 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     sizes = {label: as_integer(label, size, "use 1 or more") for label, size in sizes.items()}
     if isinstance(name, Schedule):
-        return _checked(name, sizes)
+        for label, size in name.sizes.items():
+            if sizes[label] != size:
+                raise ValueError(
+                    f"{label}={sizes[label]}, but the schedule {name.name!r} was made for {size}; use {label}={size} "
+                    "or another schedule"
+                )
+        return name
     names = ", ".join(map(repr, SCHEDULES))
     if not isinstance(name, str):
         raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {names}")
@@ -225,17 +231,6 @@ def has_its_name(schedule: Schedule) -> bool:
         return make_schedule(schedule.name, **schedule.sizes) == schedule
     except ValueError:
         return False
-
-
-def _checked(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
-    """Returns a schedule of one's own after a check that it has these sizes."""
-    for label, size in sizes.items():
-        if schedule.sizes[label] != size:
-            raise ValueError(
-                f"{label}={size}, but the schedule {schedule.name!r} was made for {schedule.sizes[label]}; "
-                f"use {label}={schedule.sizes[label]} or another schedule"
-            )
-    return schedule
 
 
 # --- any schedule with its bubble filled ------------------------------------------------------------------------------

@@ -27,15 +27,6 @@ from jpipe.schedules.ticks import TickTable, lower
 from jpipe.users_numbers import integer_or_none
 
 
-def write_csv(orders: Orders) -> str:
-    """The orders as text, a column for each slot in time."""
-    times = orders.slot_times
-    rows = [[""] * (max(times.values()) + 1) for _ in orders.actions]
-    for (stage, (kind, microbatch, chunk)), tau in times.items():
-        rows[stage][tau] = f"{orders.placement.virtual_stage(stage, chunk)}{kind}{microbatch}"
-    return "".join(",".join(row) + "\n" for row in rows)
-
-
 def read_csv(text: str) -> tuple[list[list[Action]], str]:
     """Returns each row's actions in order, and the first style of placement that fits the rows' virtual stages.
 
@@ -166,7 +157,10 @@ class Schedule(Orders):
         ,1F0,1B0,
         <BLANKLINE>
         """
-        return write_csv(self)
+        rows = [[""] * (max(self.slot_times.values()) + 1) for _ in self.actions]
+        for (stage, (kind, microbatch, chunk)), tau in self.slot_times.items():
+            rows[stage][tau] = f"{self.placement.virtual_stage(stage, chunk)}{kind}{microbatch}"
+        return "".join(",".join(row) + "\n" for row in rows)
 
     def named(self, name: str) -> "Schedule":
         """The same schedule by another name."""

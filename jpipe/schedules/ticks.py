@@ -13,12 +13,12 @@ time; the table has `[T, K]` for each slot of a tick.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 
 from jpipe.schedules.actions import ACTION_KINDS, Orders, admitted
-from jpipe.schedules.waiting import Away, arrival_rows, kept_rows, kept_values, rows_away
+from jpipe.schedules.waiting import Away, Column, arrival_rows, kept_rows, kept_values, rows_away
 
 KEEPS = {"residual": ("F", "BI"), "late_residual": ("F", "BIW"), "w_input": ("I", "W")}
 """Values that actions keep in rows for later actions of their own stage: column -> (the kind of action that writes the
@@ -32,20 +32,20 @@ AWAY = {"residual_away": "residual", "late_residual_away": "late_residual"}
 
 
 @dataclass(frozen=True, eq=False)
-class SlotTable:
-    """The actions of all stages in one slot of each tick, as read-only arrays `[T, K]`.
+class Slot(Generic[Column]):
+    """The actions in one slot: of all stages in each tick, as read-only arrays `[T, K]`; of a stage in a tick, numbers.
 
     Attributes:
       kinds: the kinds that ever run in this slot.
       kind: 0 where the stage idles, else 1 + `kinds.index(kind of the action)`.
       microbatch: the action's micro-batch; 0 where the stage idles.
       chunk: the action's chunk; 0 where the stage idles.
+      anew: 1 where the action computes a forward anew: R, and with `keep_inputs` those B or I for which no R did.
       activation: row of the activation buffer with the boundary input of this action's virtual stage, for F, and with
         `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle), or
         where it is still where the stage's last action left it (where the chain of a "v" turns).
       cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B and I; -1 where there is
         none (last virtual stage, other kinds, idle), or where it is still where the stage's last action left it.
-      anew: 1 where the action computes a forward anew: R, and with `keep_inputs` those B or I for which no R did.
       residual: row of the residuals that F writes, or with `keep_inputs` what computes it anew, and B or I reads; -1
         where idle, and in forward-only schedules.
       late_residual: row of those residuals that F writes and W (or B) reads last; -1 everywhere without W.
@@ -66,22 +66,26 @@ class SlotTable:
     """
 
     kinds: str
-    kind: np.ndarray
-    microbatch: np.ndarray
-    chunk: np.ndarray
-    activation: np.ndarray
-    cotangent: np.ndarray
-    anew: np.ndarray
-    residual: np.ndarray
-    late_residual: np.ndarray
-    w_input: np.ndarray
-    away: dict[str, Away[np.ndarray]]
-    activation_in: tuple[np.ndarray, ...]
-    cotangent_in: tuple[np.ndarray, ...]
+    kind: Column
+    microbatch: Column
+    chunk: Column
+    anew: Column
+    activation: Column
+    cotangent: Column
+    residual: Column
+    late_residual: Column
+    w_input: Column
+    away: dict[str, Away[Column]]
+    activation_in: tuple[Column, ...]
+    cotangent_in: tuple[Column, ...]
 
     def code(self, kind: str) -> int:
         """The number of one of the slot's kinds in `kind`."""
         return 1 + self.kinds.index(kind)
+
+
+SlotTable = Slot[np.ndarray]
+"""A slot in all ticks, on all stages."""
 
 
 class Run(NamedTuple):
@@ -106,7 +110,7 @@ class TickTable:
     Attributes:
       slots: the slots of a tick, in the order in which they run.
       num_ticks: T; the last tick has an action.
-      runs: all ticks, in order. One run, if idle stages do nothing. If they work along (`lower`), up to five:
+      runs: all ticks, in order. One run, if idle stages do nothing. If they work along (`lower`), up to seven:
 
           ticks    0   1   2 | 3   4   5   6   7   8   9   10 | 11  12  13      1F1B, K=4, M=8
           slot     F   F   F | FB  FB  FB  FB  FB  FB  FB  FB | B   B   B       what any stage has

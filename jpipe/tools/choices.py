@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jpipe.mesh.axes import AXIS
 from jpipe.model.remat import MODES, Policy
-from jpipe.planning.request import ENDS, NOTHING, Offload
+from jpipe.planning.request import ENDS, ON_DEVICES, Offload
 from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.forecaster import Forecast
@@ -51,7 +51,7 @@ class Setting:
     remat: str | Policy = "layer"
     ends: str = "own"
     shard_over: tuple[str, ...] = ()
-    offload: Offload = NOTHING
+    offload: Offload = ON_DEVICES
 
     @property
     def num_stages(self) -> int:

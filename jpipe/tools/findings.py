@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jpipe.memory.rows import batch_size
+from jpipe.memory.batches import batch_size
 from jpipe.mesh.axes import AXIS
 from jpipe.model.remat import MODES
 from jpipe.planning.costs import Cost

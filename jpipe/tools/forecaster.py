@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from jpipe.memory.rows import cut_for_evaluation
+from jpipe.memory.batches import cut_for_evaluation
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline

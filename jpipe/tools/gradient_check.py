@@ -20,8 +20,8 @@ from jpipe.jax.tracing import equations_in, no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths
+from jpipe.memory.batches import MicroBatch, split_microbatches
 from jpipe.memory.records import LayerTrees, to_items
-from jpipe.memory.rows import MicroBatch, split_microbatches
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, as_key, key_shape, layer_key

@@ -31,7 +31,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpipe.execution import programs
-from jpipe.memory.rows import cut_batch, on_all, on_mesh
+from jpipe.memory.batches import cut_batch, on_all, on_mesh
 from jpipe.model.groups import Model
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.trees import bytes_of
-from jpipe.memory.rows import batch_size, cut_for_evaluation
+from jpipe.memory.batches import batch_size, cut_for_evaluation
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.groups import LayerGroup

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jpipe.model.examples_in_layers import follow_examples
 from jpipe.model.remat import MODES
 from jpipe.planning.partition import measure_of
 from jpipe.planning.plan import Plan
@@ -58,7 +59,8 @@ def summarize(title: str, planner: Planner) -> Table:
     if plan is not None:
         held = holdings(plan)
         columns["parameters"] = _parameters(plan, held)
-        notes += [*_held(held), *_memory(planner, plan), *_shared(plan, held), *plan.examples.in_words(plan.traced)]
+        notes += [*_held(held), *_memory(planner, plan), *_shared(plan, held)]
+        notes += follow_examples(plan.traced).in_words(plan.traced)
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} {_costs_in_words(plan.request)}; {bubble}"
     columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks

@@ -22,7 +22,7 @@ import pytest
 import jpipe
 import process_worker
 from cases import assert_close, assert_equal, model, params_of, pipeline
-from jpipe.memory.rows import data_shard
+from jpipe.memory.batches import data_shard
 from jpipe.processes import watching
 from quick import flags_for
 

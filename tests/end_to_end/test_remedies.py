@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_close, assert_equal
-from jpipe.memory.rows import data_shard
+from jpipe.memory.batches import data_shard
 from jpipe.tools.chips import parse_topology
 from small_pipeline import dense, loss_fn, make
 

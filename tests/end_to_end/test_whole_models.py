@@ -13,7 +13,7 @@ from flax import nnx
 import jpipe
 import whole_models
 from jpipe.layers.calls import signature_of
-from jpipe.memory.rows import default_inputs
+from jpipe.memory.batches import default_inputs
 
 KEY, FLOAT = jax.random.key(3), jnp.float64
 CASES = whole_models.cases()

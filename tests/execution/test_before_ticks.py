@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from jpipe.execution.before_ticks import by_microbatch, joined, known_to_loss
-from jpipe.memory.rows import split_microbatches
+from jpipe.memory.batches import split_microbatches
 from jpipe.mesh.axes import on_stages
 from jpipe.partitioner.shardings import Shard
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.layers.calls import signature_of
-from jpipe.memory.rows import default_inputs
+from jpipe.memory.batches import default_inputs
 
 
 @contextmanager

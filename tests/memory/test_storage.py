@@ -79,7 +79,7 @@ def test_what_is_written_is_read(storage, device):
             traced = jax.jit(lambda b, r, t=t: storage.read(b, t, r))(buffers, record)
             assert_equal(traced, expected, f"type {t}, record {record}, traced")
     on_host = {(t, r): [value(t, r, i) for i in range(len(LEAVES[t]))] for t, r, _ in records()}
-    assert_equal({name: storage.on_host(name, device, on_host) for name in storage.buffers}, buffers)
+    assert_equal({name: storage.in_numpy(name, device, on_host) for name in storage.buffers}, buffers)
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -202,8 +202,8 @@ def test_a_table_and_its_transpose_share_an_array():
     buffers = storage.add(storage.write(zeros(storage), 1, 0, [head]), 1, 0, [head])
     assert_equal(buffers["float32_7x3"][0], 2 * head.T)
     assert_equal(storage.read(buffers, 1, 0), [2 * head])
-    assert_equal(storage.on_host("float32_7x3", 3, {(1, 0): [head]})[0], np.asarray(head.T))
-    assert_equal(storage.on_host("float32_7x3", 0, {(1, 0): [head]})[0], np.zeros((7, 3), np.float32))
+    assert_equal(storage.in_numpy("float32_7x3", 3, {(1, 0): [head]})[0], np.asarray(head.T))
+    assert_equal(storage.in_numpy("float32_7x3", 0, {(1, 0): [head]})[0], np.zeros((7, 3), np.float32))
 
 
 def test_what_lies_on_all_devices_has_its_entry_for_itself():

@@ -21,7 +21,7 @@ from jpipe.jax.tracing import trace
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.fingerprint import same_value
 from jpipe.model import alike
-from jpipe.model.alike import Kinds, has_custom_derivatives, outputs_that_depend, whole
+from jpipe.model.alike import Kinds, described, has_custom_derivatives, outputs_that_depend
 from jpipe.model.groups import scalars_of
 from jpipe.model.trace import trace_model
 
@@ -376,7 +376,7 @@ def test_what_is_compared(name, x64):
     a, again, b = parts_of(first, first, second, of=LINE)
     assert a.kind == again.kind
     assert (a.kind == b.kind) is same
-    assert same_value(*(whole(plain_trace(function, LINE)) for function in (first, second))) is (name == "names")
+    assert same_value(*(described(plain_trace(function, LINE)) for function in (first, second))) is (name == "names")
 
 
 @pytest.mark.parametrize(

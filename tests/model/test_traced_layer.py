@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 import jpipe
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
-from jpipe.memory.rows import default_inputs
+from jpipe.memory.batches import default_inputs
 from jpipe.mesh.splits import Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.memory.rows import cut_batch
+from jpipe.memory.batches import cut_batch
 from jpipe.planning.plan import early_partition, make_plan
 
 BATCH = np.ones((8, 16), np.float32)

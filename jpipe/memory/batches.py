@@ -1,4 +1,4 @@
-"""Checks a batch, cuts it into equal micro-batches (GPipe, section 2.2), and places its rows on the mesh."""
+"""Checks a batch, cuts it into equal micro-batches (GPipe, section 2.2), and places its examples on the mesh."""
 
 from __future__ import annotations
 

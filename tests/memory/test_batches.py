@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jpipe.checks import check_placed
-from jpipe.memory.rows import (
+from jpipe.memory.batches import (
     batch_size,
     check_no_example,
     cut_batch,
