@@ -4,7 +4,7 @@ Collectives join devices along the axes of the sharding alone: others may be els
 
 A cost is an array `[4]` of four quantities that a device sends, computes and writes (bytes sent, bytes of
 reduce-scatters, operations, bytes written), so that the costs of equations can be added. Prices weigh the quantities,
-by how much of each is worth a byte sent: `price(cost)` is the number that is minimised. What devices send each
+by how much of each is worth a byte sent: `price(prices, cost)` is the number that is minimised. What devices send each
 other in a program, its collectives, is read from its jaxpr (`sent_in`).
 """
 
@@ -192,11 +192,13 @@ them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 
 AMONG_ZEROS = 16 * WRITTEN
 """The cost of a byte of a shard that is written among zeros, to be added to a partial sum: no other operation does that
 on its way. 16 MiB take 105,000 cycles on a v5p."""
+SPLIT_SUMS = SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8
+"""Prices that prefer a split sum to a whole one, because a later reader can use it split."""
 
 
-def price(cost: Cost) -> float:
+def price(prices: Cost, cost: Cost) -> float:
     """Weighs a cost in bytes sent, to the same last bit on all hosts: else they would choose other plans."""
-    a, b, c, d = (PRICES * cost).tolist()
+    a, b, c, d = (prices * cost).tolist()
     return a + b + c + d
 
 
@@ -217,16 +219,12 @@ def cost_of_work(equation: JaxprEqn, operands: Sequence[tuple[int, ...]], result
 def cost_of_conversion(
     axes: Sequence[Axis], shape: tuple[int, ...], size: int, now: Sharding, wanted: Sharding
 ) -> Cost:
-    """Counts the cost of sending, for a whole array of elements of `size` bytes that comes to lie otherwise.
-
-    Along a ring of links a scattered sum isn't padded (`jpipe.partitioner.rings`).
-    """
+    """Counts the cost of sending, for a whole array of elements of `size` bytes that comes to lie otherwise."""
     cost = NOTHING
     for hop in hops(axes, now, wanted):
         if hop.wanted == PARTIAL and isinstance(hop.now[hop.over[0]], Shard):
             cost = cost + AMONG_ZEROS * math.prod(part_shape(shape, hop.then, axes)) * size
-        is_padded = collective_of(axes, hop) == "reduce_scatter" and not axes[hop.over[0]].ring
-        quantity = SCATTERED if is_padded else SENT
+        quantity = SCATTERED if collective_of(axes, hop) == "reduce_scatter" else SENT
         cost = cost + quantity * bytes_sent(axes, shape, size, hop)
     return cost
 

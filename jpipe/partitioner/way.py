@@ -81,7 +81,7 @@ class PlannedEquation(NamedTuple):
     """An equation, how it is carried out, and the conversions before it."""
 
     flat: FlatEquation
-    conversions: Sequence[Conversion]
+    conversions: tuple[Conversion, ...]
     way: Way
 
     def unsplit_along(self, axes: Axes) -> tuple[str, ...]:
@@ -137,8 +137,8 @@ class DevicePlan:
     flat: FlatJaxpr
     axes: Axes
     arguments: tuple[Sharding, ...]
-    equations: Sequence[PlannedEquation]
-    conversions: Sequence[Conversion]
+    equations: tuple[PlannedEquation, ...]
+    conversions: tuple[Conversion, ...]
     results: tuple[Sharding, ...]
     cost: Cost
     rings: Rings = field(default_factory=Rings)

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec
 
 from jpipe.partitioner.conversions import (
     FLOPS,
+    PRICES,
     SCATTERED,
     SENT,
+    SPLIT_SUMS,
     WRITTEN,
     bytes_sent,
     convert,
@@ -127,7 +129,8 @@ def test_a_loop_costs_what_its_iterations_do():
 
 def test_prices_weigh_the_quantities():
     cost = 10 * SENT + 100 * SCATTERED + 5000 * FLOPS + 256 * WRITTEN
-    assert price(cost) == pytest.approx(10 + 120 + 5 + 2)
+    assert price(PRICES, cost) == pytest.approx(10 + 120 + 5 + 2)
+    assert price(SPLIT_SUMS, cost) == pytest.approx(10 + 100 + 5 + 32)
 
 
 def test_a_device_computes_and_writes_its_part():
