@@ -320,7 +320,7 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
         "batch_axes": str(request.splits.batch_axes),
         "shard_over, gather, cast, unroll, ends, offload": str(settings),
-        "rings, loss_over": str((options.rings, options.loss_over)),
+        "loss_over": str(options.loss_over),
         "merge": str(dict(sorted(request.merge.items()))),
         "layers": str(plan.traced.num_layers),
     }

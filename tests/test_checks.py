@@ -151,7 +151,7 @@ CHANGES = [
     ({"remat": "none"}, {"remat"}),
     ({"remat": jax.checkpoint_policies.dots_saveable}, {"remat"}),
     ({"unroll": True}, {"shard_over, gather, cast, unroll, ends, offload"}),
-    ({"loss_over": "batch"}, {"rings, loss_over"}),
+    ({"loss_over": "batch"}, {"loss_over"}),
     ({"balance": [1.0, 1.05]}, {"costs of layers"}),
     ({"batch": INPUTS[:4]}, {"batch", "the values of batch (rows of this process alone go through pipe.place)"}),
     ({"batch": 2 * INPUTS}, {"the values of batch (rows of this process alone go through pipe.place)"}),

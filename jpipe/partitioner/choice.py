@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
 
@@ -47,7 +46,6 @@ from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.jax.primitives import JaxprEqn
 from jpipe.jax.tracing import equations_in
 from jpipe.partitioner.conversions import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
-from jpipe.partitioner.find_rings import find_rings
 from jpipe.partitioner.rule import dims_of_entries, operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding, is_possible
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
@@ -196,9 +194,7 @@ def cheapest_plan(
         lying, wishes = [along_sub_axes(s, axes, own) for s in lie], [_wish_along(own, axes, wish) for wish in wanted]
         by_rule = cache(partial(way_by_rule, axes=own))
         plans += [Chooser(own, handlers, *choices, by_rule).make_plan(flat, lying, wishes) for choices in ROUNDS]
-    if any(axis.ring for axis in axes):
-        plans = [replace(plan, rings=find_rings(plan)) for plan in plans]
-    return min(plans, key=lambda plan: price(PRICES, plan.cost - plan.rings.hidden))
+    return min(plans, key=lambda plan: price(PRICES, plan.cost))
 
 
 def _wish_along(sub_axes: Axes, axes: Axes, wish: Wanted) -> Wanted:

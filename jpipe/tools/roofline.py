@@ -5,8 +5,7 @@ the kernels that read them, but on chips whose products are calls of a library. 
 
 - A product takes its FLOPs, of dimensions padded to the matrix unit's, at the chip's peak, and the bytes that it reads
   and writes, but for those of arrays made here that fit on the chip. A convolution reads and writes all of them: on a
-  TPU its images lie with channels along the lanes and examples along the sublanes, and are padded to these. What
-  the pieces of a product read whole, which have parts of the other operand (`jpipe.partitioner.rings`), counts once.
+  TPU its images lie with channels along the lanes and examples along the sublanes, and are padded to these.
 - A *pass* reads and writes each element once, as 32 bits on a TPU whatever its dtype. A reduction takes one, shared by
   all of the same arrays; none, if it can be done while a product makes its operand; half of one on a GPU, as it writes
   next to nothing. Each result takes one: it is written to a buffer of residuals, added to a sum of gradients, or

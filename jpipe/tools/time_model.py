@@ -35,7 +35,6 @@ from jpipe.mesh.users_mesh import Torus
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.partitioner.conversions import Sent, ring_bytes, sent_in
-from jpipe.partitioner.rings import HIDDEN
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
@@ -94,17 +93,8 @@ class Network:
         return min(self.chip.link_bandwidth, adapters * self.chip.network_bandwidth)
 
     def seconds(self, sent: Iterable[Sent]) -> float:
-        """Seconds in which a device waits for what a program's collectives send, one after the other.
-
-        Those that go by rings are for the most part beside products. These are a layer's permutations: a user's own are
-        carried out as gathers (`jpipe.partitioner.handlers`).
-        """
-
-        def waited(one: Sent) -> float:
-            by_ring = one.collective == "permute" and AXIS not in one.axes
-            return math.prod(one.loops) * one.bytes * (1 - HIDDEN if by_ring else 1.0)
-
-        return sum(waited(one) / self.bandwidth(one.axes, one.collective) for one in sent)
+        """Seconds in which a device waits for what a program's collectives send, one after the other."""
+        return sum(math.prod(one.loops) * one.bytes / self.bandwidth(one.axes, one.collective) for one in sent)
 
 
 ByKind = dict[str, np.ndarray]

@@ -12,8 +12,6 @@ from jax.sharding import Mesh
 
 import jpipe
 from jpipe.mesh.users_mesh import Torus, make_mesh
-from jpipe.partitioner.conversions import Sent
-from jpipe.partitioner.rings import HIDDEN
 from jpipe.tools.chips import CHIPS, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP
 from jpipe.tools.memory_model import predict_host_memory
@@ -95,14 +93,6 @@ def test_a_collective_has_the_links_of_the_torus(chip, shape, links):
     """In a line the device at an end has one; a cube of v5p has all six."""
     found = on_torus(chip, *shape, model=math.prod(shape))
     assert found.bandwidth(["model"]) == links * CHIPS[chip].link_bandwidth
-
-
-def test_what_goes_by_a_ring_is_mostly_hidden():
-    found = on_torus("v5e", 2, 2, stage=1, model=4)
-    (permuted, gathered) = (
-        Sent(kind, ("model",), 4, (), "float32", 1e9, (3,), (), "") for kind in ("permute", "all_gather")
-    )
-    assert found.seconds([permuted]) == pytest.approx((1 - HIDDEN) * found.seconds([gathered]))
 
 
 # --- the time of a step -----------------------------------------------------------------------------------------------
