@@ -82,7 +82,7 @@ class PlannedEquation(NamedTuple):
     """An equation, how it is carried out, and the conversions before it."""
 
     flat: FlatEquation
-    conversions: tuple[Conversion, ...]
+    conversions: Sequence[Conversion]
     way: Way
 
     def unsplit_along(self, axes: Axes) -> tuple[str, ...]:
@@ -137,8 +137,8 @@ class DevicePlan:
     flat: FlatJaxpr
     axes: Axes
     arguments: tuple[Sharding, ...]
-    equations: tuple[PlannedEquation, ...]
-    conversions: tuple[Conversion, ...]
+    equations: Sequence[PlannedEquation]
+    conversions: Sequence[Conversion]
     results: tuple[Sharding, ...]
     cost: Cost
 
