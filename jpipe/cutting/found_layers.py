@@ -120,5 +120,4 @@ def layers_of(
                 couples=couples.get(traced.group_of[index], ""),
             )
         )
-    kinds = len(traced.groups)
-    return FoundLayers(f"{layer.name}: {len(found)} layers, {kinds} functions", found)
+    return FoundLayers(f"{layer.name}: {len(found)} layers, {len(traced.groups)} functions", found)

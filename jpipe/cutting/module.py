@@ -274,10 +274,7 @@ def with_zeros(loss_fn: LossFn, outputs: Shapes, shapes: Shapes, read: Sequence[
     if all(read):
         return loss_fn
     if any(now and not then for now, then in zip(outputs_read(loss_fn, outputs, shapes), read, strict=True)):
-        raise ValueError(
-            "loss_fn reads outputs of the model, of a batch of these shapes, that it didn't read of the first one; "
-            "let it read the same for all shapes"
-        )
+        raise ValueError("loss_fn reads other outputs than it did for the first batch; read the same for all shapes")
 
     @functools.wraps(loss_fn)
     def loss(given: PyTree, batch: Batch, **options: object) -> PyTree:

@@ -125,8 +125,7 @@ class CutModel:
         except NoSuchPlace as error:
             raise ValueError(
                 f"{self.whole.layer.name} does other things for this batch than for the first one behind the piece "
-                f"{self.names[error.args[0]]}: nothing of the same dimensions and dtypes lies behind the same "
-                "parameters. Pass batches of the same dtypes and dimensions, or mark places by x = jpipe.cut(x)"
+                f"{self.names[error.args[0]]}; pass the same dtypes and dimensions, or mark places by x = jpipe.cut(x)"
             ) from None
         kinds = Kinds()
         trained = self.pieces_of(modes.training, training, kinds)
@@ -160,9 +159,8 @@ class CutModel:
             index, parts = error.args
             names = ", ".join(sorted("/".join(self.whole.paths[part.leaf]) for part in parts))
             raise ValueError(
-                f"{self.whole.layer.name} computes an output or a part of its state in {self.names[index]} of "
-                f"variables that other pieces have ({names}), and of no activation; compute it in the loss or in the "
-                "optimiser, or mark places by x = jpipe.cut(x) so that one piece has all of them"
+                f"{self.whole.layer.name} computes an output or state in {self.names[index]} of variables that other "
+                f"pieces have ({names}); compute it in the loss, or mark places around all of them by x = jpipe.cut(x)"
             ) from None
 
     def as_layers(
@@ -272,18 +270,14 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
         tied, changed = (
             ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3]) for parts in error.args
         )
-        state = f"and changes the state {changed} in between" * bool(changed)
-        fault = state or "in one of them together with other parameters"
-        remedy = ", or give each place a module of its own for what has state, such as a norm" * bool(state)
+        fault = f"and changes the state {changed} in between" if changed else "in one of them with other parameters"
         raise ValueError(
-            f"{whole.layer.name} uses {tied} in several places, {fault}, so that no piece has these "
-            "alone, in training and in evaluation; mark where stages may begin by x = jpipe.cut(x) so that all uses "
-            f"are in one piece{remedy}"
+            f"{whole.layer.name} uses {tied} in several places, {fault}; mark places by x = jpipe.cut(x) so that all "
+            "uses are in one piece, or give each place a module of its own"
         ) from None
     except NoSuchPlace:
         raise ValueError(
-            f"{whole.layer.name} does other things in evaluation than in training, so that it isn't cut at the same "
-            "places; mark places that both have by x = jpipe.cut(x)"
+            f"{whole.layer.name} does other things in evaluation than in training; mark places by x = jpipe.cut(x)"
         ) from None
     model = CutModel(whole, cutting)
     if len(cutting.parts) < wanted:
@@ -302,16 +296,13 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
     remedy = "use fewer stages or chunks, or split what that line does: each piece has to use parameters"
     if marks := len(training.marked):
-        remedy = (
-            f"it has {marks} marks (jpipe.cut), and with marks nothing else is a place: add marks, or leave all out"
-        )
+        remedy = f"it has {marks} marks (jpipe.cut), and with marks nothing else is a place: add some, or drop all"
     elif operation in LOOPS_AND_BRANCHES:
         remedy = "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
     return (
         f"{model.whole.layer.name} can be cut into {len(model.cutting.parts)} pieces, but there are {wanted} virtual "
-        f"stages (num_stages * num_chunks). The largest piece, {model.names[largest]}, has "
-        f"{sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a {operation} at "
-        f"{line or 'an unknown line'}; {remedy}"
+        f"stages (num_stages * num_chunks). {model.names[largest]} has {max(sizes) / max(sum(sizes), 1.0):.0%} of the "
+        f"FLOPs, most of them in a {operation} at {line or 'an unknown line'}; {remedy}"
     )
 
 

@@ -74,9 +74,8 @@ def warn_of_uncached(plan: Plan, model: Model, functions: Sequence[LayerFunction
             continue
         if sight := sees_more(function, jax.tree.leaves(plan.traced.inputs)[0].shape[1]):
             warn_user(
-                f"generate: {group.in_words} {sight}, but keeps no cache in decode mode, where it is called with a "
-                "token at a time: what follows may be wrong. Give it a field `decode` and what it has to know of the "
-                "tokens before in the collection `cache` (Linen), or `init_cache` (nnx)"
+                f"generate: {group.in_words} {sight}, but keeps no cache in decode mode: what follows may be wrong. "
+                "Give it a field `decode` and a collection `cache` (Linen), or `init_cache` (nnx)"
             )
 
 
@@ -180,10 +179,7 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     try:
         first = _decoding_step(plan, layers_for(fed(prefill)), fed(prefill), length) if prefill > 1 else None
     except ValueError as error:
-        raise ValueError(
-            f"generate: prefill={prefill}, but in decode mode {error}\nUse prefill=1, or layers that take {prefill} "
-            "tokens at a time"
-        ) from error
+        raise ValueError(f"generate: prefill={prefill}, but in decode mode {error}\nUse prefill=1") from error
     caches, starts = _cache_storage(step)
     outputs = jax.tree.structure(plan.traced.groups[-1].gives)
     pick = lambda leaves: leaves[0] if logits is None else logits(jax.tree.unflatten(outputs, leaves))
@@ -224,15 +220,11 @@ def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct
     try:
         logits_leaves = jax.tree.leaves(gives if logits is None else jax.eval_shape(logits, gives))
     except Exception as error:
-        raise ValueError(
-            f"generate: logits raised {type(error).__name__}: {error}; it is called with the model's outputs, "
-            f"{describe(gives)}, and returns those that are logits, as in lambda outputs: outputs[0]"
-        ) from error
+        raise ValueError(f"generate: logits raised {error!r}; return one of the outputs, {describe(gives)}") from error
     if not takes_tokens or len(logits_leaves) != 1 or logits_leaves[0].ndim != 3:
         raise ValueError(
-            f"generate needs a model that takes tokens [B, T] and gives logits [B, T, vocabulary]; this one takes "
-            f"{describe(plan.traced.inputs)} and gives {describe(gives)}. If the logits are among its outputs, say "
-            "which they are: pipe.generate(..., logits=lambda outputs: outputs[0])"
+            f"generate makes logits [B, T, vocabulary] of tokens [B, T]; this takes {describe(plan.traced.inputs)} "
+            f"and gives {describe(gives)}. Say which are logits: pipe.generate(..., logits=lambda outputs: outputs[0])"
         )
     return inputs[0]
 
@@ -246,9 +238,8 @@ def _with_own_ends(plan: Plan) -> Plan:
     specs = (spec for layout in plan.layouts.values() for kind in layout.storage.record_types for spec in kind.specs)
     if any(AXIS in names_in(entry) and len(names_in(entry)) > 1 for spec in specs for entry in spec):
         raise ValueError(
-            "generate: ends='shared' splits weights of the ends over the stages and another mesh axis along one "
-            "dimension, of which no stage can have all; make a pipeline with ends='own' or 'spread', and pass it "
-            "pipe.from_layer_variables(trained.layer_variables(variables), batch)"
+            "generate: ends='shared' splits weights over stages and another mesh axis along one dimension; make one "
+            "with ends='own' or 'spread', and pass pipe.from_layer_variables(trained.layer_variables(variables), batch)"
         )
     return replace(plan, own_ends=True)
 
@@ -259,9 +250,8 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
     if not cached:
         names = ", ".join(dict.fromkeys(group.layer.name for group in model.groups))
         raise ValueError(
-            f"generate: no layer keeps a cache ({names}), so that none would see the tokens before; give the layers "
-            "that look at other tokens a field `decode` with which Flax's attention keeps one (Linen), or an attention "
-            "with `init_cache` (nnx)"
+            f"generate: no layer keeps a cache ({names}); give layers that look at other tokens a field `decode`, by "
+            "which Flax's attention keeps one (Linen), or an attention with `init_cache` (nnx)"
         )
     for index in range(model.num_layers):
         old, new = plan.traced.group_at(index), model.group_at(index)
@@ -269,14 +259,12 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
         if not same_type(without(old), without(new)):
             raise ValueError(
                 f"layer {index} ({old.layer.name}) has {describe(without(new))} in decode mode and "
-                f"{describe(without(old))} in training, so that it can't take over what was trained"
+                f"{describe(without(old))} in training; give it the same in both"
             )
         if old.indices != new.indices:
             raise ValueError(
                 f"generate: layer {index} ({old.layer.name}) is one of equal layers, {list(old.indices)} in training "
-                f"and {list(new.indices)} in decode mode, where sequences of one token aren't split over devices as "
-                "whole ones are; generate with a pipeline whose layers don't constrain the dimension of tokens, and "
-                "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)"
+                f"and {list(new.indices)} in decode mode; use layers that don't constrain the dimension of tokens"
             )
     for group in cached:
         leaves = jax.tree.leaves(group.variables[CACHE])
@@ -284,8 +272,7 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
         short = [leaf for leaf in leaves if counts and leaf.ndim > 2 and leaf.shape[1] < length]
         if short:
             raise ValueError(
-                f"generate: sequences of {length} tokens are longer than the cache of {group.in_words}, "
-                f"{describe(short[0])}; shorten the prompts, ask for less, or make it longer"
+                f"generate: {length} tokens exceed the cache of {group.in_words}, {describe(short[0])}; make it longer"
             )
 
 

@@ -291,9 +291,7 @@ class Generator:
         count, length = prompts.shape
         sizes = [n for n in range(1, length + 1) if length % n == 0]
         if (fed := integer_or_none(prefill)) not in sizes:
-            raise ValueError(
-                f"prefill={prefill!r} is no part of prompts of {length} tokens; feed {sizes} of them at a time"
-            )
+            raise ValueError(f"prefill={prefill!r} is no part of prompts of {length} tokens; feed {sizes} at a time")
         if logits is not None:  # one made anew runs the program that was compiled for the first
             logits = self._logits.setdefault(fingerprint(logits), logits)
         size = -(-count // (stages * shards)) * shards  # of a micro-batch, which data axes split evenly
@@ -317,20 +315,14 @@ def _check_prompts(prompts: Leaf, stages: int) -> None:
     if len(shape) != 2 or not shape[1]:
         raise ValueError(f"prompts has the shape {shape}; pass tokens [B, S] of at least one place")
     if shape[0] < stages:
-        raise ValueError(
-            f"{shape[0]} prompts are fewer than the {stages} stages, which would wait for one another; pass at least "
-            f"{stages} (repeat some), or generate with a pipeline of fewer stages"
-        )
+        raise ValueError(f"{shape[0]} prompts are fewer than the {stages} stages; repeat some, or use fewer stages")
 
 
 def _as_temperature(temperature: float, key: jax.Array | None) -> float:
     """A user's temperature as a number that logits can be divided by, or 0."""
     temperature = as_number("temperature", temperature, "one is for all prompts, 0 takes the likeliest", finite=False)
     if temperature != 0 and not np.finfo(np.float32).tiny <= temperature < np.inf:
-        raise ValueError(
-            f"temperature={temperature} is no number to divide logits by in float32; use 0 for the likeliest token, or "
-            "more to sample"
-        )
+        raise ValueError(f"temperature={temperature} is no number to divide by in float32; use 0 for the likeliest")
     if temperature and key is None:
         raise ValueError(f"temperature={temperature} draws random numbers, but key=None; pass key=jax.random.key(...)")
     return temperature

@@ -277,10 +277,7 @@ def run_step(
     run = jax.custom_jvp(on_stages(on_device, mesh, in_specs, out_specs, cut, **results))
 
     def refuse(primals: PyTree, tangents: PyTree) -> NoReturn:
-        remedy = "pipe.apply and pipe.evaluate are forward only; use pipe.value_and_grad(variables, batch, key)"
-        if step.schedule.trains:
-            remedy = "pipe.value_and_grad gives the gradients itself; use its second result, grads"
-        raise TypeError(f"a pipeline can't be differentiated from outside: {remedy}")
+        raise TypeError("pipelines can't be differentiated; use grads of pipe.value_and_grad(variables, batch, key)")
 
     run.defjvp(refuse)
     variables, *others = arguments

@@ -32,8 +32,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     """
     opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
-        remedy = "pass a model that is one module, a list of layers, or a Sequential of linen or nnx"
-        raise TypeError(f"layers is a {type(layers).__name__}; {remedy}")
+        raise TypeError(f"layers is a {type(layers).__name__}; pass a model that is one module, or a list of layers")
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
@@ -113,9 +112,8 @@ def _check_repeats(places: Sequence[_UsersLayer], in_sequential: bool) -> None:
             if at != index and looks_tied and not is_one_shared:
                 holder = first.module if is_module(first) else place.module
                 kind = type(part if isinstance(part, nn.Module) else holder).__name__
-                same = f"is or holds the same {type(part).__name__} object as layers[{at}]"
-                remedy = f"{how_to_share(kind)}; or make two modules"
-                raise ValueError(f"layers[{index}] ({type(place.module).__name__}) {same}; {remedy}")
+                same = f"layers[{index}] is or holds the same {type(part).__name__} as layers[{at}]"
+                raise ValueError(f"{same}; {how_to_share(kind)}, or make two modules")
 
 
 def _parts(layer: object) -> list[object]:
@@ -150,9 +148,7 @@ def _check_variable_types(layers: Sequence[AnyLayer]) -> None:
         for kind, name in layer.variable_types.items():
             other = types.setdefault(name, kind)
             if other is not kind:
-                first, second = (f"{one.__module__}.{one.__qualname__}" for one in (other, kind))
-                fault = f"layers[{index}] ({layer.name}) has variables of the type {second}, and their collection would"
-                raise ValueError(f"{fault} be {name!r}, as that of {first}; give one of the two types another name")
+                raise ValueError(f"layers[{index}]: {kind} and {other} have one collection, {name!r}; rename one type")
 
 
 def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict[int, int]:
@@ -182,8 +178,7 @@ def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict
 def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
     layer, method = place.module, place.method
     if isinstance(layer, Marked):
-        remedy = "mark its uses instead, as in jpipe.stash(jpipe.Shared(layer), 'name')"
-        raise TypeError(f"layers[{index}] shares a layer with connections; {remedy}")
+        raise TypeError(f"layers[{index}] shares a marked layer; mark its use: jpipe.stash(jpipe.Shared(layer), 'a')")
     if isinstance(layer, nn.Module):
         return linen_layer(layer, index, method)
     if isinstance(layer, nnx.Module):
@@ -202,10 +197,7 @@ def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
         _check_no_method(layer, index)
         name = getattr(function, "__name__", type(function).__name__)
         return layer_of_function(_called_function(layer, method, name, index), name)
-    raise TypeError(
-        f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
-        "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
-    )
+    raise TypeError(f"layers[{index}] is a {type(layer).__name__}; use a module, function or jpipe.Layer(init, apply)")
 
 
 def _check_no_method(layer: Callable, index: int) -> None:
@@ -213,13 +205,11 @@ def _check_no_method(layer: Callable, index: int) -> None:
     module = layer.__self__ if ismethod(layer) else None
     if isinstance(module, nnx.Module) or (isinstance(module, nn.Module) and module.scope is None):
         kind = type(module).__name__
-        fault = f"layers[{index}] is the method {layer.__name__!r} of a module ({kind}), which brings no parameters"
-        raise TypeError(f"{fault}; {how_to_share(kind, layer.__name__)}")
+        raise TypeError(f"layers[{index}] is a method of a {kind}; {how_to_share(kind, layer.__name__)}")
 
 
 def _called_function(function: Callable, method: Method | None, name: str, index: int) -> Callable:
     """Picks the function that is called: a layer's own, or the one through which its parameters are shared."""
     if isinstance(method, str):
-        wrong = f"layers[{index}] uses {name} through {method!r}, but functions have no methods"
-        raise TypeError(f"{wrong}; pass a function `apply(params, x)`")
+        raise TypeError(f"layers[{index}] uses {name} through {method!r}; pass a function `apply(params, x)` instead")
     return method or function

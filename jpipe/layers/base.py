@@ -187,10 +187,7 @@ class Shared:
 def how_to_share(kind: str, method: str = "") -> str:
     """Says in words how a module of the class `kind` has one set of parameters in two places."""
     method = method or ("attend" if kind == "Embed" else "a_method")
-    return (
-        f"to have the same parameters in both places, wrap it once, tied = jpipe.Shared({kind}(...)), and put tied in "
-        f'both, or tied.using("{method}") where that method is to be called'
-    )
+    return f'to share its parameters, put tied = jpipe.Shared({kind}(...)) in both places, or tied.using("{method}")'
 
 
 @dataclass(frozen=True, eq=False)

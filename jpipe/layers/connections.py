@@ -38,8 +38,7 @@ class Marked:
 
 _TWICE = {
     "stash": "for a second name put an identity layer behind it, jpipe.stash(lambda x: x, {!r})",
-    "pop": "for a second skip put a layer before it that hands both on, jpipe.pop(lambda x, kept: (x, kept), {!r}), so "
-    "that this layer's x is (x, kept)",
+    "pop": "for a second skip put a layer before it that hands both on, jpipe.pop(lambda x, kept: (x, kept), {!r})",
     "reads": "read both by one function, jpipe.reads(layer, lambda batch: (first(batch), second(batch)))",
 }
 """The remedy for applying each of the three twice."""
@@ -55,8 +54,7 @@ def _mark(layer: object, function: str, field: str, value: str | Read) -> Marked
     if function != "reads" and not (isinstance(value, str) and value):
         raise TypeError(f"jpipe.{function}({name}, {value!r}): the name has to be a non-empty string")
     if getattr(marked, field) is not None:
-        remedy = _TWICE[function].format(value)
-        raise ValueError(f"jpipe.{function} is applied twice to the same layer ({name}); {remedy}")
+        raise ValueError(f"jpipe.{function} is applied twice to the layer {name}; {_TWICE[function].format(value)}")
     return replace(marked, **{field: value})
 
 
@@ -111,16 +109,14 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLay
                 raise ValueError(f"{where} pops {mark.pops!r}, which no earlier layer stashes; stash it before")
             if mark.pops in popped:
                 raise ValueError(
-                    f"{where} pops {mark.pops!r}, which layer {popped[mark.pops]} has popped already; to use it twice, "
-                    f"put an identity layer behind layer {stashed[mark.pops]}, which stashes it, and pop what that one "
-                    "stashes: jpipe.stash(lambda x: x, 'another name')"
+                    f"{where} pops {mark.pops!r}, as layer {popped[mark.pops]} does; pop a second skip, which an "
+                    f"identity behind layer {stashed[mark.pops]} stashes: jpipe.stash(lambda x: x, 'another name')"
                 )
             popped[mark.pops] = index
             pops = numbers.pop(mark.pops)
         if mark.stashes is not None:
             if mark.stashes in stashed:
-                first = stashed[mark.stashes]
-                raise ValueError(f"{where} stashes {mark.stashes!r}, as layer {first} does; use another name")
+                raise ValueError(f"{where} stashes {mark.stashes!r}, as layer {stashed[mark.stashes]} does; rename it")
             stashed[mark.stashes] = index
             stashes = min(set(range(len(numbers) + 1)) - set(numbers.values()))
             numbers[mark.stashes] = stashes
@@ -218,9 +214,7 @@ def _side_input(read: Read, batch: Batch) -> PyTree:
     try:
         side = read(batch)
     except Exception as error:
-        fault = f"can't read its side input from the batch {describe(batch)}: its function raised"
-        remedy = "pass the whole batch, to apply too where a layer reads it"
-        raise LayerError(f"{fault} {type(error).__name__}: {error}; {remedy}") from error
+        raise LayerError(f"can't read a side input from {describe(batch)}: {error!r}; pass the whole batch") from error
     if side is None or not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(side)):
         raise LayerError(f"reads {side!r:.60} from the batch; its function has to return a pytree of arrays")
     return side

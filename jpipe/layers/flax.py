@@ -9,16 +9,11 @@ import flax.linen as nn
 from flax import nnx
 
 from jpipe.layers.base import Item, LayerError, LayerVariables, Method
-from jpipe.layers.calls import MODE_NAMES
 
-SOWN = (
-    "self.sow does; pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them, or "
-    "of a model that is one module by a jpipe.Layer whose `apply` returns what is sown"
-)
+SOWN = "self.sow does; pass the values on, `return x, total + value`, or by a jpipe.Layer whose `apply` returns them"
 NO_KEY = (
-    "draws random numbers in evaluation mode, where there is no key; make it deterministic there, by an argument "
-    f"`deterministic` or `train`, which jpipe gives it, as it does those called {MODE_NAMES}; or hand it what it would "
-    "draw, such as the initial_carry of an nnx.RNN"
+    "draws random numbers in evaluation mode, without a key; make it deterministic there, by an argument "
+    "`deterministic` or `train`, or hand it what it would draw, such as the initial_carry of an nnx.RNN"
 )
 
 
@@ -55,8 +50,7 @@ def check_method(module: type, name: str, method: Method | None, index: int) -> 
       ValueError: the module's class has no such method.
     """
     if isinstance(method, str) and not callable(getattr(module, method, None)):
-        fault = f"layers[{index}] uses {name} through {method!r}, which it doesn't have"
-        raise ValueError(f"{fault}; name one of its methods")
+        raise ValueError(f"layers[{index}] uses {name} through {method!r}, which it doesn't have; name one of its own")
 
 
 def dropout_in_words(part: object) -> list[str]:

@@ -67,8 +67,7 @@ def frozen_layer(layer: AnyLayer, where: Where) -> AnyLayer:
 
     def apart(variables: LayerVariables) -> LayerVariables:
         if FROZEN in variables:
-            fault = f"has a collection {FROZEN!r} of its own, but a frozen layer has all parameters in 'params'"
-            raise LayerError(f"{fault}; don't freeze it, or give the collection another name")
+            raise LayerError(f"has a collection {FROZEN!r} of its own; don't freeze it, or rename the collection")
         params = variables.get("params", {})
         flags = is_frozen(params)
         trained = jax.tree.map(lambda leaf, flag: None if flag else leaf, params, flags)

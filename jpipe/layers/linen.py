@@ -104,10 +104,7 @@ class _LinenCalls:
         except flax.errors.ModifyScopeVariableError as error:
             if train:
                 raise
-            raise LayerError(
-                "writes its state in evaluation, where nothing is kept; write it only where the layer is told that it "
-                f"trains, or where self.is_mutable_collection(...) holds. Flax says: {error}"
-            ) from error
+            raise LayerError(f"writes state in evaluation; write it in training only. Flax says: {error}") from error
         return outputs, {name: _like(variables[name], changed.get(name, {}), name) for name in mutable}
 
     def _mode(self, train: bool) -> ModeArguments:

@@ -85,15 +85,13 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
             remedy = "it is called with rngs alone, which it hands on, as in lambda rngs: Block(width, rngs=rngs)"
             raise TypeError(f"layers[{index}] raised {raised(error)}; {remedy}") from shortened(error)
         if not isinstance(module, nnx.Module):
-            made = type(module).__name__
-            raise TypeError(f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {made}")
+            raise TypeError(f"layers[{index}] takes rngs and returned {type(module).__name__}; return an nnx module")
         return nnx.split(_mark_arrays(module))
 
     with no_mesh():
         closed, (graphdef, template) = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
     if any(isinstance(value, Tracer) for value in values_within(graphdef)):
-        fault = f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function"
-        raise TypeError(f"{fault}; make the array an attribute of the module, or make it in __call__")
+        raise TypeError(f"layers[{index}] keeps an array where nnx doesn't see it; make it an attribute of the module")
     constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in closed.consts]
 
     layer = _adapted(_NnxCalls(graphdef, template, method, writes), factory, index)
@@ -185,10 +183,7 @@ class _NnxCalls:
             if uses(jax.make_jaxpr(given)(jax.random.key(0)))[0]:
                 raise LayerError(NO_KEY)
         if train and (written := self._written(collections.get("params"), variables, inputs, context)):
-            raise LayerError(
-                f"writes its parameter {written} in training, which only the optimiser changes; keep what a step "
-                "counts or averages in a variable of another type, such as nnx.BatchStat"
-            )
+            raise LayerError(f"writes its parameter {written}, as only the optimiser may; keep it in an nnx.BatchStat")
         if lost := [name for name in collections if train and name not in (*variables, "intermediates")]:
             raise LayerError(f"makes the collection {lost[0]!r} in training, as {SOWN}")
         written = [name for name in collections if name in variables and name != "params"]

@@ -37,15 +37,13 @@ def batch_size(batch: Batch) -> int:
             raise TypeError(f"{name} is a {type(leaf).__name__}, not an array; {are}")
         _check_dtype(name, leaf.dtype)
         if not leaf.shape:
-            fault = "is a scalar; every array of a batch needs the batch size as its first dimension"
-            raise ValueError(f"{name} {fault}: {_remedy(batch)}")
+            raise ValueError(f"{name} is a scalar, and has no dimension for the batch size; {_remedy(batch)}")
         sizes.setdefault(leaf.shape[0], name)
     if not sizes:
         raise ValueError("the batch holds no arrays")
     if len(sizes) > 1:
         parts = ", ".join(f"{name} has {size}" for size, name in sizes.items())
-        instead = _remedy(batch, "make their first dimensions equal")
-        raise ValueError(f"the arrays of the batch differ in batch size: {parts}; {instead}")
+        raise ValueError(f"the arrays of the batch differ in batch size: {parts}; {_remedy(batch, 'make them equal')}")
     (size,) = sizes
     if size == 0:
         raise ValueError("batch size 0: the batch holds no examples; pass at least one")
@@ -111,14 +109,10 @@ def cut_for_training(batch: Batch, num_microbatches: int, shards: int) -> MicroB
     """
     size = batch_size(batch)
     if size % num_microbatches:
+        raise ValueError(f"batch size {size} is not divisible by {num_microbatches=}; use {_alternatives(size)}")
+    if size % (multiple := num_microbatches * shards):
         raise ValueError(
-            f"batch size {size} is not divisible by num_microbatches={num_microbatches}; use {_alternatives(size)}"
-        )
-    micro = size // num_microbatches
-    if micro % shards:
-        raise ValueError(
-            f"micro-batches of {micro} ({size} / num_microbatches={num_microbatches}) can't be split over the {shards} "
-            f"devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
+            f"batch size {size} isn't divisible by {num_microbatches=} * {shards} devices; use a multiple of {multiple}"
         )
     return cut_batch(batch, num_microbatches)
 
@@ -137,13 +131,10 @@ def _check_dtype(name: str, dtype: np.dtype) -> None:
     """Checks that a batch's array holds numbers, and no random keys."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
-            f"{name} holds random keys ({dtype}), which a batch can't; pass jax.random.key_data(keys), and call "
-            "jax.random.wrap_key_data on it in the layer that reads it"
+            f"{name} has random keys, {dtype}; pass jax.random.key_data(keys), and call jax.random.wrap_key_data on it"
         )
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise TypeError(
-            f"{name} has the dtype {dtype}, but a batch holds numbers only; leave it out of the batch, or encode it"
-        )
+        raise TypeError(f"{name} has the dtype {dtype}, but a batch holds numbers only; leave it out, or encode it")
 
 
 def check_like(batch: Batch, expected: Shapes) -> None:
@@ -170,10 +161,7 @@ def check_no_example(batch: Batch, expected: Shapes) -> None:
         return
     for (name, leaf), want in zip(named_leaves("batch", batch), jax.tree.leaves(expected), strict=True):
         if np.shape(leaf) and np.shape(leaf) == want.shape[1:]:
-            raise ValueError(
-                f"{name} has the shape {leaf.shape}, that of one example at init; the first dimension of every array "
-                "is the batch: stack examples, as many as num_microbatches divides"
-            )
+            raise ValueError(f"{name} has the shape {leaf.shape}, that of one example at init; stack examples")
 
 
 def _alternatives(size: int) -> str:
@@ -206,8 +194,7 @@ def default_inputs(batch: Batch) -> PyTree:
         return batch[0]
     if not jax.tree_util.treedef_is_leaf(jax.tree.structure(batch)):
         raise ValueError(
-            f"the batch is a {type(batch).__name__}, in which nothing says what the first layer takes; pass "
-            "inputs=lambda batch: batch.... to jpipe.Pipeline"
+            f"the batch is a {type(batch).__name__}, and no dict; pass inputs=lambda batch: batch.... to jpipe.Pipeline"
         )
     return batch
 
@@ -231,8 +218,7 @@ def is_bare(
     like_batch, like_inputs = structure == jax.tree.structure(expected), structure == of_inputs
     if said and not like_inputs:
         raise ValueError(
-            f"bare=True, but the batch is {outline('batch', batch)}, and not the model's inputs, "
-            f"{outline('inputs', inputs)}; leave bare out"
+            f"bare=True, but the batch is {outline('batch', batch)}, not {outline('inputs', inputs)}; leave bare out"
         )
     if said is not None:
         return said
@@ -243,9 +229,8 @@ def is_bare(
         fits_batch, fits_inputs = (features(batch) == features(tree) for tree in (expected, inputs))
         if fits_batch == fits_inputs:
             raise ValueError(
-                f"{describe(batch)} may be a batch, which had micro-batches of {describe(expected)} at init, or the "
-                f"model's inputs, which had {describe(inputs)}; say which: pipe.apply(variables, batch, bare=False), "
-                "or pipe.apply(variables, inputs, bare=True)"
+                f"{describe(batch)} may be a batch, {describe(expected)}, or inputs, {describe(inputs)}; say which: "
+                "pipe.apply(variables, batch, bare=False), or pipe.apply(variables, inputs, bare=True)"
             )
         return fits_inputs
     if like_batch or like_inputs:
@@ -281,17 +266,13 @@ def data_shard(mesh: Mesh, batch_axes: Sequence[str]) -> tuple[int, int]:
     parts_of = {p: [i for i, part in enumerate(processes) if p in part] for p in set().union(*processes)}
     this = jax.process_index()
     if this not in parts_of:
-        raise ValueError(
-            f"process {this} has none of the {mesh.size} devices of the mesh, which are those of the processes "
-            f"{sorted(parts_of)}; use all devices: jpipe.make_mesh(...)"
-        )
+        raise ValueError(f"process {this} has none of {mesh.size} devices; use all devices: jpipe.make_mesh(...)")
     size = len(parts_of[this])
     for p, parts in sorted(parts_of.items()):
         if len(parts) != size or parts[0] % size or parts[-1] - parts[0] != size - 1:
             raise ValueError(
-                f"process {p} has the parts {parts} of the {len(processes)} along the mesh's data axes, process {this} "
-                f"has {parts_of[this]}: not equal runs of them; order devices as jpipe.make_mesh({AXIS}=..., data=...) "
-                "does"
+                f"process {p} has the parts {parts} of {len(processes)}, process {this} has {parts_of[this]}, not "
+                f"equal runs of them; order devices as jpipe.make_mesh({AXIS}=..., data=...) does"
             )
     return parts_of[this][0] // size, len(processes) // size
 
@@ -302,15 +283,11 @@ def place_rows(batch: Batch, mesh: Mesh, batch_axes: Sequence[str]) -> Batch:
     for name, leaf in named_leaves("batch", batch):
         if isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
             what = "being traced" if isinstance(leaf, Tracer) else "spread over processes already"
-            raise ValueError(
-                f"{name} is {what}; place takes the rows of this process, outside of jax.jit: pass a placed batch on "
-                "as it is"
-            )
+            raise ValueError(f"{name} is {what}; place takes the rows of this process, outside of jax.jit")
     rows, shards = batch_size(batch), math.prod(mesh.shape[name] for name in batch_axes)
     if rows * count % shards:
         raise ValueError(
-            f"{rows} rows of each of {count} parts make a batch of {rows * count}, which can't be split over the "
-            f"{shards} devices of the mesh's data axes; place a multiple of {shards // count} rows"
+            f"{rows} rows of {count} parts don't fit {shards} devices; place a multiple of {shards // count} rows"
         )
     sharding, join = NamedSharding(mesh, PartitionSpec(tuple(batch_axes))), jax.make_array_from_process_local_data
     return jax.tree.map(lambda leaf: join(sharding, np.asarray(leaf), (rows * count, *leaf.shape[1:])), batch)

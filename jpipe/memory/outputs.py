@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jpipe.jax.trees import named_leaves
-from jpipe.layers.base import describe
 from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
@@ -45,10 +44,7 @@ def output_axes(
     """
     leaves, axes = named_leaves("outputs", outputs), []
     if doubled is None and lying is None:
-        raise ValueError(
-            f"the model can't be traced for {2 * size} examples, and couples those of a micro-batch, so that nothing "
-            f"says which axis of its outputs {describe(outputs)} is the batch; let it take batches of any size"
-        )
+        raise ValueError(f"the model can't be traced for {2 * size} examples; let it take batches of any size")
     halves = [at[:1] for at in doubled.gives_at] if doubled else [(at,) for at in lying or ()]
     for i, (name, leaf) in enumerate(leaves):
         at, growing = (*halves[i], REPLICATED)[0], _growing(leaf, i, doubled, lying)
@@ -59,10 +55,8 @@ def output_axes(
             fault = f"examples are mixed with something else in axis {growing[0]}"
         if fault and (growing or leaf.shape[:1] != (1,)):
             raise ValueError(
-                f"{name} has the shape {leaf.shape} for micro-batches of {size} examples, in which {fault}, so that "
-                "the outputs of micro-batches can't be joined. Give the batch an axis of its own; return a mean or a "
-                "sum among the loss's metrics instead; or let the output begin with an axis of one, as x[None], to "
-                "get a row for each micro-batch"
+                f"{name} has the shape {leaf.shape} for micro-batches of {size} examples, in which {fault}. Give the "
+                "batch an axis of its own, return means as the loss's metrics, or x[None] for a row of each micro-batch"
             )
         axes.append(growing[0] if growing else 0)
     return tuple(axes)
@@ -96,10 +90,9 @@ def lying_by_shapes(
         growing, at = _growing(leaf, i, doubled, lying), lying[i]
         if len(growing) > 1:
             raise ValueError(
-                f"{name} has the shape {leaf.shape} for micro-batches of {size} examples, and its axes {growing} grow "
-                "with the batch: the model makes pairs of the examples of a micro-batch, and not of the whole "
-                "mini-batch. Let it return what pairs are made of, such as the embeddings; make the pairs in the loss, "
-                'and pass loss_over="batch" to jpipe.Pipeline. Or use num_microbatches=1'
+                f"{name} has the shape {leaf.shape}, of which {growing} grow with the batch: the model makes pairs of "
+                "the examples of a micro-batch alone. Return the embeddings, make pairs of them in the loss, and pass "
+                'loss_over="batch" to jpipe.Pipeline'
             )
         if not (isinstance(at, Shard) and [at.dim] == growing):
             by_halves = doubled.gives_at[i][:1] if doubled is not None else ()

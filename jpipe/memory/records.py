@@ -296,10 +296,7 @@ def from_items(model: Model, layouts: Mapping[str, Layout], trees: Sequence[PyTr
         raise ValueError(f"there are {len(trees)} trees but {model.num_layers} layers; give one a layer")
     for name, leaf in named_leaves("trees", trees):
         if isinstance(leaf, Tracer):
-            raise TypeError(
-                f"{name} is being traced; from_layer_variables puts values on devices, so call it outside of jax.jit "
-                "and its like"
-            )
+            raise TypeError(f"{name} is being traced; call from_layer_variables outside of jax.jit and its like")
     layers: dict[int, dict[str, PyTree]] = {}
     for index, tree in enumerate(trees):
         group = model.group_at(index)
@@ -353,11 +350,7 @@ def _check_tied(model: Model, trees: LayerTrees) -> None:
         for other in others:
             pairs = zip(*(jax.tree.leaves(trees[index].get("params")) for index in (first, other)), strict=True)
             if not all(a is b or _are_equal(a, b) for a, b in pairs):
-                raise ValueError(
-                    f"trees[{first}] and trees[{other}] differ, but layers {first} and {other} "
-                    f"({model.group_at(first).layer.name}) share "
-                    "their parameters; give both the same, or don't share them"
-                )
+                raise ValueError(f"trees[{first}] and trees[{other}] differ, but share parameters; give both the same")
 
 
 def _are_equal(a: Leaf, b: Leaf) -> bool:

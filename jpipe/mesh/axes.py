@@ -39,17 +39,13 @@ def check_batch_axes(mesh: Mesh, names: object) -> tuple[str, ...]:
         raise TypeError(f"batch_axes={names!r} aren't names of mesh axes; pass a tuple, such as ('data', 'fsdp')")
     axes, others = tuple(axes), [name for name in mesh.axis_names if name != AXIS]
     if AXIS in axes:
-        raise ValueError(
-            f"batch_axes={names!r} names {AXIS!r}, along which devices have other layers, not other examples; name "
-            f"other axes of the mesh, which has {others}"
-        )
+        raise ValueError(f"batch_axes={names!r} names {AXIS!r}, which splits no examples; name some of {others}")
     for name in axes:
         if axes.count(name) > 1:
             raise ValueError(f"batch_axes={names!r} names {name!r} {axes.count(name)} times; name it once")
         if name not in mesh.axis_names and axes != BATCH_AXES:
             raise ValueError(
-                f"batch_axes={names!r} names {name!r}, which the mesh {dict(mesh.shape)} lacks; name some of its axes "
-                f"{others}, or leave batch_axes out"
+                f"batch_axes={names!r} names {name!r}, which the mesh {dict(mesh.shape)} lacks; name some of {others}"
             )
     return tuple(name for name in axes if name in mesh.axis_names)
 

@@ -113,7 +113,7 @@ class Splits:
             axes, more = (splitting, self.shard_over) if collection in weights else (splitting - {*self.batch_axes}, ())
             for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
                 spec = split_by(spec, axes.__contains__)
-                what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
+                what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape} to be split"
                 self._check(what, leaf.shape, spec)
                 at_rest[collection].append(self._split_over(more, leaf.shape, spec))
         return at_rest
@@ -133,10 +133,8 @@ class Splits:
         sizes, unused = self.mesh.shape, self.idle({*constrained}.union(*asked.values()))
         unknown = [(layer, name) for layer, names in asked.items() for name in sorted(names - {*sizes})]
         if unused and unknown:
-            raise ValueError(
-                f"{unknown[0][0]} asks for weights to be split over the mesh axis {unknown[0][1]!r}, which the mesh "
-                f"{dict(sizes)} lacks, and no layer asks for its axis {unused[0]!r}; call both the same"
-            )
+            layer, name = unknown[0]
+            raise ValueError(f"{layer} asks for an axis {name!r}, none for the mesh's {unused[0]!r}; name both alike")
 
     def idle(self, names: Collection[str]) -> list[str]:
         """The mesh axes of several devices that split no examples, and that aren't among `names`."""
@@ -147,20 +145,15 @@ class Splits:
         """Checks that a leaf `what` of a shape can be split by a spec; errors as of `at_rest`."""
         seen: set[str] = set()
         if len(spec) > len(shape):
-            raise ValueError(
-                f"{what} to be split by {spec}, which has more dimensions; change the layer's partitioning"
-            )
+            raise ValueError(f"{what} by {spec}, which has more dimensions; change its partitioning")
         for size, entry in zip(shape, spec, strict=False):
             names = names_in(entry)
             twice = [name for name in names if name in seen or names.count(name) > 1]
             if twice:
-                raise ValueError(f"{what} to be split twice over the mesh axis {twice[0]!r}; name it once")
+                raise ValueError(f"{what} twice over the mesh axis {twice[0]!r}; name it once")
             seen.update(names)
-            if size % self._devices(names):
-                raise ValueError(
-                    f"{what} to be split over the mesh axes {names} of {self._devices(names)} devices, which don't "
-                    f"divide {size}; change the layer's partitioning or its size"
-                )
+            if size % (count := self._devices(names)):
+                raise ValueError(f"{what} over {names} of {count} devices, which don't divide {size}; resize it")
 
     def _devices(self, names: Sequence[str]) -> int:
         """The number of parts into which these mesh axes split a dimension."""
@@ -214,7 +207,5 @@ def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] 
     names = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
     for name in names:
         if name not in data:
-            raise ValueError(
-                f"shard_over={names!r} names {name!r}; this mesh has the data axes {list(data)} (batch_axes=)"
-            )
+            raise ValueError(f"shard_over={names!r} names {name!r}; the data axes are {list(data)} (batch_axes=)")
     return Splits(mesh, data, names, gather)

@@ -44,15 +44,11 @@ def make_mesh(
       TypeError: a size is no integer.
       ValueError: a size below 1, another number of devices than the product, or slices that can't be shared out.
     """
-    remedy = "pass the number of devices along the axis"
-    sizes = {name: as_integer(name, size, remedy) for name, size in {AXIS: stage, **axes}.items()}
+    sizes = {name: as_integer(name, size, "use 1 or more") for name, size in {AXIS: stage, **axes}.items()}
     devices = list(jax.devices() if devices is None else devices)
-    if math.prod(sizes.values()) != len(devices):
+    if (total := math.prod(sizes.values())) != len(devices):
         product = " * ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(
-            f"{product} takes {math.prod(sizes.values())} devices, but there are {len(devices)}; change the sizes, or "
-            "pass devices=, such as jax.devices()[:n]"
-        )
+        raise ValueError(f"{product} takes {total} devices, not {len(devices)}; resize, or devices=jax.devices()[:n]")
     if axis_types is None or isinstance(axis_types, AxisType):
         axis_types = (axis_types or AxisType.Auto,) * len(sizes)
     return Mesh(_ordered(devices, sizes), tuple(sizes), axis_types=tuple(axis_types))
@@ -68,9 +64,8 @@ def _ordered(devices: list[Device], sizes: dict[str, int]) -> np.ndarray:
     if across is None and not by_process:
         among = ", ".join(f"{name}={size}" for name, size in sizes.items() if name in (AXIS, *BATCH_AXES))
         raise ValueError(
-            f"the {len(devices)} devices are in {len(slices)} slices of {sorted(slices.values())}, over which "
-            f"only '{AXIS}' and data axes may go, and {among} can't be shared out equally over them; make '{AXIS}' "
-            f"times the data axes a multiple of {len(slices)}, of slices of equal size"
+            f"the {len(devices)} devices are in {len(slices)} slices of {sorted(slices.values())}, over which only "
+            f"'{AXIS}' and data axes may go, and {among} can't; make their product a multiple of {len(slices)}"
         )
     shape = tuple(sizes.values())
     # Axes of the mesh are axes of the network if they can be, else parts of them. Where processes don't fit (say, one
@@ -107,25 +102,18 @@ def as_mesh(mesh: object, num_stages: int) -> Mesh:
         devices = jax.devices()
         if num_stages > len(devices):
             raise ValueError(
-                f"num_stages={num_stages} is more than the {len(devices)} {devices[0].platform} devices; use "
-                f"num_stages <= {len(devices)}, pass mesh=, or simulate devices on a CPU with "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={num_stages}"
+                f"{num_stages=} is more than the {len(devices)} {devices[0].platform} devices; use num_stages <= "
+                f"{len(devices)}, pass mesh=, or set XLA_FLAGS=--xla_force_host_platform_device_count={num_stages}"
             )
         return Mesh(np.asarray(devices[:num_stages]), (AXIS,))
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh, as jax.make_mesh(({num_stages},), ('{AXIS}',))"
-        )
+        raise TypeError(f"mesh is a {type(mesh).__name__}; pass a Mesh, as jax.make_mesh(({num_stages},), ('{AXIS}',))")
     if len(set(mesh.axis_types)) > 1 or AxisType.Manual in mesh.axis_types:
-        raise ValueError(
-            f"mesh has axes of the types {mesh.axis_types}; make them all Auto or all Explicit, as jax.make_mesh does"
-        )
+        raise ValueError(f"mesh has axes of the types {mesh.axis_types}; make them all Auto or all Explicit")
     if AXIS not in mesh.axis_names:
         raise ValueError(f"mesh has the axes {mesh.axis_names} but no axis '{AXIS}'; name one of them '{AXIS}'")
     if mesh.shape[AXIS] != num_stages:
-        raise ValueError(
-            f"mesh has {mesh.shape[AXIS]} devices along '{AXIS}' but num_stages={num_stages}; make the two equal"
-        )
+        raise ValueError(f"mesh has {mesh.shape[AXIS]} devices along '{AXIS}' but {num_stages=}; make the two equal")
     return mesh
 
 
@@ -137,10 +125,7 @@ def check_context(mesh: Mesh) -> None:
     """
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and dict(context.shape) != dict(mesh.shape):
-        raise ValueError(
-            f"the mesh in context (jax.set_mesh) has the axes {dict(context.shape)}, the pipeline's has "
-            f"{dict(mesh.shape)}; set the pipeline's mesh, pipe.mesh, or none"
-        )
+        raise ValueError(f"the mesh in context has {dict(context.shape)}, not {dict(mesh.shape)}; set pipe.mesh")
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

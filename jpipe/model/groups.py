@@ -72,8 +72,7 @@ class Constants:
         flat = without_calls(closed, PLAIN_CALLS)
         at = scalar_places(flat)
         if list(map(bits, scalars_of(flat))) != list(map(bits, self.scalars)):
-            fault = "layers that differ in numbers alone are one function, but under other keys the layer computes with"
-            raise ValueError(f"{fault} other numbers; use keys of JAX's default implementation, without impl=")
+            raise ValueError("under these keys the layer has other numbers; use keys of JAX's default implementation")
         by_index = dict(zip((at[place] for place in self.places), new, strict=True))
         return ClosedJaxpr(flat.jaxpr, [by_index.get(i, constant) for i, constant in enumerate(flat.consts)])
 

@@ -273,8 +273,7 @@ def _check_outputs(outputs: Activation) -> None:
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise LayerError(f"gives a {type(leaf).__name__} at outputs{place}; make it an array, or leave it out")
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            remedy = "a boundary carries plain arrays only, such as jax.random.key_data(key)"
-            raise LayerError(f"gives {leaf.dtype} at {place}; {remedy}")
+            raise LayerError(f"gives {leaf.dtype} at {place}; give plain arrays, such as jax.random.key_data(key)")
 
 
 def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes) -> TracedInit:
@@ -299,9 +298,8 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
             for (path, _), *both in zip(named_leaves("variables", made), follow, read, strict=False):
                 if all(both):
                     fault = f"{name} makes {path} of the values of its inputs, and pipe.init knows only their shapes"
-                    of_list = "pipe.from_layer_variables(trees, batch), by each layer's init on what is given to it"
-                    remedy = f"pass pipe.from_model_variables(model.init(key, x), batch), of a list {of_list}"
-                    raise ValueError(f"{fault}; {remedy}")
+                    of_list = "pipe.from_layer_variables(trees, batch)"
+                    raise ValueError(f"{fault}; use pipe.from_model_variables(model.init(key, x), batch), or {of_list}")
 
         return TracedInit(trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0], made, check)
 

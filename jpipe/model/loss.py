@@ -335,7 +335,7 @@ def trace_loss(
     _check_metrics(returned, terms, metrics)
     names = tuple(sorted(terms))
     dtype = accumulator_dtype(jnp.result_type(*(_as_pair(terms[name])[0].dtype for name in names)))
-    weights, by_shapes = _weights(loss_fn, (outputs, batch, key), returned, names, dtype)
+    weights, by_shapes = _weights(loss_fn, (outputs, batch, key), names, dtype)
     totals = None if by_shapes is None else [count * weight for weight in by_shapes]
     loss = TracedLoss(
         function=loss_fn,
@@ -359,7 +359,7 @@ def trace_loss(
         return replace(loss, at_once=at_once, known=list(filter(is_float, jax.tree.leaves(outputs))))
     has_weight_1 = isinstance(returned, tuple) and len(returned) == 3 and by_shapes == [1.0]
     # Or each example has the weight 1, and a micro-batch has one.
-    is_number = has_weight_1 and _weights(loss_fn, whole, returned, names, dtype)[1] == [1.0]
+    is_number = has_weight_1 and _weights(loss_fn, whole, names, dtype)[1] == [1.0]
     number_terms = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
     return with_totals(_in_parts(loss, number_terms, (outputs, batch, key), whole) if number_terms else loss)
 
@@ -375,17 +375,14 @@ def _in_parts(loss: TracedLoss, number_terms: tuple[str, ...], of_part: LossShap
         terms, _ = loss_parts(call_loss(loss.function, outputs, batch, key))
         return [_as_pair(terms[name])[0] for name in number_terms]
 
-    name, rows = loss_name(loss.function), [jax.tree.leaves(batch)[0].shape[0] for batch in (whole[1], of_part[1])]
     try:
         with _telling(loss.function, "the whole mini-batch", *whole):
             parts = PartsOfLoss(terms_of, of_part, whole, loss.lying)
     except CouplesError as error:
         raise ValueError(
-            f"loss_fn {name} couples the examples of the mini-batch: {error.args[0]}. So it isn't the sum of what "
-            f"micro-batches give, and {rows[0] // rows[1]} micro-batches would make another loss of it. "
-            'Pass loss_over="batch" to jpipe.Pipeline: exact for any loss, for one more forward, and all outputs held; '
-            "or return (loss_sum, weight_sum), if the sums of micro-batches over their weights are meant; or pass "
-            'loss_over="microbatch", if each micro-batch is to have a loss of its own, of which the mean is taken'
+            f"loss_fn {loss_name(loss.function)} couples the examples of the mini-batch: {error.args[0]}. Pass "
+            'loss_over="batch" to jpipe.Pipeline, which is exact; or return (loss_sum, weight_sum), for the sums of '
+            'micro-batches; or pass loss_over="microbatch", for the mean of their own losses'
         ) from None
     return replace(loss, number_terms=number_terms, numbers=parts, known=parts.shapes)
 
@@ -402,13 +399,10 @@ def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Sha
     except CouplesError:
         raise
     except Exception as error:
-        fault = f"loss_fn {loss_name(function)} raised {type(error).__name__}: {error}"
-        if key is None and "key" in signature_of(function):
-            remedy = "It was called with key=None, as in evaluation; let it do without a key there, and return as much"
-            raise ValueError(f"{fault}. {remedy}") from error
-        bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
-        hint = "; the first batch that a pipeline sees has to be a whole one, not its inputs alone" * bare
         fault = f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}"
+        if key is None and "key" in signature_of(function):
+            raise ValueError(f"{fault}. It was called with key=None, as in evaluation; return as much there") from error
+        hint = "; the first batch has to be a whole one" * jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
         called = f"the outputs {describe(outputs)} and the batch {describe(batch)} of {of}{hint}"
         raise ValueError(f"{fault}; it was called with {called}") from error
 
@@ -416,7 +410,6 @@ def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Sha
 def _weights(
     loss_fn: LossFn,
     arguments: LossShapes,
-    returned: PyTree,
     names: Sequence[str],
     dtype: jnp.dtype,
 ) -> tuple[ClosedJaxpr, list[float] | None]:
@@ -434,13 +427,10 @@ def _weights(
     num_outputs = len(jax.tree.leaves(arguments[0]))
     for i, name in enumerate(names):
         if any(uses(closed, [j == i for j in range(len(names))])[:num_outputs]):
-            is_pair = isinstance(returned, tuple) and len(returned) == 2
-            metric = "If the second value is a metric, return the loss alone, or (loss, 1.0, {'accuracy': accuracy}). "
             what = f"the term {name!r} with a weight" if name else "a weight_sum"
             raise ValueError(
-                f"loss_fn {loss_name(loss_fn)} returned {what} that depends on the model's outputs, while weights have "
-                f"to be known before the backward. {metric * is_pair}Compute it from the batch alone; or return the "
-                'quotient, with loss_over="batch" in jpipe.Pipeline'
+                f"loss_fn {loss_name(loss_fn)} returned {what} that depends on the model's outputs; compute it from "
+                "the batch, or if it is a metric, return the loss alone, or (loss, 1.0, {'accuracy': accuracy})"
             )
     of_batch = [i >= num_outputs for i in range(len(closed.in_avals))]
     weights, _ = needed_part(closed, [True] * len(names), keep=of_batch)
@@ -461,9 +451,8 @@ def _check_terms(returned: Shapes, terms: dict[str, PyTree]) -> None:
     """Checks the means that a loss function returned: floating-point scalars, or pairs of scalars, with fit names."""
     if not terms or not all(isinstance(name, str) and _are_scalars(value) for name, value in terms.items()):
         raise ValueError(
-            f"loss_fn returned {describe(returned)}; it has to return a scalar (the mean loss), a pair of scalars "
-            "(loss_sum, weight_sum), or (loss_sum, weight_sum, metrics); or, for a loss of several means, a dict of "
-            "such scalars or pairs by name, alone or as (dict, metrics)"
+            f"loss_fn returned {describe(returned)}; return a scalar (the mean loss), (loss_sum, weight_sum) or "
+            "(loss_sum, weight_sum, metrics), or a dict of such scalars or pairs by name, alone or as (dict, metrics)"
         )
     for name, value in terms.items():
         as_name, dtype = f" as {name!r}" if name else "", _as_pair(value, value)[0].dtype
@@ -481,12 +470,9 @@ def _check_metrics(returned: Shapes, terms: dict[str, PyTree], metrics: PyTree) 
         of them.
     """
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
-        remedy = "its last part, metrics, has to be a dict with names as keys"
-        raise ValueError(f"loss_fn returned {describe(returned)}; {remedy}")
+        raise ValueError(f"loss_fn returned {describe(returned)}; its last part, metrics, has to be a dict by name")
     for name, value in metrics.items():
         if name in OWN_METRICS or name in terms:
-            other = "a term of the loss" if name in terms else "one of jpipe's own"
-            raise ValueError(f"loss_fn returned a metric called {name!r}, as {other} is; use another name")
+            raise ValueError(f"loss_fn returned a metric called {name!r}, as a term or one of jpipe's is; rename it")
         if not _are_scalars(value):
-            remedy = "it has to be a scalar (the mean of the micro-batch) or a pair of scalars (sum, weight)"
-            raise ValueError(f"loss_fn returned {describe(value)} as the metric {name!r}; {remedy}")
+            raise ValueError(f"loss_fn gave {describe(value)} as the metric {name!r}; give a scalar or (sum, weight)")

@@ -191,8 +191,7 @@ def check_rules(rules: object) -> dict[str, str]:
         if rule not in CHOICES:
             raise ValueError(f"merge[{name!r}]={rule!r} is unknown; use one of {list(CHOICES)}")
         if DEFAULT_RULES.get(name) == KEEP != rule:
-            remedy = "leave it out, or give a collection of your own another name"
-            raise ValueError(f"merge[{name!r}]={rule!r}: jpipe.freeze keeps that collection as it is; {remedy}")
+            raise ValueError(f"merge[{name!r}]={rule!r}: jpipe.freeze keeps that collection as it is; leave it out")
     return dict(rules)
 
 
@@ -208,8 +207,8 @@ def check_collections(rules: Mapping[str, str], groups: Sequence[LayerGroup]) ->
             raise ValueError(f"merge has a rule for {name!r}, a collection that no layer has; they have {collections}")
         trees = [group.variables[name] for group in groups if name in group.variables]
         if not any(_applies(rule, jax.tree_util.tree_leaves_with_path(tree)) for tree in trees):
-            fault = f"merge[{name!r}]={rule!r} merges {CHOICES[rule]}, of which the collection has none"
-            raise ValueError(f"{fault}: {describe(trees[0])}; use another rule, or leave it out")
+            fault = f"merge[{name!r}]={rule!r} merges {CHOICES[rule]}, not {describe(trees[0])}"
+            raise ValueError(f"{fault}; use another rule, or leave it out")
 
 
 def _applies(rule: str, paths_and_leaves: PathsAndLeaves) -> bool:
@@ -277,9 +276,8 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
     traced = trace(rates, *jax.tree.leaves((shapes, activation)))[0]
     alone, used = needed_part(traced, [True] * len(leaves))
     if any(used) or max(updates) > 1:
-        depends = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
-        several = "updates a running mean and variance several times in a step, and its new state shows all at once"
-        remedy = 'pass merge={"batch_stats": "mean"} (the collection\'s name), or let each move once, at a fixed rate'
-        raise ValueError(f"{function.group.in_words} {depends if any(used) else several}; {remedy}")
+        how = "at a rate that isn't fixed" if any(used) else "several times in a step"
+        remedy = 'pass merge={"batch_stats": "mean"} (the collection\'s name), or update each once, at a fixed rate'
+        raise ValueError(f"{function.group.in_words} updates a running mean and variance {how}; {remedy}")
     with on_this_host():
         return tuple(map(np.asarray, interpret(alone)))

@@ -70,6 +70,5 @@ def as_key(key: Leaf) -> Key:
     expected = jax.random.key_data(default).shape
     if key.shape != expected:
         fault = f"key is a raw key of shape {key.shape}, but those of {jax.random.key_impl(default)!r} have {expected}"
-        remedy = "pass a key with a type, as jax.random.key(0, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')"
-        raise TypeError(f"{fault}; {remedy}")
+        raise TypeError(f"{fault}; pass a typed one: jax.random.wrap_key_data(key, impl='rbg')")
     return jax.random.wrap_key_data(key)

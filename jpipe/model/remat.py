@@ -77,15 +77,10 @@ def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: 
         answer = error
     name = getattr(policy, "__qualname__", repr(policy))
     if callable(answer) or isinstance(answer, TypeError):
-        fault = f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {answer!r}"
-        raise TypeError(f"{fault}; if it makes policies, call it, as in jax.checkpoint_policies.{name}(...)")
+        raise TypeError(f"remat={name} is no jax.checkpoint policy: it gave {answer!r}; if it makes policies, call it")
     if isinstance(answer, Offloadable):
         if (answer.src, answer.dst) != (DEVICE, HOST):
-            operation = f"{primitive.name} {parameters['name']!r}" if "name" in parameters else primitive.name
-            raise ValueError(
-                f"remat={name} moves the result of the operation {operation} from {answer.src!r} to {answer.dst!r}, "
-                f"but a pipeline moves from {DEVICE!r} to {HOST!r} only; give the policy these two"
-            )
+            raise ValueError(f"remat={name} offloads from {answer.src!r} to {answer.dst!r}; use {DEVICE!r}, {HOST!r}")
         return Offloadable(answer.src, answer.src)
     return answer
 
@@ -105,11 +100,9 @@ def check_names(policy: Policy, names: Collection[str]) -> None:
     """
     offloaded = offloaded_names(policy)
     if offloaded and offloaded.isdisjoint(names):
-        have = f"the names in the layers are {sorted(names)}" if names else "no layer calls checkpoint_name"
-        raise ValueError(
-            f"remat={getattr(policy, '__qualname__', policy)} offloads values called {sorted(offloaded)}, and no layer "
-            f"has such a value: {have}"
-        )
+        name = getattr(policy, "__qualname__", policy)
+        fault = f"remat={name} offloads {sorted(offloaded)}, but layers call checkpoint_name for {sorted(names)}"
+        raise ValueError(f"{fault}; use these names")
 
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable

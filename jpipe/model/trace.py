@@ -125,8 +125,7 @@ def inputs_of(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
     try:
         inputs = trace(read_inputs, batch)[1]
     except (LookupError, AttributeError) as error:
-        fault = f"inputs raised {type(error).__name__}: {error} for the batch {describe(batch)}"
-        raise ValueError(f"{fault}; it has to return the inputs of the first layer") from error
+        raise ValueError(f"inputs raised {error!r} for the batch {describe(batch)}; return the inputs") from error
     if not jax.tree.leaves(inputs):
         raise ValueError(f"inputs returned {inputs!r} for the batch {describe(batch)}, which holds no arrays")
     return inputs
@@ -220,9 +219,8 @@ def _with_rules(groups: list[LayerGroup], traces: dict[int, LayerTrace], rules: 
         index = group.indices[0]
         for name in sorted(only_read & {*traces[index].written, *group.fixed_names}):  # the latter by their gradients
             raise ValueError(
-                f"layer {index} ({group.layer.name}) gives new values of its collection {name!r} in training, which a "
-                "shared layer has: layers share parameters and constants, but no state. Give each place what has state "
-                "as a layer of its own (a norm), or make one layer of all places, that calls it several times"
+                f"layer {index} ({group.layer.name}) gives new values of its collection {name!r} in training, which is "
+                "shared. Give each place what has state as a layer of its own, or make one layer of all places"
             )
     return [replace(group, rules={**rules, **dict.fromkeys(only_read, KEEP)}) for group in groups]
 
@@ -246,9 +244,8 @@ def warn_of_dropouts(name: str, dropouts: Sequence[str]) -> None:
     """Warns that a layer has dropouts, if it does: it draws no random numbers in training."""
     if dropouts:
         warn_once(
-            f"{name} holds a {dropouts[0]}, but draws no random numbers in training, so nothing is dropped. Most "
-            f"likely it isn't told that it trains: an argument that says so has to be called {MODE_NAMES}. Where "
-            "dropout is meant to be off, give it the rate 0"
+            f"{name} holds a {dropouts[0]}, but draws no random numbers in training. To tell it that it trains, call "
+            f"an argument {MODE_NAMES}; where dropout is meant to be off, give it the rate 0"
         )
 
 
@@ -277,8 +274,7 @@ def _check_parameters(variables: dict[str, Shapes]) -> None:
     """Checks that parameters can be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.get("params", {})):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            remedy = "parameters have to be floating-point (keep integers out of them)"
-            raise LayerError(f"has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; {remedy}")
+            raise LayerError(f"has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; make it a float")
 
 
 def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> frozenset[str]:
@@ -294,14 +290,13 @@ def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxp
         old = variables[name]
         if not same_shapes(old, new) or _categories(old) != _categories(new):
             fault = f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}"
-            raise LayerError(f"{fault}; keep structure, shapes and dtypes (cast what is stored)")
+            raise LayerError(f"{fault}; keep structure, shapes and dtypes")
     flat = flatten(jaxpr)
     named = lambda tree: [name for name in sorted(tree) for _ in jax.tree.leaves(tree[name])]
     old = [pair for pair in zip(named(variables), flat.arguments, strict=False) if pair[0] in updates]
     written = frozenset(pair[0] for pair, new in zip(old, flat.results[-len(old) :], strict=False) if pair[1] != new)
     if FROZEN in written:
-        fault = f"writes to its collection {FROZEN!r} in training, which jpipe.freeze keeps as it is"
-        raise LayerError(f"{fault}; give it another name")
+        raise LayerError(f"writes to its collection {FROZEN!r} in training, which jpipe.freeze keeps; rename it")
     return written
 
 
@@ -339,17 +334,14 @@ def _fault(error: Exception) -> str:
     fault = f"raised {raised(error)}"
     if is_of_a_constraint(error):
         return (
-            f"constrains an array to be split as it can't be. It {fault}. Name as many axes as the array has "
-            "dimensions, of the mesh and not of the stages; a parameter's metadata too counts the dimensions that Flax "
-            "makes it with: nn.DenseGeneral makes its kernel flat, [in, out]"
+            f"constrains an array to be split as it can't be. It {fault}. Name axes of the mesh, one for each "
+            "dimension that Flax makes an array with: nn.DenseGeneral makes its kernel flat, [in, out]"
         )
     if lacks_rngs(error):
-        remedy = "which has to be rngs, as in lambda rngs: Block(width, rngs=rngs)"
-        return f"{fault}. A function that makes an nnx module is known by its argument's name, {remedy}"
+        return f"{fault}. A function that makes an nnx module takes rngs, as in lambda rngs: Block(width, rngs=rngs)"
     if lacks_an_argument(error):
         return (
             f"{fault}. Whether it trains, a layer is told by an argument called {MODE_NAMES}. A layer before it can "
-            "give a tuple, which is passed as positional arguments; "
-            'what the batch holds is read by jpipe.reads(layer, lambda batch: batch["mask"])'
+            'give a tuple of arguments; what the batch holds is read by jpipe.reads(layer, lambda batch: batch["mask"])'
         )
     return fault

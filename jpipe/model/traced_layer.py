@@ -147,8 +147,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
     at_top = [equation for equation in jaxpr.jaxpr.eqns if is_mark(equation)]
     if len(at_top) < sum(map(is_mark, equations_in(jaxpr.jaxpr.eqns))):
         raise ValueError(
-            f"{function.group.layer.name}: remat= offloads a value inside of a jit, a scan or another function of the "
-            "layer, which can't go to the host from there; have the layer compute it outside, or save it"
+            f"{function.group.layer.name}: remat= offloads a value inside of a jit or scan; compute or save it outside"
         )
     marks = {v for equation in at_top for v in equation.outvars}
     marked = [isinstance(v, Var) and v in marks for v in jaxpr.jaxpr.outvars]

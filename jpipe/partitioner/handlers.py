@@ -269,8 +269,7 @@ def _is_manual(axis_names: tuple[str, ...], names: Collection[str]) -> bool:
     """
     manual = set(axis_names) & set(names)
     if manual and manual != set(axis_names):
-        fault = f"jax.shard_map is manual over {sorted(manual)}, a part of the mesh axes {axis_names}"
-        raise ValueError(f"{fault} that arrays are split over jointly; make it manual over all of them")
+        raise ValueError(f"jax.shard_map is manual over {sorted(manual)}, a part of the axes {axis_names}; name all")
     return bool(manual)
 
 
@@ -328,8 +327,7 @@ def _unlike(names: tuple[str, ...], alike: Mapping[str, int], split_over: Collec
       ValueError: the function isn't manual over one, as over stages: its other devices run other layers.
     """
     if outside := [name for name in names if isinstance(name, str) and name not in alike and name not in split_over]:
-        fault = f"jax.shard_map holds a collective over {outside}, along which devices do other work"
-        raise ValueError(f"{fault} and would never come to it; name axes of {sorted(split_over)} there")
+        raise ValueError(f"jax.shard_map holds a collective over {outside}; name axes of {sorted(split_over)} there")
     return tuple(name for name in names if name not in alike)
 
 

@@ -75,8 +75,7 @@ def per_device(
         for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(results), wanted, strict=True):
             if not is_possible(leaf.shape, sharding, axes):
                 spec, result = to_spec(sharding, axes, leaf.ndim), f"result{jax.tree_util.keystr(path)}"
-                fault = f"out_specs ask for the {result} of shape {leaf.shape} to be split by {spec}"
-                raise ValueError(f"{fault}, which doesn't divide it; change the spec or the shape")
+                raise ValueError(f"out_specs split {result} of shape {leaf.shape} by {spec}, which has to divide it")
         program = jaxpr_per_device(jaxpr, axes, shardings, list(map(always, wanted)))
         return replay(program.jaxpr, results)(*parts)
 
@@ -91,8 +90,7 @@ def _of_each(specs: Specs, tree: PyTree, axes: Axes) -> list[Sharding]:
 def _check_manual(mesh: Mesh | AbstractMesh, axes: Axes) -> None:
     missing = {axis.names[0] for axis in axes} - {*jax.sharding.get_abstract_mesh().manual_axes}
     if missing:
-        fault = f"a function of per_device is called where the mesh axes {sorted(missing)} aren't manual"
-        raise ValueError(f"{fault}; call it inside of jax.shard_map over the mesh {dict(mesh.shape)}")
+        raise ValueError(f"per_device: {sorted(missing)} aren't manual; call it inside of jax.shard_map over them")
 
 
 class PerDeviceJaxpr(NamedTuple):

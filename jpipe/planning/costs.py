@@ -140,10 +140,7 @@ def _device_like(mesh: Mesh) -> Device:
         here = []
     alike = [device for device in here if device.device_kind == wanted.device_kind]
     if not alike:
-        raise ValueError(
-            f'balance="time" measures on a device of the mesh, but no {wanted.device_kind} is present here; use '
-            'balance="flops", or times measured on one: pass one cost a layer as floats'
-        )
+        raise ValueError(f'balance="time" measures on the mesh; no {wanted.device_kind} is present here; use "flops"')
     return next((device for device in alike if device in set(mesh.devices.flat)), alike[0])
 
 
@@ -261,6 +258,5 @@ def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer
             worst = max(operations, key=lambda one: one.share)
             warn_once(
                 f"{traced.function.group.in_words}: {worst.operation} ({worst.line or 'of no line'}) has to see whole "
-                f"arrays, so that every device of a stage does it all, with others like it {share:.0%} of the layer's "
-                "operations; pipe.communication(batch) lists them"
+                f"arrays on each device, like {share:.0%} of its operations; pipe.communication(batch) lists them"
             )

@@ -29,7 +29,6 @@ from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import shapes_of
 from jpipe.memory.layout import Layout
 from jpipe.mesh.axes import AXIS, on_all_stages
-from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer
@@ -141,11 +140,7 @@ def check_end(group: LayerGroup, layer: DeviceLayer) -> None:
     name = f"ends='shared': {group.in_words}"
     specs = [spec for of_collection in group.specs.values() for spec in of_collection]
     if specs and not any(map(on_all_stages, specs)):
-        raise ValueError(
-            f"{name} has no weights that the stages could share: none of {SMALLEST} elements or more has a "
-            "dimension that K divides, or they are used in other layers too; pad the vocabulary to a multiple of K, or "
-            "use ends='spread'"
-        )
+        raise ValueError(f"{name} has no weights to share; pad the vocabulary to a multiple of K, or use ends='spread'")
     # An operation counts if one of its operands has at least as many elements as the layer's largest weight or its
     # largest output, whichever is smaller; smaller ones are let pass.
     size = lambda leaf: math.prod(leaf.shape)
@@ -155,7 +150,4 @@ def check_end(group: LayerGroup, layer: DeviceLayer) -> None:
     for (equation, callers, *_), _, along in [*layer.forward.unsplit, *layer.unsplit]:
         if AXIS in along and max(map(size, shapes_of(equation.invars)), default=0) >= min(largest):
             what = f"{equation.primitive.name} ({line_of(equation, callers) or 'of no line'})"
-            raise ValueError(
-                f"{name}: {what} has to see whole arrays, so that every stage would do it all; use ends='spread', or a "
-                "loss that sums over the vocabulary, as cross-entropy does"
-            )
+            raise ValueError(f"{name}: {what} has to see whole arrays; use ends='spread', or cross-entropy as the loss")

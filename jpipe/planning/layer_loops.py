@@ -208,10 +208,8 @@ def warn_of_skipped(
             continue
         why = "actions of several kinds share a slot of the schedule"
         if g not in idle_work.trips:
-            why = "stages have unequally many, and to compute it on all takes long or can't be; use equal stages, or "
-            why += "ends='shared' for the first and the last layer"
+            why = "stages have unequally many; use equal stages, or ends='shared' for the first and the last layer"
         warn_once(
             f"{group.in_words}: {sent[0].collective} over {', '.join(sent[0].axes)} ({sent[0].line or 'of no line'}) "
-            f"lies in a loop that other stages skip: {why}. A device that waits there for more than its stage's would "
-            "hang"
+            f"lies in a loop that other stages skip: {why}. A device that waits there for other stages' would hang"
         )

@@ -152,8 +152,7 @@ def partition(
     slowest/mean 1.200; cut into even counts the slowest stage would cost 14 (1.200)
     """
     if objective not in OBJECTIVES:
-        known = ", ".join(map(repr, OBJECTIVES))
-        raise ValueError(f"objective={objective!r} is unknown; use one of {known}")
+        raise ValueError(f"objective={objective!r} is unknown; use one of {', '.join(map(repr, OBJECTIVES))}")
     layer_costs = checked_costs(costs, "costs")
     num_stages, num_chunks = _checked_sizes(num_stages, num_chunks, len(layer_costs))
     num_parts = num_stages * num_chunks
@@ -186,9 +185,7 @@ def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_laye
     limit = as_number("limit", limit, "give the most bytes of a virtual stage, such as 16e9", finite=False)
     least = _smallest_cap(sums, num_parts, [])
     if not limit >= least * (1 - 1e-12):
-        raise ValueError(
-            f"no partition keeps to limit={limit:g} bytes a virtual stage; with these sizes it takes {least:.15g}"
-        )
+        raise ValueError(f"no partition keeps to limit={limit:g} bytes a stage; with these sizes it takes {least:.15g}")
     return [(sums, max(limit, least))]
 
 
@@ -227,11 +224,8 @@ def _checked_sizes(num_stages: int, num_chunks: int, num_layers: int) -> tuple[i
     num_chunks = as_integer("num_chunks", num_chunks, "use 1 or more")
     if num_stages > num_layers:
         raise ValueError(f"num_stages={num_stages} is more than the {num_layers} layers; use 1 to {num_layers}")
-    if num_chunks > num_layers // num_stages:
-        raise ValueError(
-            f"num_chunks={num_chunks} with num_stages={num_stages} and {num_layers} layers; use 1 to "
-            f"{num_layers // num_stages}, so that every chunk has a layer"
-        )
+    if num_chunks > (most := num_layers // num_stages):
+        raise ValueError(f"num_chunks={num_chunks} with {num_stages=} and {num_layers} layers; use 1 to {most}")
     return num_stages, num_chunks
 
 
@@ -348,8 +342,7 @@ def as_balance(balance: object, num_layers: int | None, num_parts: int) -> Balan
     if isinstance(balance, str):
         if balance not in BALANCES:
             raise ValueError(
-                f"balance={balance!r} is unknown; use one of {list(BALANCES)}, layer counts such as [4, 5, 5, 4], or "
-                "one cost a layer as floats"
+                f"balance={balance!r} is unknown; use one of {list(BALANCES)}, counts, or one cost a layer as floats"
             )
         return balance
     if isinstance(balance, Partition):
@@ -363,9 +356,7 @@ def as_balance(balance: object, num_layers: int | None, num_parts: int) -> Balan
         return values
     if any(isinstance(value, float) for value in values):
         if len(values) != num_layers:
-            raise ValueError(
-                f"balance has {len(values)} costs but there are {num_layers} layers; give one cost (a float) a layer"
-            )
+            raise ValueError(f"balance has {len(values)} costs but there are {num_layers} layers; give one a layer")
         return checked_costs(values, "balance")
     _check_counts(values, num_layers, num_parts)
     return values
@@ -374,19 +365,11 @@ def as_balance(balance: object, num_layers: int | None, num_parts: int) -> Balan
 def _check_counts(values: tuple[int, ...], num_layers: int, num_parts: int) -> None:
     such_as = f"such as {list(partition([1.0] * num_layers, num_parts).counts)}"
     if len(values) != num_parts:
-        raise ValueError(
-            f"balance={list(values)} has {len(values)} layer counts; give num_stages * num_chunks = {num_parts} of "
-            f"them, {such_as} (or one cost a layer, as floats)"
-        )
+        raise ValueError(f"balance={list(values)} has {len(values)} layer counts; give {num_parts} of them, {such_as}")
     if any(value < 1 for value in values):
-        raise ValueError(
-            f"balance={list(values)} has a stage without layers; every count has to be at least 1, {such_as}"
-        )
+        raise ValueError(f"balance={list(values)} has a stage without layers; give each at least one, {such_as}")
     if sum(values) != num_layers:
-        raise ValueError(
-            f"balance={list(values)} sums to {sum(values)} but there are {num_layers} layers; give counts that sum to "
-            f"{num_layers}, {such_as}"
-        )
+        raise ValueError(f"balance={list(values)} sums to {sum(values)}, not {num_layers} layers; use counts {such_as}")
 
 
 def _counts(balance: Balance) -> tuple[int, ...] | None:

@@ -135,19 +135,11 @@ class Plan:
         for index in range(model.num_layers):
             old, new = self.traced.group_at(index), model.group_at(index)
             now, before = describe(model.called_with(index)), describe(self.traced.called_with(index))
-            taken = f"{now} from this batch but took {before}"
+            fault = f"layer {index} ({old.layer.name}) takes {now} from this batch but took {before} at init"
             if not same_type(old.variables, new.variables):
-                raise ValueError(
-                    f"layer {index} ({old.layer.name}) takes {taken} at init, and its variables would be other ones: "
-                    f"{describe(new.variables)}, not {describe(old.variables)}; give batches of the same features as "
-                    "at init, or init a pipeline for these"
-                )
+                raise ValueError(f"{fault}, and would have other variables; give batches of the same features")
             if old.indices != new.indices:
-                raise ValueError(
-                    f"layer {index} ({old.layer.name}) takes {taken} at init, so that it no longer equals the same "
-                    f"layers as then ({list(old.indices)}, now {list(new.indices)}); cast the batch to the dtypes of "
-                    "the first one"
-                )
+                raise ValueError(f"{fault}, and equals other layers than then; cast the batch to the first's dtypes")
 
 
 def early_partition(request: Request) -> Partition | None:
@@ -204,10 +196,7 @@ def _check_ends(model: Model) -> None:
     for group in (model.groups[0], model.groups[model.last]):
         changing = [name for name in group.variables if role_of(name, group.rules) not in WEIGHTS]
         if changing:
-            raise ValueError(
-                f"ends='shared': {group.in_words} has {changing}, which would have to be merged over stages; use "
-                "ends='spread' or 'own'"
-            )
+            raise ValueError(f"ends='shared': {group.in_words} has {changing}, which changes; use ends='spread'")
 
 
 def _cut(request: Request, costs: Sequence[float]) -> Partition:
@@ -237,20 +226,15 @@ def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss | None) 
     for name in request.splits.idle(named):
         warn_user(
             f"nothing is split over the mesh axis {name!r}: its {request.mesh.shape[name]} devices compute the same. "
-            "Name it in batch_axes=, in layers' metadata (nn.with_partitioning; nn.with_logical_partitioning with "
-            "nn.logical_axis_rules around the pipeline's first batch) or in a constraint, or leave it out"
+            "Name it in batch_axes= or layers' metadata (nn.with_partitioning, nn.logical_axis_rules), or leave it out"
         )
 
 
 def _warn_of_unknown(model: Model, costs: Sequence[Cost]) -> None:
     """Names the first layer of each group with a part that couldn't be counted."""
     for group in model.groups:
-        unknown = costs[group.indices[0]].unknown
-        if unknown:
-            warn_user(
-                f'balance="flops": {group.in_words} has {"; ".join(unknown)}. If that is far off, use balance="time", '
-                "or pass one cost a layer as floats"
-            )
+        if unknown := costs[group.indices[0]].unknown:
+            warn_user(f'balance="flops": {group.in_words} has {"; ".join(unknown)}; if that is off, use balance="time"')
 
 
 def _warn_of_heavy_layers(model: Model, partition: Partition) -> None:
@@ -260,9 +244,9 @@ def _warn_of_heavy_layers(model: Model, partition: Partition) -> None:
     if parts == 1 or cost * parts <= TOLERATED_SHARE * total:
         return
     index = partition.layer_costs.index(cost)
-    stages, fewer = ("virtual stages", "stages or chunks") if partition.num_chunks > 1 else ("stages", "stages")
+    stages = "virtual stages" if partition.num_chunks > 1 else "stages"
     warn_user(
         f"layer {index} ({model.group_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
         f"than the share of one of {parts} {stages} ({1 / parts:.0%}): the slowest takes {partition.imbalance:.2f} "
-        f"times the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}"
+        f"times the mean. Split the layer, or use fewer {stages}"
     )

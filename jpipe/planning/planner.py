@@ -181,9 +181,7 @@ class Planner:
         """
         seen = self.plan_for(batch).traced
         if bare is not None and not isinstance(bare, bool | np.bool_):
-            raise TypeError(
-                f"bare={bare!r} is no bool; pass True for the model's inputs alone, False for a whole batch"
-            )
+            raise TypeError(f"bare={bare!r} is no bool; pass True for the model's inputs, False for a whole batch")
         bare = bool(is_bare(batch, seen.batch, seen.inputs, self.request.read_inputs, bare))
         if bare and self.cut is None:
             check_reads_nothing(self.request.layers)
@@ -240,9 +238,7 @@ class Planner:
         is_sum = twice and found.is_sum(twice, leaf)
         if is_sum is None:
             raise ValueError(
-                f"leaf {leaf} of the model's outputs has no axis of examples, and is neither their sum nor their mean, "
-                "so that those of micro-batches don't tell that of the mini-batch; return it for each example, and let "
-                "the loss sum it up"
+                f"leaf {leaf} of the outputs has no examples, and is neither their sum nor mean; return it for each"
             )
         return PARTIAL if is_sum else AVERAGED
 
@@ -321,18 +317,14 @@ class Planner:
         partition = early_partition(self.request) if self.plan is None else self.plan.partition
         if partition is None:
             raise ValueError(
-                f"the partition under balance={self.request.balance!r} follows from the batch's shapes; call "
-                "pipe.init(key, batch) first (or jax.eval_shape(pipe.init, key, batch), which computes nothing)"
+                f"balance={self.request.balance!r} follows from the batch's shapes; call pipe.init(key, batch) first"
             )
         return partition
 
     def known_plan(self) -> Plan:
         """The plan, which a batch has to have decided already."""
         if self.plan is None:
-            raise ValueError(
-                "this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first, or pass a "
-                "batch to from_model_variables(tree, batch), for a list of layers from_layer_variables(trees, batch)"
-            )
+            raise ValueError("this pipeline has seen no batch yet; call pipe.init(key, batch) first, or pass a batch")
         return self.plan
 
     def known_cut(self, instead: str) -> CutModel:
@@ -396,8 +388,7 @@ class Planner:
             layers = self.layers(micro, key_shape()) if measure_of(self.request.balance) else ()
             if loss is not None and micro.count > 1:
                 for line in self.examples(micro).in_words(model, statistics=False):
-                    sees = f"sees the {micro.size} of a micro-batch, in plain Flax it would see the whole mini-batch"
-                    warn_once(f"{line}. With num_microbatches={micro.count} it {sees}")
+                    warn_once(f"{line}; with num_microbatches={micro.count} it sees {micro.size}, not the mini-batch")
             return make_plan(self.request, model, loss, layers, self.cut)
 
     def _check_state(self, micro: MicroBatch, model: Model) -> None:
@@ -417,8 +408,7 @@ class Planner:
             pairs = zip(*(named_leaves("variables", tree) for tree in trees), strict=True)
             faults = [f"{path} is {describe(a)}, {describe(b)}" for (path, a), (_, b) in pairs if a.shape != b.shape]
         if faults:
-            remedy = "pass it with the batch and take the new one from pipe.apply's outputs, or use num_microbatches=1"
-            raise ValueError(f"{faults[0]} for twice as many examples, whose rows micro-batches can't merge; {remedy}")
+            raise ValueError(f"{faults[0]} for twice as many examples; pass it in the batch, or use num_microbatches=1")
 
     # --- plan -> step ---
 
@@ -485,7 +475,4 @@ def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
     """
     for index, layer in enumerate(layers):
         if layer.reads_batch:
-            raise ValueError(
-                f"layer {index} ({layer.name}) can't read its side input from the bare inputs; pass the whole batch to "
-                "apply"
-            )
+            raise ValueError(f"layer {index} ({layer.name}) reads a side input; pass the whole batch, not its inputs")

@@ -61,9 +61,7 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
         if not isinstance(offload, (Sequence, set, frozenset)) or isinstance(offload, bytes):
             raise TypeError(f"offload={offload!r} is neither a word nor several; use some of {list(WORDS)}")
         if any(isinstance(word, Mapping) for word in offload):
-            raise TypeError(
-                f"offload={offload!r}: give all shares in one dict, as {{'residuals': 0.5, 'optimizer': 1}}"
-            )
+            raise TypeError(f"offload={offload!r}: give one dict, as {{'residuals': 0.5, 'optimizer': 1}}")
         offload = dict.fromkeys(offload, 1)
     for word, share in offload.items():
         if not isinstance(word, str):
@@ -114,9 +112,7 @@ class Options:
         if self.loss_over not in OVER:
             raise ValueError(f"loss_over={self.loss_over!r} is unknown; use 'batch' or 'microbatch', or leave it out")
         if not isinstance(self.unroll, bool):
-            raise TypeError(
-                f"unroll={self.unroll!r} is not a bool; True compiles a stage's layers one by one, False as a loop"
-            )
+            raise TypeError(f"unroll={self.unroll!r} is not a bool; True compiles layers one by one, False as a loop")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -157,19 +153,15 @@ class Request:
     def __post_init__(self) -> None:
         if self.schedule.splits and self.remat.keep_inputs:
             raise ValueError(
-                f'schedule={self.schedule.name!r} splits backwards into I and W, and with remat="stage" or "full" both '
-                'would compute the forward again; use remat="none", "layer" or a policy, or a schedule without W'
+                f'schedule={self.schedule.name!r} has actions W; use remat="none" or "layer", or a schedule without W'
             )
-
         if self.remat.keep_inputs and (self.options.offload.residuals or self.options.offload.boundaries):
             raise ValueError(
-                'offload="residuals" and "boundaries" move what layers keep, and with remat="stage" or "full" only a '
-                'stage\'s input waits; use remat="none", "layer" or a policy, or offload="optimizer"'
+                'remat="stage" or "full" leaves no residuals or boundaries to offload; use remat="none" or "layer"'
             )
         if "R" in self.schedule.kinds and not self.remat.keep_inputs:
             raise ValueError(
-                f"schedule={self.schedule.name!r} has actions R, and this remat leaves nothing to compute ahead of a "
-                'backward; use remat="stage" or "full", or a schedule without R'
+                f'schedule={self.schedule.name!r} has actions R; use remat="stage" or "full", or a schedule without R'
             )
         if self.shares_ends:
             _check_order(self.schedule)
@@ -188,18 +180,13 @@ class Request:
     def known_layers(self) -> tuple[AnyLayer, ...]:
         """The layers of a list, which are modules of their own; for a model that is one module a ValueError."""
         if self.whole is not None:
-            raise ValueError(
-                f"{self.whole.name} is one module, whose pieces aren't; call it with pipe.model_variables(variables)"
-            )
+            raise ValueError(f"{self.whole.name} is one module; call it with pipe.model_variables(variables)")
         return self.layers
 
     def check_has_loss(self) -> None:
         """Checks that there is a loss; without one a ValueError."""
         if self.loss_fn is None:
-            raise ValueError(
-                "this pipeline has no loss (loss_fn=None), so it only applies and generates; to train or to evaluate, "
-                "make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)"
-            )
+            raise ValueError("this pipeline has no loss; make one with a loss: jpipe.Pipeline(layers, loss_fn, ...)")
 
     @property
     def rules(self) -> dict[str, str]:
@@ -215,8 +202,7 @@ def _check_order(schedule: Schedule) -> None:
             if waiting is not None:
                 several = f"'interleaved' and a num_microbatches that {schedule.num_stages} divides"
                 raise ValueError(
-                    f"ends='shared' takes schedules in which the last stage goes backwards right after each forward; "
-                    f"{schedule.name!r} has {action} before the backward of {waiting}: use "
+                    f"ends='shared', but {schedule.name!r} has {action} before the backward of {waiting}: use "
                     f"schedule={several if schedule.num_chunks > 1 else repr('1f1b')}, or ends='spread'"
                 )
             waiting = action

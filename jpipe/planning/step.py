@@ -303,13 +303,9 @@ def _table_and_kept(
 
 def _warn_if_none_go(offload: Offload, goes: Going, schedule: Schedule) -> None:
     """Says that no residuals go to the hosts, though some are to."""
-    sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
     if any(map(any, goes)):
-        why = f"under {schedule.name!r} with {sizes} none waits long enough to leave"
-        warn_once(f"offload= moves no residuals: {why}")
+        sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
+        warn_once(f"offload= moves no residuals: under {schedule.name!r} with {sizes} none waits long enough to leave")
     elif offload.residuals or offload.boundaries:
         shares = {word: share for word, share in offload.shares.items() if word != "optimizer"}
-        warn_once(
-            f"offload={shares} moves no residuals: each of the layers' residuals is a larger share (those of equal "
-            "layers go together); use a larger one"
-        )
+        warn_once(f"offload={shares} moves no residuals: each of the layers' residuals is more; use a larger share")

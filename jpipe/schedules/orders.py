@@ -205,10 +205,7 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     if isinstance(name, Schedule):
         for label, size in name.sizes.items():
             if sizes[label] != size:
-                raise ValueError(
-                    f"{label}={sizes[label]}, but the schedule {name.name!r} was made for {size}; use {label}={size} "
-                    "or another schedule"
-                )
+                raise ValueError(f"{label}={sizes[label]}, but the schedule {name.name!r} was made for {size}; use it")
         return name
     names = ", ".join(map(repr, SCHEDULES))
     if not isinstance(name, str):
@@ -217,11 +214,7 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
         raise ValueError(f"schedule={name!r} is unknown; use one of {names}, or a jpipe.Schedule of your own")
     schedule = SCHEDULES[name](*sizes.values())
     if schedule.num_chunks != num_chunks:
-        has = "one chunk" if schedule.num_chunks == 1 else f"{schedule.num_chunks} chunks"
-        raise ValueError(
-            f"schedule={name!r} has {has} a stage, got num_chunks={num_chunks}; "
-            f"use schedule='interleaved' or num_chunks={schedule.num_chunks}"
-        )
+        raise ValueError(f"{num_chunks=} with {name!r}; use schedule='interleaved' or num_chunks={schedule.num_chunks}")
     return schedule
 
 
@@ -266,18 +259,14 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
     if not schedule.trains or schedule.splits:
-        remedy = "pass one that has, as jpipe.make_schedule('1f1b', ...)"
-        raise ValueError(f"{schedule!r} has no backward that is whole; {remedy}")
+        raise ValueError(f"{schedule!r} has no whole backward; pass one that has, as jpipe.make_schedule('1f1b', ...)")
     num_stages, width = schedule.num_stages, len(schedule.slots)
     array = np.asarray(most_waiting, object)
     limits = list(array) if array.ndim == 1 else [most_waiting] * num_stages
     most = [integer_or_none(limit) for limit in limits]
     are_counts = [m is not None and m >= 0 for limit, m in zip(limits, most, strict=True) if limit is not None]
     if len(most) != num_stages or not all(are_counts):
-        raise ValueError(
-            f"most_waiting={most_waiting!r} must be one number, or one for each of {num_stages} stages, whole and at "
-            "least 0; leave it out for as many as come"
-        )
+        raise ValueError(f"most_waiting={most_waiting!r} must be one or {num_stages} numbers, whole and at least 0")
     waits = [deque[Action]() for _ in range(num_stages)]
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
     in_a_ring = schedule.num_chunks > 1 and schedule.style == "loop"

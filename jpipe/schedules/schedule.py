@@ -61,12 +61,10 @@ def _parts(cell: str, row: int, column: int) -> list[tuple[int, str, int]]:
         if match := re.fullmatch(rf"(\d+)([{''.join(ACTION_KINDS)}])(\d+)", part):
             parts.append((int(match[1]), match[2], int(match[3])))
         elif re.search(r"SEND|RECV|SHARD", part):
-            remedy = "jpipe sends and gathers by itself; write the CSV without, as PyTorch's compute_only"
-            raise ValueError(f"row {row}, cell {column} ({cell!r}) is communication: {remedy}")
+            raise ValueError(f"row {row}, cell {column} ({cell!r}) is communication: jpipe sends by itself; drop it")
         elif part and not re.fullmatch(r"\d+REDUCE_GRAD", part):  # which jpipe does at the end of a step
             raise ValueError(
-                f"row {row}, cell {column} ({cell!r}) is no action; use a virtual stage, one of F, R, B, I and W, and "
-                'a micro-batch, as "5F0", or nothing'
+                f'row {row}, cell {column} ({cell!r}) is no action; use virtual stage, kind and micro-batch, as "5F0"'
             )
     return parts
 
@@ -290,8 +288,7 @@ def _check_actions(orders: Orders) -> None:
             where = f"action {action} on stage {stage}"
             _check_kind(action.kind, where)
             if action.kind not in kinds:
-                remedy = f"add it to slots={orders.slots} or drop the action"
-                raise ValueError(f"{where}: no slot admits {action.kind}; {remedy}")
+                raise ValueError(f"{where}: no slot admits {action.kind}; add it to slots={orders.slots} or drop it")
             raise ValueError(f"{where} is out of range; micro-batches and chunks count from 0")
 
 
@@ -321,8 +318,7 @@ def _check_complete(orders: Orders) -> None:
             pair = min(twice)
             part = Action("I" if pair in at["I"] else "W", *pair)
             raise ValueError(
-                f"stage {stage} has {Action('B', *pair)} and {part}: the backward of a micro-batch and chunk is either "
-                "whole, B, or in two parts, I and W; drop one of them"
+                f"stage {stage} has {Action('B', *pair)} and {part}: a backward is whole or in two parts; drop one"
             )
         needed = {"F": pairs}
         if orders.kinds != {"F"}:
@@ -333,7 +329,6 @@ def _check_complete(orders: Orders) -> None:
             lacks = min(lacking, key=lambda action: (action.microbatch, action.chunk))
             where, last = max(placed, key=lambda pair: pair[1].microbatch)
             raise ValueError(
-                f"stage {stage} lacks {lacks}: {lacks.kind} of every micro-batch and chunk must be on every "
-                f"stage, here of {orders.num_microbatches} micro-batches ({last} on stage {where} is the last) "
-                f"and {orders.num_chunks} chunks; add {lacks} to stage {stage} or drop it from the others"
+                f"stage {stage} lacks {lacks}: stages need {lacks.kind} of {orders.num_microbatches} micro-batches "
+                f"({last} on stage {where} is the last) and {orders.num_chunks} chunks; add it or drop the others"
             )

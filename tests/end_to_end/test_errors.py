@@ -64,7 +64,7 @@ def nothing_compiles(key):
         ({"remat": None}, TypeError, "remat=None is neither a name"),
         ({"balance": "equal"}, ValueError, r"balance='equal' is unknown.*'flops', 'time', 'size', 'even'"),
         ({"balance": [1, 1, 2]}, ValueError, r"balance=\[1, 1, 2\] has 3 layer counts; .* 2 of them, such as \[2, 2\]"),
-        ({"balance": [1, 2]}, ValueError, r"balance=\[1, 2\] sums to 3 but there are 4 layers; .* such as \[2, 2\]"),
+        ({"balance": [1, 2]}, ValueError, r"balance=\[1, 2\] sums to 3, not 4 layers; .* such as \[2, 2\]"),
         ({"balance": [0, 4]}, ValueError, r"balance=\[0, 4\] has a stage without layers; .* such as \[2, 2\]"),
         ({"balance": [-1, 5]}, ValueError, r"balance=\[-1, 5\] has a stage without layers"),
         ({"balance": [1.0, 2.0]}, ValueError, "balance has 2 costs but there are 4 layers"),
@@ -76,7 +76,7 @@ def nothing_compiles(key):
         ({"layers": nn.Sequential([])}, ValueError, "layers is empty"),
         ({"layers": 3}, TypeError, "layers is a int; pass a model that is one module"),
         ({"layers": "dense"}, TypeError, "layers is a str"),
-        ({"layers": [dense(), 3]}, TypeError, r"layers\[1\] is a int, which is no layer"),
+        ({"layers": [dense(), 3]}, TypeError, r"layers\[1\] is a int; use a module"),
         ({"layers": [dense(), None]}, TypeError, r"layers\[1\] is a NoneType"),
         ({"layers": [nn.Dense, dense()]}, TypeError, r"layers\[0\] is the class Dense, .*; call it"),
         ({"layers": [dense(), lambda rngs: 3]}, TypeError, r"layers\[1\] takes rngs.* returned int"),
@@ -178,7 +178,7 @@ class TestBatch:
 
     def test_micro_batch_not_divisible_by_the_data_axis(self, key, make_mesh):
         pipe = make(mesh=make_mesh((2, 2), ("stage", "data")), num_microbatches=8)
-        with pytest.raises(ValueError, match=r"micro-batches of 1 \(8 / num_microbatches=8\).* divisible by 16"):
+        with pytest.raises(ValueError, match=r"batch size 8 isn't divisible by num_microbatches=8 \* 2 devices; use a multiple of 16"):
             pipe.init(key, BATCH)
 
     @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_optimizers_that_tell_parameters_apart(tx):
 def test_forward_only():
     pipe = make()
     variables = pipe.init(jax.random.key(0), BATCH)
-    with pytest.raises(TypeError, match=r"pipe\.apply and pipe\.evaluate are forward only"):
+    with pytest.raises(TypeError, match=r"pipelines can't be differentiated; use grads of pipe\.value_and_grad"):
         jax.grad(pipe.evaluate)(variables, BATCH)
 
 
@@ -640,7 +640,7 @@ def test_other_things_in_place_of_variables(ready):
 
 def test_inputs_that_are_not_there(key):
     pipe = jpipe.Pipeline([nn.Dense(4)], jnp.mean, num_stages=1, num_microbatches=1, inputs=lambda batch: batch["x"])
-    with pytest.raises(ValueError, match=r"inputs raised KeyError: 'x' for the batch {'inputs': "):
+    with pytest.raises(ValueError, match=r"inputs raised KeyError\('x'\) for the batch {'inputs': "):
         pipe.init(key, BATCH)
 
 
@@ -705,7 +705,7 @@ def test_a_copy_of_modules_on_a_mesh(make_mesh):
         (np.zeros(8, "datetime64[s]"), r"batch\['column'\] has the dtype datetime64"),
         (
             jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8)),
-            r"batch\['column'\] holds random keys \(key<fry>\).*pass jax\.random\.key_data\(keys\)",
+            r"batch\['column'\] has random keys, key<fry>; pass jax\.random\.key_data\(keys\)",
         ),
     ],
 )
@@ -729,7 +729,7 @@ class TestShapes:
     def test_one_example(self, ready):
         """A regression, as above."""
         pipe, variables, _ = ready
-        with pytest.raises(ValueError, match=r"batch has the shape \(4,\), that of one example at init; the first"):
+        with pytest.raises(ValueError, match=r"batch has the shape \(4,\), that of one example at init; stack"):
             pipe.apply(variables, np.ones(4, np.float32))
         one = {"inputs": np.ones(4, np.float32), "targets": np.ones(4, np.float32)}
         for call in (pipe.apply, pipe.evaluate, pipe.value_and_grad):
@@ -800,7 +800,7 @@ def test_a_batch_on_another_device(device):
 def test_policies_that_were_not_called(key, policy):
     """A regression: a raw TypeError in the first step, after `init` had passed."""
     with pytest.raises(
-        TypeError, match=r"remat=.* is no jax\.checkpoint policy: asked whether .*makes policies, call it"
+        TypeError, match=r"remat=.* is no jax\.checkpoint policy: it gave .*makes policies, call it"
     ):
         make(remat=policy)
 
@@ -824,7 +824,7 @@ def test_state_that_is_written_in_evaluation(key):
     """A regression: a raw error of Flax that named no layer."""
     pipe = make([dense(), Caches()])
     variables = pipe.init(key, BATCH)
-    with pytest.raises(ValueError, match=r"Caches writes its state in evaluation, .*trains(?s:.)*collection \"cache\""):
+    with pytest.raises(ValueError, match=r"Caches writes state in evaluation; write it in training only(?s:.)*collection \"cache\""):
         pipe.evaluate(variables, BATCH)
 
 
@@ -862,7 +862,7 @@ def test_a_layer_that_can_not_be_differentiated_is_named(key):
 def test_gradients_of_gradients(ready):
     """A regression: a raw error about while loops."""
     pipe, variables, _ = ready
-    message = r"can't be differentiated from outside: pipe\.value_and_grad gives the gradients itself"
+    message = r"pipelines can't be differentiated; use grads of pipe\.value_and_grad"
     with pytest.raises(TypeError, match=message):
         jax.grad(lambda v: pipe.value_and_grad(v, BATCH)[0][0])(variables)
 

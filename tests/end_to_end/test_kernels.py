@@ -119,7 +119,7 @@ def test_a_language_model_with_a_kernel_has_the_sequential_gradients(attention, 
 
 def test_a_kernel_on_a_mesh_with_a_data_axis(make_mesh):
     """Kernels have no rule: each device runs them on whole micro-batches, and tells. Nor may they keep the mesh."""
-    with pytest.warns(UserWarning, match="has to see whole arrays, so that every device of a stage does it all"):
+    with pytest.warns(UserWarning, match="has to see whole arrays on each device"):
         check_language_model("flash", "layer", mesh=make_mesh((K, 2), ("stage", "data")))
 
 

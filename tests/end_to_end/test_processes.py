@@ -377,5 +377,5 @@ def test_one_process_feeds_all_rows_and_places_them_likewise(make_mesh):
     placed = pipe.place({"inputs": x})["inputs"]
     np.testing.assert_array_equal(placed, x)
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 4)}
-    with pytest.raises(ValueError, match=r"6 rows of each of 1 parts make a batch of 6, .* place a multiple of 4 rows"):
+    with pytest.raises(ValueError, match=r"6 rows of 1 parts don't fit 4 devices; place a multiple of 4 rows"):
         pipe.place(x[:6])

@@ -147,32 +147,28 @@ def test_a_key_for_layers_that_draw(key):
 
 
 @follows("use jax.random.key(0)")
-@follows("pass a key with a type, as jax.random.key(0, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')")
+@follows("pass a typed one: jax.random.wrap_key_data(key, impl='rbg')")
 def test_keys(pipe):
     initialise = lambda key: jax.eval_shape(pipe.init, key, BATCH)
     with refused(TypeError, "use jax.random.key(0)"):
         pipe.init(0, BATCH)
     initialise(jax.random.key(0))
     raw = jax.random.key_data(jax.random.key(0, impl="rbg"))
-    with refused(TypeError, "as jax.random.key(0, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')"):
+    with refused(TypeError, "pass a typed one: jax.random.wrap_key_data(key, impl='rbg')"):
         pipe.init(raw, BATCH)
     initialise(jax.random.key(0, impl="rbg"))
     initialise(jax.random.wrap_key_data(raw, impl="rbg"))
 
 
-@follows("call pipe.init(key, batch) first (or jax.eval_shape(pipe.init, key, batch), which computes nothing)")
-@follows(
-    "call pipe.init(key, batch) first, or pass a batch to from_model_variables(tree, batch), for a list of layers "
-    "from_layer_variables(trees, batch)"
-)
+@follows("call pipe.init(key, batch) first")
 def test_pipelines_that_have_seen_no_batch(key, state, trees):
     pipe = make(balance="flops")
-    with refused(ValueError, "jax.eval_shape(pipe.init, key, batch), which computes nothing"):
+    with refused(ValueError, "call pipe.init(key, batch) first"):
         _ = pipe.partition
     jax.eval_shape(pipe.init, key, BATCH)
     assert pipe.partition.counts == (2, 2)
     pipe = make()
-    with refused(ValueError, "for a list of layers from_layer_variables(trees, batch)"):
+    with refused(ValueError, "call pipe.init(key, batch) first, or pass a batch"):
         pipe.from_layer_variables(trees)
     assert_close(pipe.evaluate(pipe.from_layer_variables(trees, BATCH), BATCH), plain_loss(trees))
     pipe = make()
@@ -182,13 +178,12 @@ def test_pipelines_that_have_seen_no_batch(key, state, trees):
     assert_equal(jax.device_get(pipe.layer_variables(state.variables)), trees)
 
 
-@follows("pipe.apply and pipe.evaluate are forward only; use pipe.value_and_grad(variables, batch, key)")
+@follows("pipelines can't be differentiated; use grads of pipe.value_and_grad(variables, batch, key)")
 def test_differentiation_from_outside(pipe, state, trees):
-    for call in (lambda v: pipe.evaluate(v, BATCH), lambda v: jnp.sum(pipe.apply(v, BATCH))):
-        with refused(TypeError, "use pipe.value_and_grad(variables, batch, key)"):
+    forward = (lambda v: pipe.evaluate(v, BATCH), lambda v: jnp.sum(pipe.apply(v, BATCH)))
+    for call in (*forward, lambda v: pipe.value_and_grad(v, BATCH)[0][0]):
+        with refused(TypeError, "use grads of pipe.value_and_grad(variables, batch, key)"):
             jax.grad(call)(state.variables)
-    with refused(TypeError, "use its second result, grads"):
-        jax.grad(lambda v: pipe.value_and_grad(v, BATCH)[0][0])(state.variables)
     (loss, _), grads = pipe.value_and_grad(state.variables, BATCH, jax.random.key(0))
     expected, gradients = jax.jit(jax.value_and_grad(plain_loss))(trees)
     assert_close(loss, expected)
@@ -318,7 +313,7 @@ def test_what_the_first_layer_takes(pipe):
     traced(make(loss=loss, inputs=lambda batch: batch.inputs), Rows(**BATCH))
 
 
-@follows("pass jax.random.key_data(keys), and call jax.random.wrap_key_data on it in the layer that reads it")
+@follows("pass jax.random.key_data(keys), and call jax.random.wrap_key_data on it")
 def test_keys_in_a_batch(key):
     def noisy(x, data):
         return x + jax.vmap(lambda k: jax.random.normal(k, (4,)))(jax.random.wrap_key_data(data))
@@ -404,10 +399,7 @@ def test_batches_that_can_not_be_cut(rows):
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
-LAYERS_OF = (
-    "use a flax.linen module, an nnx module, `lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a "
-    "function of the activations"
-)
+LAYERS_OF = "use a module, function or jpipe.Layer(init, apply)"
 
 
 def scale_init(key, x):
@@ -437,7 +429,7 @@ def test_a_class_in_place_of_a_layer():
 
 
 @follows("it is called with rngs alone, which it hands on, as in lambda rngs: Block(width, rngs=rngs)")
-@follows("which has to be rngs, as in lambda rngs: Block(width, rngs=rngs)")
+@follows("A function that makes an nnx module takes rngs, as in lambda rngs: Block(width, rngs=rngs)")
 def test_factories():
     class Block(nnx.Module):
         def __init__(self, width, rngs):
@@ -448,7 +440,7 @@ def test_factories():
 
     with refused(TypeError, "which it hands on, as in lambda rngs: Block(width, rngs=rngs)"):
         make([dense(), lambda rngs: Block(4)])
-    with refused(ValueError, "which has to be rngs, as in lambda rngs: Block(width, rngs=rngs)"):
+    with refused(ValueError, "takes rngs, as in lambda rngs: Block(width, rngs=rngs)"):
         traced(make([dense(), lambda r: Block(4, r)]))
     traced(make([dense(), lambda rngs: Block(4, rngs=rngs)]))
 
@@ -468,7 +460,7 @@ def test_layers_that_take_more():
     traced(make([lambda x: (x, jnp.ones_like(x)), Masked()]))  # the other proposal: a tuple
 
 
-@follows("a boundary carries plain arrays only, such as jax.random.key_data(key)")
+@follows("give plain arrays, such as jax.random.key_data(key)")
 def test_keys_at_a_boundary():
     take = lambda tree: tree["x"]
     with refused(ValueError, "such as jax.random.key_data(key)"):
@@ -480,20 +472,14 @@ def test_keys_at_a_boundary():
 
 
 @follows("for a second name put an identity layer behind it, jpipe.stash(lambda x: x, {})")
-@follows(
-    "for a second skip put a layer before it that hands both on, jpipe.pop(lambda x, kept: (x, kept), {}), so that "
-    "this layer's x is (x, kept)"
-)
+@follows("for a second skip put a layer before it that hands both on, jpipe.pop(lambda x, kept: (x, kept), {})")
 @follows("read both by one function, jpipe.reads(layer, lambda batch: (first(batch), second(batch)))")
-@follows(
-    "put an identity layer behind layer {}, which stashes it, and pop what that one stashes: jpipe.stash(lambda x: x, "
-    "'another name')"
-)
+@follows("pop a second skip, which an identity behind layer {} stashes: jpipe.stash(lambda x: x, 'another name')")
 def test_connections_twice(key):
     """It proposed jpipe.pop(lambda x: x, ...), which is called with (x, kept): a TypeError."""
     with refused(ValueError, "put an identity layer behind it, jpipe.stash(lambda x: x, 'b')"):
         jpipe.stash(jpipe.stash(dense(), "a"), "b")
-    with refused(ValueError, "that hands both on, jpipe.pop(lambda x, kept: (x, kept), 'b'), so that this layer's x"):
+    with refused(ValueError, "that hands both on, jpipe.pop(lambda x, kept: (x, kept), 'b')"):
         jpipe.pop(jpipe.pop(jnp.add, "a"), "b")
     first, second = lambda batch: batch["inputs"], lambda batch: batch["targets"]
     with refused(ValueError, "jpipe.reads(layer, lambda batch: (first(batch), second(batch)))"):
@@ -512,30 +498,27 @@ def test_connections_twice(key):
     y = dense().apply(tree, BATCH["inputs"])
     assert_close(pipe.apply(variables, BATCH), jnp.tanh(y) + 8.0 * y + 7.0 * BATCH["inputs"] * BATCH["targets"])
     twice = [jpipe.stash(dense(), "a"), jnp.tanh, jpipe.pop(jnp.add, "a"), jpipe.pop(jnp.multiply, "a")]
-    with refused(ValueError, "put an identity layer behind layer 0, which stashes it, and pop what that one stashes"):
+    with refused(ValueError, "pop a second skip, which an identity behind layer 0 stashes: jpipe.stash(lambda x: x"):
         make(twice)
     twice = [twice[0], jpipe.stash(lambda x: x, "another name"), *twice[1:3], jpipe.pop(jnp.multiply, "another name")]
     pipe = make(twice)
     assert_close(pipe.apply(pipe.from_layer_variables([tree, *[{}] * 4], BATCH), BATCH), (jnp.tanh(y) + y) * y)
 
 
-TIED = (
-    "to have the same parameters in both places, wrap it once, tied = jpipe.Shared({}(...)), and put tied in both, or "
-    'tied.using("{}") where that method is to be called'
-)
+TIED = 'to share its parameters, put tied = jpipe.Shared({}(...)) in both places, or tied.using("{}")'
 
 
 @follows(TIED, "pass a function `apply(params, x)`")
-@follows("mark its uses instead, as in jpipe.stash(jpipe.Shared(layer), 'name')")
+@follows("mark its use: jpipe.stash(jpipe.Shared(layer), 'a')")
 def test_shared_layers():
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    said = 'wrap it once, tied = jpipe.Shared(Linear(...)), and put tied in both, or tied.using("a_method") where'
+    said = 'put tied = jpipe.Shared(Linear(...)) in both places, or tied.using("a_method")'
     with refused(ValueError, said):
         make([linear, jnp.tanh, linear])
     tied = jpipe.Shared(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     traced(make([tied, jnp.tanh, tied]))
     table, tokens = nn.Embed(16, 8), {"inputs": np.zeros((8, 2), np.int32), "targets": np.zeros((8, 2, 16), np.float32)}
-    said = 'tied = jpipe.Shared(Embed(...)), and put tied in both, or tied.using("attend") where that method is to be'
+    said = 'put tied = jpipe.Shared(Embed(...)) in both places, or tied.using("attend")'
     with refused(TypeError, said):
         make([table, table.attend])
     tied = jpipe.Shared(nn.Embed(16, 8))
@@ -545,7 +528,7 @@ def test_shared_layers():
         make([layer, layer.using("attend")])
     traced(make([layer, layer.using(lambda params, x: x - params)]))
     tied = jpipe.Shared(jpipe.stash(dense(), "a"))
-    with refused(TypeError, "mark its uses instead, as in jpipe.stash(jpipe.Shared(layer), 'name')"):
+    with refused(TypeError, "mark its use: jpipe.stash(jpipe.Shared(layer), 'a')"):
         make([tied, tied, jpipe.pop(jnp.add, "a")])
     tied = jpipe.Shared(dense())
     traced(make([jpipe.stash(tied, "name"), tied, jpipe.pop(jnp.add, "name")]))
@@ -569,10 +552,10 @@ def test_frozen_layers():
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-@follows("change the sizes, or pass devices=, such as jax.devices()[:n]")
-@follows("pass a jax.sharding.Mesh, as jax.make_mesh(({},), ('{}',))")
+@follows("resize, or devices=jax.devices()[:n]")
+@follows("pass a Mesh, as jax.make_mesh(({},), ('{}',))")
 def test_meshes():
-    with refused(ValueError, "pass devices=, such as jax.devices()[:n]"):
+    with refused(ValueError, "resize, or devices=jax.devices()[:n]"):
         jpipe.make_mesh(stage=2, data=2)
     traced(make(mesh=jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])))
     with refused(TypeError, "as jax.make_mesh((2,), ('stage',))"):
@@ -794,7 +777,7 @@ def test_sizes(make_mesh):
         make([dense()] * 9, num_stages=9)
     traced(make([dense() for _ in range(9)], num_stages=8))
     pipe = make(mesh=make_mesh((2, 2), ("stage", "data")), num_microbatches=8)
-    with refused(ValueError, "use a batch size divisible by 16"):
+    with refused(ValueError, "use a multiple of 16"):
         pipe.planner.for_training(BATCH)
     pipe.planner.for_training(jax.tree.map(lambda a: np.ones((16, 4), np.float32), BATCH))
     with pytest.raises(ValueError, match="place a multiple of 2 rows"):
@@ -895,7 +878,7 @@ def test_sown_values():
         def __call__(self, x, total):
             return nn.Dense(4)(x), total + jnp.mean(x**2, -1)
 
-    proposal = "pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them"
+    proposal = "pass the values on, `return x, total + value`"
     with refused(ValueError, proposal):
         traced(make([dense(), Sows()]))
     first = lambda x: (x, jnp.zeros(len(x), x.dtype))
@@ -907,7 +890,7 @@ def test_nothing_is_split_over_an_axis(make_mesh):
     split = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))
     logical = nn.Dense(4, kernel_init=nn.with_logical_partitioning(nn.initializers.ones, (None, "wide")))
     constrained = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(None, "model"))
-    proposal = r"Name it in batch_axes=, in layers' metadata \(nn\.with_partitioning; nn\.with_logical_partitioning"
+    proposal = r"Name it in batch_axes= or layers' metadata \(nn\.with_partitioning, nn\.logical_axis_rules\)"
     with pytest.warns(UserWarning, match=proposal):
         make(mesh=mesh).planner.plan_for(BATCH)
     ways = ([dense(), dense()], {"batch_axes": "model"}), ([split, dense()], {}), ([dense(), constrained], {})
@@ -936,14 +919,14 @@ def test_what_may_be_a_batch_or_inputs():
 
 
 @follows(
-    "to train or to evaluate, make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)",
+    "make one with a loss: jpipe.Pipeline(layers, loss_fn, ...)",
     "go from one to the other by a jpipe.Checkpointer",
 )
 def test_a_pipeline_without_a_loss_and_a_state_of_other_stages():
     """Weights go from one to the other as both errors propose."""
     serving, pipe = make(None, None), make(None, loss_fn, num_stages=4)
     variables = serving.init(jax.random.key(0), BATCH)
-    with refused(ValueError, "make one with a loss function"):
+    with refused(ValueError, "make one with a loss"):
         serving.evaluate(variables, BATCH)
     brought = pipe.from_layer_variables(serving.layer_variables(variables), BATCH)
     with refused(ValueError, "begin with pipe.from_layer_variables("):
@@ -972,15 +955,15 @@ class Flow(nn.Module):
 
 
 ROWS = {name: np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) for name in ("inputs", "targets")}
-OF_LISTS = "pipe.from_layer_variables(trees, batch), by each layer's init on what is given to it"
+OF_LISTS = "pipe.from_layer_variables(trees, batch)"
 
 
-@follows("pipe.from_model_variables(model.init(key, x), batch), of a list {}")
+@follows("use pipe.from_model_variables(model.init(key, x), batch), or {}")
 def test_initial_values_of_the_first_batch(key):
     """Loss and gradients are those of the plain model from its own initial values."""
     model, batch, x = Flow(), ROWS, ROWS["inputs"]
     pipe = make(model)
-    with refused(ValueError, "pass pipe.from_model_variables(model.init(key, x), batch)"):
+    with refused(ValueError, "use pipe.from_model_variables(model.init(key, x), batch)"):
         pipe.init(key, batch)
     tree = model.init(key, x)
     variables = pipe.from_model_variables(tree, batch)
@@ -1040,7 +1023,7 @@ def test_state_by_example_that_the_batch_has():
     layers = [lambda x, last: (x + jnp.tanh(last), x), lambda y, new: (jnp.sin(y), new)]
     head = jpipe.Layer(lambda key, y, new: jax.random.normal(key, (4, 4)), lambda w, y, new: (y @ w, new))
     batches = [ROWS, {name: rows[::-1] for name, rows in ROWS.items()}]
-    with refused(ValueError, "pass it with the batch and take the new one from pipe.apply's outputs"):
+    with refused(ValueError, "pass it in the batch, or use num_microbatches=1"):
         make([Memory(), dense()]).init(jax.random.key(0), ROWS)
     for model in ([*layers, head], Recurrent()):
         is_list, memory = isinstance(model, list), np.zeros((8, 4), np.float32)
@@ -1085,12 +1068,12 @@ ELSEWHERE = {
     "bring it to the hosts first: jax.experimental.multihost_utils.process_allgather(array, tiled=True)": (
         "helpers/process_worker.py"
     ),
-    "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "execution/test_decoding.py",
+    "pass pipe.from_layer_variables(trained.layer_variables(variables), batch)": "execution/test_decoding.py",
     "call it with pipe.model_variables(variables)": "end_to_end/test_whole_corners.py",
     "outside: optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(...)), optax.apply_if_finite(": (
         "end_to_end/test_whole_checkpoints.py"
     ),
-    "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "execution/test_decoding.py",
+    "Say which are logits: pipe.generate(..., logits=lambda outputs: outputs[0])": "execution/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "end_to_end/test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "tools/test_profile.py",
     "if that part of tx may look at one layer at a time, wrap it in jpipe.per_layer(...)": "training/test_by_slices.py",
@@ -1101,7 +1084,6 @@ ELSEWHERE = {
 }
 """Proposals that are followed in tests of their own, which need several processes, trained models or time."""
 NO_PROPOSALS = {
-    "and returns those that are logits, as in lambda outputs: outputs[0]",
     "jpipe.Shared.using({}): pass a method's name, or a function",
     "jpipe.reads({}, {}): pass a function",
 }

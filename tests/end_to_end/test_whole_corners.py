@@ -211,7 +211,7 @@ def test_arguments_of_other_types_are_others():
 
 def test_the_pieces_are_no_modules():
     pipe = pipeline(Chain())
-    with pytest.raises(ValueError, match="Chain is one module, whose pieces aren't"):
+    with pytest.raises(ValueError, match="Chain is one module; call it with"):
         pipe.modules(pipe.init(KEY, X))
 
 

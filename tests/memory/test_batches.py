@@ -34,7 +34,7 @@ def test_one_process_feeds_all_rows(make_mesh, shape, axes):
 
 def test_rows_that_can_not_be_placed(make_mesh):
     mesh = make_mesh((2, 4), ("stage", "data"))
-    with pytest.raises(ValueError, match=r"6 rows of each of 1 parts .* split over the 4 devices.* multiple of 4 rows"):
+    with pytest.raises(ValueError, match=r"6 rows of 1 parts don't fit 4 devices; place a multiple of 4 rows"):
         place_rows(np.ones((6, 2)), mesh, ("data",))
     with pytest.raises(ValueError, match="batch is being traced; place takes the rows of this process"):
         jax.jit(lambda x: place_rows(x, mesh, ("data",)))(np.ones((8, 2)))
@@ -114,7 +114,7 @@ def test_a_micro_batch_is_known_by_its_shapes():
     [
         (30, 4, 1, "batch size 30 is not divisible by num_microbatches=4; use 1, 2, 3, 5, 6, 10, 15 or 30"),
         (1, 2, 1, "batch size 1 is not divisible by num_microbatches=2; use 1$"),
-        (8, 4, 4, r"micro-batches of 2 \(8 / num_microbatches=4\) can't be split over the 4 .* divisible by 16"),
+        (8, 4, 4, r"batch size 8 isn't divisible by num_microbatches=4 \* 4 devices; use a multiple of 16"),
     ],
 )
 def test_sizes_that_training_can_not_cut(size, m, shards, message):

@@ -54,7 +54,7 @@ def test_examples_and_their_places_in_one_axis():
     ("small", "large", "message"),
     [
         ((), (), r"outputs\['x'\] has the shape \(\) for micro-batches of 4 examples, in which no axis is the batch"),
-        ((7,), (7,), "no axis is the batch.* mean or a sum among the loss's metrics"),
+        ((7,), (7,), "no axis is the batch.* return means as the loss's metrics"),
         ((4, 4), (8, 8), r"the axes \[0, 1\] may each be the batch"),
         ((5, 3), (9, 3), "no axis is the batch"),
         ((4, 5), (8, 9), "no axis is the batch"),

@@ -111,7 +111,7 @@ def test_make_splits(mesh):
     assert make_splits(mesh, ("fsdp", "model"), "fsdp") == Splits(mesh, ("fsdp", "model"), ("fsdp",))
     assert make_splits(mesh, BATCH_AXES, ["data", "fsdp"], "use") == Splits(mesh, DATA, DATA, "use")
     for batch_axes, data in ((BATCH_AXES, r"\['data', 'fsdp'\]"), (("data",), r"\['data'\]")):
-        with pytest.raises(ValueError, match=rf"names 'model'; this mesh has the data axes {data} \(batch_axes=\)"):
+        with pytest.raises(ValueError, match=rf"names 'model'; the data axes are {data} \(batch_axes=\)"):
             make_splits(mesh, batch_axes, "model")
 
 
@@ -126,5 +126,5 @@ def test_an_axis_that_is_misspelt(mesh):
     splits = Splits(mesh, DATA)
     splits.check_names({"layer 0": {"model"}, "layer 1": {"modl"}}, ())
     splits.check_names({"layer 0": {"modl"}}, {"model"})
-    with pytest.raises(ValueError, match=r"layer 0 asks .* 'modl'.*no layer asks for its axis 'model'"):
+    with pytest.raises(ValueError, match=r"layer 0 asks for an axis 'modl', none for the mesh's 'model'"):
         splits.check_names({"layer 0": {"modl"}}, ())

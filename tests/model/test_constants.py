@@ -73,5 +73,5 @@ def test_another_trace_is_refused():
     """As under random keys of another kind, if a layer looks at their bits."""
     scalars = scalars_of(traced(lambda x: 2.0 * x, X))
     constants = differing({0: scalars, 1: scalars_of(traced(lambda x: 3.0 * x, X))}, first=0)
-    with pytest.raises(ValueError, match="under other keys the layer computes with other numbers"):
+    with pytest.raises(ValueError, match="under these keys the layer has other numbers"):
         constants.put_into(traced(lambda x: 2.0 * x + 1.0, X), constants.of(1))

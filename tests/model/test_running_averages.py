@@ -89,7 +89,7 @@ def test_a_rate_that_is_no_number_of_the_code_is_refused(how):
     pipe = jpipe.Pipeline([Moving(how), nn.Dense(2)], lambda y, _: jnp.mean(y), **options)
     batch = np.ones((8, 3), np.float32)
     variables = pipe.init(jax.random.key(0), batch)
-    with pytest.raises(ValueError, match=r"layer 0 \(Moving\) keeps a running mean .* pass merge="):
+    with pytest.raises(ValueError, match=r"layer 0 \(Moving\) updates a running mean .* pass merge="):
         pipe.value_and_grad(variables, batch)
     pipe = jpipe.Pipeline(
         [Moving(how), nn.Dense(2)], lambda y, _: jnp.mean(y), merge={"batch_stats": "mean"}, **options

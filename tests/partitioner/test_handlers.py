@@ -190,7 +190,7 @@ def test_of_three_devices_a_permutation_is_one_gather(make_mesh):
 def test_a_part_of_joint_axes_is_refused():
     axis = Axis(("data", "fsdp"), (2, 2), is_data=True)
     assert _is_manual(axis.names, {"data", "fsdp", "model"}) and not _is_manual(axis.names, {"model"})
-    with pytest.raises(ValueError, match=r"manual over \['data'\], a part of the mesh axes"):
+    with pytest.raises(ValueError, match=r"manual over \['data'\], a part of the axes"):
         _is_manual(axis.names, {"data"})
 
 

@@ -49,7 +49,7 @@ def of_singular_values(outputs, batch):
         (
             [nn.Embed(127, 15, **wide), *[nn.Dense(15, **wide) for _ in range(2)], nn.Dense(127, **wide)],
             {},
-            "has no weights that the stages could share",
+            "has no weights to share",
         ),
         (untied(), {"loss_fn": of_singular_values}, r"Head\): svd \(test_ends.py:\d+\) has to see whole arrays"),
     ],

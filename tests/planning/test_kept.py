@@ -69,9 +69,9 @@ def test_a_policy_that_offloads_by_name_or_products():
     assert_equal(moved, saved)
     assert (2, 8) in shapes(kept)[1]
 
-    with pytest.raises(ValueError, match=r"\['other'\].*the names in the layers are \['hidden'\]"):
+    with pytest.raises(ValueError, match=r"\['other'\], but layers call checkpoint_name for \['hidden'\]"):
         run(OFFLOADS_NAMES(names_which_can_be_offloaded=["other"], **NAMED))
-    with pytest.raises(ValueError, match="from 'device' to 'unpinned_host', but a pipeline moves"):
+    with pytest.raises(ValueError, match="from 'device' to 'unpinned_host'; use 'device', 'pinned_host'"):
         run(OFFLOADS_NAMES(names_which_can_be_offloaded=["hidden"], **NAMED | {"offload_dst": "unpinned_host"}))
 
 
@@ -111,7 +111,7 @@ def test_values_inside_of_a_jit_cannot_go():
     policy = OFFLOADS_NAMES(names_which_can_be_offloaded=["hidden"], **NAMED)
     loss = lambda y, _: jnp.mean(y**2)
     pipe = jpipe.Pipeline([layer] * 4, loss, num_stages=2, num_microbatches=4, remat=policy)
-    with pytest.raises(ValueError, match="offloads a value inside of a jit, a scan or another function of the layer"):
+    with pytest.raises(ValueError, match="offloads a value inside of a jit or scan"):
         batch = np.ones((8, 4), np.float32)
         jax.eval_shape(pipe.value_and_grad, jax.eval_shape(pipe.init, jax.random.key(0), batch), batch)
 

@@ -223,7 +223,7 @@ def test_bad_arguments(arguments, error, message):
         (
             {"sizes": [1] * 5, "limit": 2},
             ValueError,
-            "no partition keeps to limit=2 bytes a virtual stage; with these",
+            "no partition keeps to limit=2 bytes a stage; with these",
         ),
         ({"sizes": [1] * 5, "limit": "16GB"}, TypeError, "limit='16GB' is no number"),
         ({"sizes": 3, "limit": 9}, TypeError, "sizes=3 is no sequence; give one number for each layer"),

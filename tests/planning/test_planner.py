@@ -159,7 +159,7 @@ def test_batches_that_are_not_like_the_first():
 def test_outputs_of_a_batch_or_of_bare_inputs():
     planner = make([nn.Dense(4), jpipe.reads(lambda x, t: x + t, lambda batch: batch["targets"])])
     assert not planner.for_outputs(BATCH).bare
-    with pytest.raises(ValueError, match=r"layer 1 .* can't read its side input from the bare inputs"):
+    with pytest.raises(ValueError, match=r"layer 1 .* reads a side input; pass the whole batch, not its inputs"):
         planner.for_outputs(BATCH["inputs"])
     with pytest.raises(TypeError, match="bare=1 is no bool"):
         planner.for_outputs(BATCH, bare=1)

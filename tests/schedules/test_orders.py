@@ -236,7 +236,7 @@ def test_1f1b_is_interleaved_with_one_chunk():
 def test_make_schedule_returns_ones_own_schedule_after_checking_its_sizes():
     own = Schedule([["F0", "B0"]])
     assert make_schedule(own, num_stages=1, num_microbatches=1) is own
-    with pytest.raises(ValueError, match="num_microbatches=4, but the schedule 'custom' was made for 1; use num_mic"):
+    with pytest.raises(ValueError, match="num_microbatches=4, but the schedule 'custom' was made for 1; use it"):
         make_schedule(own, num_stages=1, num_microbatches=4)
 
 
@@ -257,7 +257,7 @@ def test_make_schedule_rejects_sizes(sizes, error, message):
 
 @pytest.mark.parametrize("name", sorted({*names(chunks=1, split=None)} - {*names(chunks=2, split=None)}))
 def test_schedules_of_one_chunk_say_so(name):
-    remedy = f"schedule={name!r} has one chunk a stage, got num_chunks=2; use schedule='interleaved' or num_chunks=1"
+    remedy = f"num_chunks=2 with {name!r}; use schedule='interleaved' or num_chunks=1"
     with pytest.raises(ValueError, match=re.escape(remedy)):
         make_schedule(name, num_stages=2, num_microbatches=2, num_chunks=2)
 
@@ -282,7 +282,7 @@ def test_there_and_back_has_the_bubble_of_1f1b_and_holds_as_much_on_every_stage(
 
 @pytest.mark.parametrize("name", sorted({*names(chunks=2, split=None)} - {*names(chunks=1, split=None)}))
 def test_there_and_back_wants_two_chunks(name):
-    with pytest.raises(ValueError, match=rf"schedule='{name}' has 2 chunks a stage, got num_chunks=1; .* num_chunks=2"):
+    with pytest.raises(ValueError, match=rf"num_chunks=1 with '{name}'; use .* num_chunks=2"):
         make_schedule(name, num_stages=2, num_microbatches=2)
 
 
@@ -384,7 +384,7 @@ def test_only_whole_backwards_are_split():
     for name in ("forward", "zero_bubble", "zb-h1"):
         schedule = schedule_of(name, 2, 2)
         with pytest.raises(
-            ValueError, match=re.escape(f"{schedule!r} has no backward that is whole; pass one that has")
+            ValueError, match=re.escape(f"{schedule!r} has no whole backward; pass one that has")
         ):
             zero_bubble(schedule)
     assert {*names(train=True)}.isdisjoint(names(train=True, split=True))
@@ -396,6 +396,6 @@ def test_only_whole_backwards_are_split():
 def test_most_waiting_is_whole_numbers_from_0_on(most_waiting):
     """Negative ones were taken for 0, and fractions too."""
     one = make_schedule("1f1b", num_stages=3, num_microbatches=2)
-    said = f"most_waiting={most_waiting!r} must be one number, or one for each of 3 stages, whole and at least 0"
+    said = f"most_waiting={most_waiting!r} must be one or 3 numbers, whole and at least 0"
     with pytest.raises(ValueError, match=re.escape(said)):
         zero_bubble(one, most_waiting=most_waiting)

@@ -52,8 +52,8 @@ def test_spellings_of_an_action_are_equal():
         ([["F-1"]], ("F",), "action F-1 on stage 0 is out of range; micro-batches and chunks count from 0"),
         ([["F0", "F1", "F0"]], ("F",), "stage 0 has F0 2 times; keep one of them"),
         ([["F0", "F1"], ["F0"]], ("F",), "stage 1 lacks F1"),
-        ([["F0"], ["F0", "F2"]], ("F",), "stage 0 lacks F1: F of every micro-batch and chunk must be on every stage, "
-         "here of 3 micro-batches (F2 on stage 1 is the last) and 1 chunks; add F1 to stage 0 or drop it"),
+        ([["F0"], ["F0", "F2"]], ("F",), "stage 0 lacks F1: stages need F of 3 micro-batches "
+         "(F2 on stage 1 is the last) and 1 chunks; add it or drop the others"),
         ([["F0", "F0.1", "F1"]], ("F",), "stage 0 lacks F1.1"),
         ([["F0", "B0"], ["F0"]], ("F", "B"), "stage 1 lacks B0"),
         ([["B0"]], ("F", "B"), "stage 0 lacks F0"),
@@ -161,7 +161,7 @@ def test_orders_by_name_are_pytorchs():
 
 
 def test_a_file_of_pytorch_that_is_wrong_is_refused():
-    with pytest.raises(ValueError, match=re.escape("stage 0 lacks F8: F of every micro-batch and chunk must be on ev")):
+    with pytest.raises(ValueError, match=re.escape("stage 0 lacks F8: stages need F of 9")):
         Schedule.from_csv((FILES / "1F1B.csv").read_text())
 
 
@@ -210,10 +210,10 @@ def test_the_text_has_a_column_for_each_slot_in_time():
     ("text", "message"),
     [
         ("", "the CSV is empty; it has a row of cells for each stage, as 0F0,0F1,0B0,0B1"),
-        ("0F0,0B0\n1F0,1X0", "row 1, cell 1 ('1X0') is no action; use a virtual stage, one of F, R, B, I and W, and a"),
+        ("0F0,0B0\n1F0,1X0", "row 1, cell 1 ('1X0') is no action; use virtual stage, kind and micro-batch"),
         ("0F0,F0", "row 0, cell 1 ('F0') is no action"),
         ("0F0;0B0", "row 0, cell 0 ('0F0;0B0') is no action"),
-        ("0F0,0SEND_F0\n0RECV_F0,1F0", "row 0, cell 1 ('0SEND_F0') is communication: jpipe sends and gathers by itsel"),
+        ("0F0,0SEND_F0\n0RECV_F0,1F0", "row 0, cell 1 ('0SEND_F0') is communication: jpipe sends by itself"),
         ("0UNSHARD,0F0", "row 0, cell 0 ('0UNSHARD') is communication"),
         ("0F0,(0B0;0Q1)OVERLAP_F_B", "row 0, cell 1 ('(0B0;0Q1)OVERLAP_F_B') is no action"),
         ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "stage 0 lacks B1"),
@@ -223,7 +223,7 @@ def test_the_text_has_a_column_for_each_slot_in_time():
         ("0F0,3F0,3B0,0B0\n1F0,1B0", "stage 1 lacks F0.1"),
         ("0F0,0W0,0I0", "stage 0 waits forever at W0: it needs I0 of stage 0"),
         ("0F0,0I0", "stage 0 lacks W0"),
-        ("0F0,0I0,0B0,0W0", "stage 0 has B0 and I0: the backward of a micro-batch and chunk is either whole"),
+        ("0F0,0I0,0B0,0W0", "stage 0 has B0 and I0: a backward is whole or in two parts"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(text, message):
