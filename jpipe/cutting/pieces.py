@@ -167,8 +167,7 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
 
 def _described_places(traced: Traced, told_by: Collection[Part]) -> list[object]:
     """For each place the variables that are used before it, and the shapes of what crosses it."""
-    used = _used_before(traced, told_by, ())
-    return [(before, tuple(traced.shapes(p))) for p, before in enumerate(used)]
+    return [(before, tuple(traced.shapes(p))) for p, before in enumerate(_used_before(traced, told_by, ()))]
 
 
 def _told_apart(traced: Traced, places: Sequence[int], told_by: Collection[Part]) -> list[int]:

@@ -376,8 +376,7 @@ class _PieceLayer:
         by_place = dict(zip(places, values, strict=True))
         leaves = [by_place[i] for i in range(len(self.parts))]
         batch = jax.tree.leaves(context.batch) or [None] * self.num_leaves
-        takes = [] if self.index == 0 else inputs
-        given = piece(leaves, takes, [*batch, context.key])
+        given = piece(leaves, [] if self.index == 0 else inputs, [*batch, context.key])
         outputs, new = given[: piece.num_given], iter(given[piece.num_given :])
         if self.index == len(self.model.cutting.parts) - 1:
             gives = jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
@@ -390,8 +389,7 @@ class _PieceLayer:
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         """The mesh axes that the model's metadata names for these parts."""
-        leaves = self.model.whole.specs
-        own = [PartitionSpec(*leaves[part.leaf][len(part.indices) :]) for part in self.parts]
+        own = [PartitionSpec(*self.model.whole.specs[part.leaf][len(part.indices) :]) for part in self.parts]
         return {name: [own[i] for i in jax.tree.leaves(tree)] for name, tree in self.tree.items()}
 
     @property

@@ -119,8 +119,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.ends.sets}
     shared_gradients = {v: list(map(zeros, leaves, types[v].leaves)) for v, leaves in shared.items()}
     forward = ForwardWork(activation, step.kept.empty(), state, results=list(map(_accumulator, step.outputs)))
-    backward = BackwardWork(cotangent, gradients, shared_gradients, overwritten)
-    carry = _run_ticks(stage, forward, backward)
+    carry = _run_ticks(stage, forward, BackwardWork(cotangent, gradients, shared_gradients, overwritten))
     if stage.only is not None:
         # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
         # compiler, which would drop the code after the ticks, though its time is to be measured.

@@ -113,8 +113,7 @@ def run_decoding(stage: Stage, decoding: Decoding, call: Round) -> jax.Array:
     caches = {n: jnp.full(a.shape, decoding.starts[n], a.dtype) for n, a in decoding.caches.named_buffers}
     done = call.prompts
     if decoding.prefill is not None:
-        first = call._replace(num_tokens=1)
-        said, caches = _go_round(replace(stage, step=decoding.prefill), decoding, first, caches)
+        said, caches = _go_round(replace(stage, step=decoding.prefill), decoding, call._replace(num_tokens=1), caches)
         done = jnp.concatenate([done, said], axis=-1)
         call = call._replace(prompts=said, num_tokens=call.num_tokens - 1, start=call.prompts.shape[-1])
     if call.num_tokens:

@@ -163,8 +163,7 @@ def _init_layer(
         jaxpr, made, _ = trace_group_init(group, key_shape(given[0]), plan.traced.batch)
     wanted = [sharding for name in sorted(made) for sharding in lying[name]]
     local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(given), [lambda _, s=s: s for s in wanted])
-    leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
-    return replay(local.jaxpr, leaves)(given)
+    return replay(local.jaxpr, {name: jax.tree.leaves(tree) for name, tree in made.items()})(given)
 
 
 def value_and_grad(

@@ -56,8 +56,7 @@ def _same(a: object, b: object, pending: frozenset = frozenset()) -> bool:
     pending |= {(id(a), id(b))}
     if first is None or second is None:
         return _Whole(a) == _Whole(b) and _same(_held(a), _held(b), pending)
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(_same(x, y, pending) for x, y in pairs)
+    return len(first) == len(second) and all(_same(x, y, pending) for x, y in zip(first, second, strict=False))
 
 
 @lru_cache(maxsize=32)

@@ -58,8 +58,7 @@ class WorkLayout:
         joined = [[i for i, spec in enumerate(one.specs) if on_all_stages(spec)] for one in types]
         leaves = [[one.leaves[i] for i in indices] for one, indices in zip(types, joined, strict=True)]
         specs = [[within_stage(one.specs[i]) for i in indices] for one, indices in zip(types, joined, strict=True)]
-        owners = [one.devices for one in types]
-        ends = build_storage(leaves, owners, device_of=range(self.rest.num_stages), specs=specs)
+        ends = build_storage(leaves, [one.devices for one in types], device_of=range(self.rest.num_stages), specs=specs)
         buffer_name = lambda name: f"ends_{name}"  # no buffer at rest is called so
         record_types = []
         for at_rest, indices, at_end in zip(types, joined, ends.record_types, strict=True):

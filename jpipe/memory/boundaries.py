@@ -82,8 +82,7 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], crosse
         for leaf, name, (entry,) in zip(boundary.leaves, boundary.buffers, boundary.entries, strict=True):
             length = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
             sizes[name] = max(sizes.get(name, 0), entry + length)
-    crossing = tuple(sorted(sizes.items()))
-    return Boundaries(storage.record_types, storage.named_buffers, storage.num_devices, crossing)
+    return Boundaries(storage.record_types, storage.named_buffers, storage.num_devices, tuple(sorted(sizes.items())))
 
 
 def _occurrences(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[int, ...]]:

@@ -64,8 +64,7 @@ class Splits:
 
         The data axes are one, unless weights are gathered at each use: then some of them may split a layer's arguments.
         """
-        jointly = self.gather == "step"
-        return stage_axes(self.mesh, self.batch_axes, jointly=jointly, over_stages=self.over_stages)
+        return stage_axes(self.mesh, self.batch_axes, jointly=self.gather == "step", over_stages=self.over_stages)
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""

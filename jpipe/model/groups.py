@@ -88,8 +88,7 @@ def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int, known: Co
     of_first, places = list(map(bits, scalars[first])), set(known.places)
     new = {i: numbers for i, numbers in scalars.items() if i not in known.values}
     for numbers in new.values():
-        pairs = zip(of_first, map(bits, numbers), strict=True)
-        places.update(place for place, (a, b) in enumerate(pairs) if a != b)
+        places.update(place for place, (a, b) in enumerate(zip(of_first, map(bits, numbers), strict=True)) if a != b)
     chosen = tuple(sorted(places))
     kept, to_read = (known.values, new) if chosen == known.places else ({}, scalars)
     values = {i: [numbers[place] for place in chosen] for i, numbers in to_read.items()}
@@ -283,8 +282,7 @@ class Model:
     @cached_property
     def group_of(self) -> tuple[int, ...]:
         """The index of each layer's group, `[N]`."""
-        pairs = sorted((i, g) for g, group in enumerate(self.groups) for i in group.indices)
-        return tuple(g for _, g in pairs)
+        return tuple(g for _, g in sorted((i, g) for g, group in enumerate(self.groups) for i in group.indices))
 
     @property
     def num_layers(self) -> int:

@@ -244,7 +244,7 @@ def warn_of_dropouts(name: str, dropouts: Sequence[str]) -> None:
     """Warns that a layer has dropouts, if it does: it draws no random numbers in training."""
     if dropouts:
         warn_once(
-            f"{name} holds a {dropouts[0]}, but draws no random numbers in training. To tell it that it trains, call "
+            f"{name} holds a {dropouts[0]}, but draws no random numbers in training. To tell it that it trains, name "
             f"an argument {MODE_NAMES}; where dropout is meant to be off, give it the rate 0"
         )
 

@@ -342,8 +342,7 @@ def in_two_parts(layer: DeviceLayer) -> DeviceLayer:
     """
     urgent = range(len(layer.gradients.params), len(layer.backward_jaxpr.jaxpr.outvars))
     residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
-    split = split_in_two(layer.backward_program, urgent, residuals, len(layer.sources))
-    return replace(layer, split=split)
+    return replace(layer, split=split_in_two(layer.backward_program, urgent, residuals, len(layer.sources)))
 
 
 class DevicePrograms:

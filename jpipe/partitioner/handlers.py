@@ -166,8 +166,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
             of_platforms = {name: plan.run for names, plan in named_plans for name in names or ()}
             default = next((plan.run for names, plan in named_plans if names is None), None)
             return lax.platform_dependent(*parts, default=default, **of_platforms)
-        which = _agreed(index, chooser.axes, plans)
-        return lax.switch(which, [plan.run for plan in plans], *parts)
+        return lax.switch(_agreed(index, chooser.axes, plans), [plan.run for plan in plans], *parts)
 
     cost = max((plan.cost for plan in plans), key=lambda cost: price(cost))
     return Way((whole, *shardings), tuple(results), run, cost, tuple((plan, 1.0) for plan in plans))
@@ -242,8 +241,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     operands = [pick(summed(sharding)) for sharding in lying]
     wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["in_specs"], operands, strict=True)]
-    handlers = {**chooser.handlers, **_of_single_devices(alike, split_over)}
-    inner = Chooser(pick(axes), handlers)
+    inner = Chooser(pick(axes), {**chooser.handlers, **_of_single_devices(alike, split_over)})
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
     by_rules = inner.results_at(body, tuple(arguments))
     results = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["out_specs"], by_rules, strict=True)]

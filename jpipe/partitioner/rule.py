@@ -128,8 +128,7 @@ def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis:
     for dim, kept in zip(windows, dims.offset_dims, strict=True):
         if params["slice_sizes"][dim] == shape[dim] and dim not in dims.start_index_map:
             of_table[dim] = kept
-    labels = [of_table, [*index_dims, None]]
-    split = by_labels(labels, [range(len(result_shape(equation)))], shardings, order=(1, 0))
+    split = by_labels([of_table, [*index_dims, None]], [range(len(result_shape(equation)))], shardings, order=(1, 0))
     if split is None and isinstance(table, Shard):
         can_be_added = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.number)
         by_index = table.dim in dims.collapsed_slice_dims and table.dim in dims.start_index_map

@@ -176,8 +176,7 @@ def _keeping(labels_of: LabelsOf, *, linear: bool = False, alike: int | None = 1
 
     def rule(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
         operands, num_results = [labels_of(equation)] * len(shardings[:alike]), len(equation.outvars)
-        results = [range(len(result_shape(equation)))] * num_results
-        split = by_labels(operands, results, shardings)
+        split = by_labels(operands, [range(len(result_shape(equation)))] * num_results, shardings)
         return on_partial(shardings, num_results, alike) if split is None and linear else split
 
     return rule

@@ -238,8 +238,7 @@ def make_kept_storage(
     """
     groups = traced_as if layers else ()
     of_traced = [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))]
-    frees = _frees(table, of_traced, device_of)
-    rows_of = [_rows_of(*one) for one in zip(layers, goes, frees, strict=True)]
+    rows_of = [_rows_of(*one) for one in zip(layers, goes, _frees(table, of_traced, device_of), strict=True)]
     by_name = [_by_name(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
     storages, away = {}, {}

@@ -279,8 +279,7 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
         crossed, ended = arriving, np.maximum(ends, clocks + beside[index]) + waits
         clocks, arriving = _after_hops(crossings[index], ended, hop)
         clocks = np.maximum(clocks, crossed)
-    makespan = max(span.end for span in spans)
-    return Timeline(schedule, tuple(spans), makespan, busy_times(schedule, work), transfer=hop)
+    return Timeline(schedule, tuple(spans), max(span.end for span in spans), busy_times(schedule, work), transfer=hop)
 
 
 def busy_times(schedule: Schedule, work: Work) -> tuple[float, ...]:

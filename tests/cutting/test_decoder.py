@@ -103,8 +103,8 @@ class Other(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Counted(), "uses its cache index in the pieces Dense_0 and Dense_1, .*give each block a cache of its own"),
-        (Counted(masked=True), r"the piece Dense_\d of Counted reads the tokens in decode mode, .*leave out there"),
+        (Counted(), "uses its cache index in the pieces Dense_0 and Dense_1; give each block a cache of its own"),
+        (Counted(masked=True), r"the piece Dense_\d of Counted reads the tokens in decode mode; .*leave out there"),
         (Other(), "Other has .* in decode mode and .* in training; give it the same in both"),
     ],
     ids=["one counter", "a mask", "other parameters"],

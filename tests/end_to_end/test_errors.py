@@ -178,7 +178,9 @@ class TestBatch:
 
     def test_micro_batch_not_divisible_by_the_data_axis(self, key, make_mesh):
         pipe = make(mesh=make_mesh((2, 2), ("stage", "data")), num_microbatches=8)
-        with pytest.raises(ValueError, match=r"batch size 8 isn't divisible by num_microbatches=8 \* 2 devices; use a multiple of 16"):
+        with pytest.raises(
+            ValueError, match=r"batch size 8 isn't divisible by num_microbatches=8 \* 2 .* multiple of 16"
+        ):
             pipe.init(key, BATCH)
 
     @pytest.mark.parametrize(
@@ -799,9 +801,7 @@ def test_a_batch_on_another_device(device):
 @pytest.mark.usefixtures("nothing_compiles")
 def test_policies_that_were_not_called(key, policy):
     """A regression: a raw TypeError in the first step, after `init` had passed."""
-    with pytest.raises(
-        TypeError, match=r"remat=.* is no jax\.checkpoint policy: it gave .*makes policies, call it"
-    ):
+    with pytest.raises(TypeError, match=r"remat=.* is no jax\.checkpoint policy: it gave .*makes policies, call it"):
         make(remat=policy)
 
 
@@ -824,7 +824,7 @@ def test_state_that_is_written_in_evaluation(key):
     """A regression: a raw error of Flax that named no layer."""
     pipe = make([dense(), Caches()])
     variables = pipe.init(key, BATCH)
-    with pytest.raises(ValueError, match=r"Caches writes state in evaluation; write it in training only(?s:.)*collection \"cache\""):
+    with pytest.raises(ValueError, match=r"Caches writes state in evaluation; .*training(?s:.)*collection \"cache\""):
         pipe.evaluate(variables, BATCH)
 
 

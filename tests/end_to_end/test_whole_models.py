@@ -417,9 +417,7 @@ def test_a_layer_of_which_another_place_uses_half():
 
 def test_ties_that_cannot_be_told_apart_are_named():
     pipe = jpipe.Pipeline(Mixed(), square, num_stages=2, num_microbatches=2)
-    with pytest.raises(
-        ValueError, match=r"Mixed uses a in several places, in one of them with other parameters"
-    ):
+    with pytest.raises(ValueError, match=r"Mixed uses a in several places, in one of them with other parameters"):
         pipe.init(KEY, np.ones((4, 4)))
     batch, model = np.ones((4, 4)), Mixed(marked=True)
     pipe, variables = jpipe.Pipeline(model, square, num_stages=2, num_microbatches=2), model.init(KEY, batch)

@@ -573,7 +573,7 @@ def test_shared_ends_that_another_axis_splits_too_are_refused(make_mesh):
     words = [nn.Embed(512, WIDTH, param_dtype=jnp.float64), *layers[1:]]
     pipe = jpipe.Pipeline(words, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh, ends="shared")
     variables = pipe.init(jax.random.key(0), batch_of())
-    with pytest.raises(ValueError, match=r"another mesh axis along one dimension.*ends='own' or 'spread', and pass pipe"):
+    with pytest.raises(ValueError, match=r"another mesh axis along one dimension.*ends='own' or 'spread', and pass"):
         pipe.generate(variables, TOKENS, 3)
     expected = without_cache(sequential(words, trees_of(pipe, variables)), TOKENS, 3)
     for ends in ("own", "spread"):  # as the error proposes

@@ -226,7 +226,7 @@ def test_side_inputs_that_are_not_there():
     with pytest.raises(ValueError, match=message):
         pipe.init(jax.random.key(0), {"inputs": BATCH["inputs"]})
     variables = pipe.init(jax.random.key(0), BATCH)
-    with pytest.raises(ValueError, match=r"layer 1 \(Masked\) reads a side input; pass the whole batch, not its inputs"):
+    with pytest.raises(ValueError, match=r"layer 1 \(Masked\) reads a side input; pass the whole batch"):
         pipe.apply(variables, BATCH["inputs"])
 
 

@@ -262,7 +262,7 @@ def test_what_is_frozen_is_not_written():
             return nn.Dense(3)(x)
 
     pipe = jpipe.Pipeline([Counts()], lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1)
-    with pytest.raises(ValueError, match=r"writes to its collection 'frozen' in training, which jpipe.freeze keeps; rename it"):
+    with pytest.raises(ValueError, match=r"writes to its collection 'frozen' in training, .* keeps; rename it"):
         pipe.init(jax.random.key(0), jnp.ones((2, 3)))
 
 

@@ -161,7 +161,10 @@ def test_what_is_known_of_it():
         (lambda y, b: (jnp.sum(y), y), r"loss_fn returned \(float32\[\], float32\[4,3\]"),
         (lambda y, b: jnp.sum(y > 0), "loss of dtype int32"),
         (lambda y, b: (jnp.sum(y), 1.0, jnp.sum(y)), r"last part, metrics, has to be a dict"),
-        (lambda y, b: (jnp.sum(y), 1.0, {"loss": jnp.sum(y)}), "a metric called 'loss', as a term or one of jpipe's is"),
+        (
+            lambda y, b: (jnp.sum(y), 1.0, {"loss": jnp.sum(y)}),
+            "a metric called 'loss', as a term or one of jpipe's",
+        ),
         (lambda y, b: (jnp.sum(y), 1.0, {"a": y}), r"gave float32\[4,3\] as the metric 'a'"),
         (lambda y, b: b["labels"], r"loss_fn\(outputs, batch\) raised .*; it was called with the outputs float32"),
     ],

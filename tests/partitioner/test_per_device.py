@@ -126,7 +126,7 @@ def test_wrong_specs_are_named(make_mesh):
     mesh, double = make_mesh((2, 2), ("data", "model")), lambda x: x * 2
     with pytest.raises(ValueError, match=r"the mesh axis 'tensor' is named, but the mesh has {'data': 2, 'model': 2}"):
         per_device(double, mesh, P("tensor"), P())
-    with pytest.raises(ValueError, match=r"out_specs split result\['y'\] of shape \(4, 3\) by .*'model'.* has to divide it"):
+    with pytest.raises(ValueError, match=r"split result\['y'\] of shape \(4, 3\) by .*'model'.* has to divide it"):
         on_mesh(lambda x: {"y": x}, mesh, P("data"), P("data", "model"))(np.zeros((4, 3)))
     with pytest.raises(ValueError, match=r"\['data', 'model'\] aren't manual; call it inside of jax.shard_map"):
         per_device(double, mesh, P("data"), P("data"))(np.zeros(4))

@@ -60,7 +60,5 @@ def test_a_wrong_option_is_an_error(options, error, message):
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_where_residuals_are_kept_none_are_computed_ahead(remat):
     layer = jpipe.Layer(lambda key, x: {}, lambda w, x: x)
-    with pytest.raises(
-        ValueError, match="schedule='ahead' has actions R; use remat=.stage. or .full., or"
-    ):
+    with pytest.raises(ValueError, match="schedule='ahead' has actions R; use remat="):
         jpipe.Pipeline([layer] * 4, lambda y, _: y, num_stages=2, num_microbatches=4, schedule=ahead(2, 4), remat=remat)

@@ -383,9 +383,7 @@ def test_rows_in_a_ring(num_stages, num_microbatches):
 def test_only_whole_backwards_are_split():
     for name in ("forward", "zero_bubble", "zb-h1"):
         schedule = schedule_of(name, 2, 2)
-        with pytest.raises(
-            ValueError, match=re.escape(f"{schedule!r} has no whole backward; pass one that has")
-        ):
+        with pytest.raises(ValueError, match=re.escape(f"{schedule!r} has no whole backward; pass one that has")):
             zero_bubble(schedule)
     assert {*names(train=True)}.isdisjoint(names(train=True, split=True))
     with pytest.raises(TypeError, match="schedule='1f1b' must be a Schedule"):
