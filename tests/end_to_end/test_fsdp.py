@@ -143,8 +143,8 @@ def test_state_of_parameters_of_one_shape_and_different_splits(make_mesh):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard_over": ("date",)}, r"shard_over=\('date',\) names 'date'; this mesh has the data axes \['data'\]"),
-        ({"shard_over": "model"}, r"names 'model'; this mesh has the data axes \['data'\]"),
+        ({"shard_over": ("date",)}, r"shard_over=\('date',\) names 'date'; the data axes are \['data'\]"),
+        ({"shard_over": "model"}, r"names 'model'; the data axes are \['data'\]"),
         ({"gather": "always"}, r"gather='always' is unknown; use one of \['step', 'use'\]"),
     ],
 )

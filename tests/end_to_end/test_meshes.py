@@ -115,7 +115,7 @@ def test_batch_axes(make_mesh, experts_model, gather):
         (
             {"batch_axes": "expert", "shard_over": "data"},
             ValueError,
-            r"names 'data'; this mesh has the data axes \['expert'\]",
+            r"names 'data'; the data axes are \['expert'\]",
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_logical_names_without_rules_split_nothing(make_mesh):
     with nn.logical_axis_rules((("embed", "model"),)):
         found = make(kernel).init(jax.random.key(0), x)["params"]
     assert "model" in {name for leaf in found.values() for name in leaf.sharding.spec}
-    with pytest.warns(UserWarning, match="nothing is split over the mesh axis 'model'.* with nn.logical_axis_rules"):
+    with pytest.warns(UserWarning, match="nothing is split over the mesh axis 'model'.*, nn.logical_axis_rules"):
         make(kernel).init(jax.random.key(0), x)
     twice = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "embed"))
     with pytest.raises(ValueError, match=r"layer 0 \(Dense\) names the logical axes \('embed', 'embed'\). Flax says"):
@@ -327,9 +327,7 @@ def test_metadata_that_names_an_axis_which_the_mesh_lacks(make_mesh, name, wrong
     if not wrong:
         pipe.init(jax.random.key(0), x)
         return
-    message = (
-        r"layer 1 \(Dense\) asks .* the mesh axis 'modl', which the mesh .* lacks, and no layer asks for .* 'model'"
-    )
+    message = r"layer 1 \(Dense\) asks for an axis 'modl', none for the mesh's 'model'; name both alike"
     with pytest.raises(ValueError, match=message):
         pipe.init(jax.random.key(0), x)
 
@@ -698,9 +696,9 @@ def test_metrics_of_the_loss(make_mesh, shape):
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"loss": 1.0}, "a metric called 'loss', as one of jpipe's own is"),
-        ({"finite": True}, "a metric called 'finite', as one of jpipe's own is"),
-        ({"a": np.ones(3)}, r"as the metric 'a'; it has to be a scalar"),
+        ({"loss": 1.0}, "a metric called 'loss', as a term or one of jpipe's is"),
+        ({"finite": True}, "a metric called 'finite', as a term or one of jpipe's is"),
+        ({"a": np.ones(3)}, r"as the metric 'a'; give a scalar"),
         ([1.0], "its last part, metrics, has to be a dict"),
     ],
 )

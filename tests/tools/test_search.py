@@ -210,7 +210,7 @@ def test_too_little_memory_is_said_with_the_least_that_would_do():
         ({"topology": "v5e:1x2", "balance": "time"}, "balance=\"time\" measures .*, and topology='v5e:1x2' has none"),
         (
             {"topology": "v5e:1x2", "schedule": "v", "num_chunks": 4},
-            "schedule='v' has 2 chunks a stage, got num_chunks=4",
+            "num_chunks=4 with 'v'; use",
         ),
         ({"topology": "v5e:1x2", "num_microbatches": 3}, "num_microbatches=3, none suits 2 devices"),
         ({"topology": "v5e:1x2", "num_stages": 3}, "num_stages=3, none suits 2 devices"),
