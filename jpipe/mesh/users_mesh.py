@@ -48,7 +48,7 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     if (total := math.prod(sizes.values())) != len(devices):
         product = " * ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"{product} takes {total} devices, not {len(devices)}; resize, or devices=jax.devices()[:n]")
+        raise ValueError(f"{product} is {total} devices, not {len(devices)}; resize, or pass devices=jax.devices()[:n]")
     if axis_types is None or isinstance(axis_types, AxisType):
         axis_types = (axis_types or AxisType.Auto,) * len(sizes)
     return Mesh(_ordered(devices, sizes), tuple(sizes), axis_types=tuple(axis_types))

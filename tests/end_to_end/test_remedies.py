@@ -552,10 +552,10 @@ def test_frozen_layers():
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-@follows("resize, or devices=jax.devices()[:n]")
+@follows("resize, or pass devices=jax.devices()[:n]")
 @follows("pass a Mesh, as jax.make_mesh(({},), ('{}',))")
 def test_meshes():
-    with refused(ValueError, "resize, or devices=jax.devices()[:n]"):
+    with refused(ValueError, "resize, or pass devices=jax.devices()[:n]"):
         jpipe.make_mesh(stage=2, data=2)
     traced(make(mesh=jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])))
     with refused(TypeError, "as jax.make_mesh((2,), ('stage',))"):

@@ -114,7 +114,7 @@ def test_two_slices_of_tpus():
 @pytest.mark.parametrize(
     "sizes, kind, message",
     [
-        ({"stage": 3, "data": 2}, ValueError, r"stage=3 \* data=2 takes 6 devices, not 8; resize"),
+        ({"stage": 3, "data": 2}, ValueError, r"stage=3 \* data=2 is 6 devices, not 8; resize"),
         ({"stage": 0}, ValueError, "stage=0 is less than 1"),
         ({"stage": 2, "data": 4.0}, TypeError, "data=4.0 is no integer"),
     ],
