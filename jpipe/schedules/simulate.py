@@ -226,16 +226,21 @@ def simulate(
 
 @dataclass(frozen=True)
 class Work:
-    """The times of a schedule's actions, by kind and virtual stage.
+    """The times of a schedule's actions, by kind: a row for each virtual stage, or for each layer.
 
     Attributes:
-      times: by kind, the time on each virtual stage `[K*V]`, without what B and I compute anew. W may take no time, and
-        I as long as B.
-      anew: `[K*V]`, the time in which B and I compute the forward anew, where no R does it for them.
+      times: by kind, the time on each virtual stage `[K*V]`, or of each layer `[N]`, without what B and I compute anew.
+        W may take no time, and I as long as B.
+      anew: the same of what B and I compute anew of the forward, where no R does it for them.
     """
 
-    times: Mapping[str, Sequence[float]]
-    anew: Sequence[float]
+    times: Mapping[str, Sequence[float] | np.ndarray]
+    anew: Sequence[float] | np.ndarray
+
+    def summed(self, bounds: Sequence[tuple[int, int]]) -> "Work":
+        """The work of virtual stages, from that of layers: `bounds` has the first layer of each and one past the last."""
+        sums = lambda times: [float(np.sum(times[start:stop])) for start, stop in bounds]
+        return Work({kind: sums(times) for kind, times in self.times.items()}, sums(self.anew))
 
     @staticmethod
     def of(schedule: Schedule, forward: Times, backward: Times, weight: Times | None, recompute: Times) -> "Work":

@@ -10,9 +10,15 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+import timeit
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh.users_mesh import TPUS, tpu_of
 from jpipe.processes.runtime import register_gpu_compiler
@@ -338,3 +344,52 @@ def stand_ins_of(devices: Sequence[Device]) -> list[Device]:
 def chip_of(device: Device) -> Chip | None:
     """The chip of a device of JAX; None if it isn't known."""
     return CHIPS.get(GPUS.get(device.device_kind.lower()) or tpu_of(device))
+
+
+def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
+    """Refuses a topology beside devices."""
+    if topology is not None and devices is not None:
+        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
+
+
+def mesh_of_nowhere(axes: Mapping[str, int]) -> Mesh:
+    """A mesh of these sizes on devices that aren't there: one CPU stands for all of them. Nothing can run on it."""
+    shape = tuple(axes.values())
+    return Mesh(np.full(shape, jax.local_devices(backend="cpu")[0]), tuple(axes))
+
+
+# --- a chip that isn't in the table -----------------------------------------------------------------------------------
+
+
+WIDTH, COPIED, ROUNDS = 1024, 2**24, 3
+
+
+def measure_chip(devices: Sequence[Device]) -> Chip:
+    """Measures one of several equal devices: the best times of float32 matrix products, of copies and of passes.
+
+    A pass is one that takes an exponential of each number, as those of softmax and activations do. All devices work at
+    the same time, as in a pipeline: those that a host simulates have its cores in common, and its memory. A transfer
+    is taken to go at the speed of a copy.
+    """
+    product = _seconds(lambda x: x @ x, WIDTH, devices)
+    copied, passed = (_seconds(function, COPIED // WIDTH, devices) for function in (lambda x: x + 1, jnp.exp))
+    reported = (devices[0].memory_stats() or {}).get("bytes_limit")
+    memory = reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    flops, speed, counted = 2 * WIDTH**3 / product, 8 * COPIED / copied, 8 * COPIED / passed
+    return Chip(devices[0].device_kind, flops, memory, speed, speed, clock=None, counted=counted)
+
+
+def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Sequence[Device]) -> float:
+    """Times a function of an array `[rows, WIDTH]` a device, in place; the least of some rounds after the first counts.
+
+    Outputs that are allocated anew would be timed with what their pages take.
+    """
+    place = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
+    run = jax.jit(jax.vmap(function), donate_argnums=0, out_shardings=place)
+    x = jax.device_put(jnp.zeros((len(devices), rows, WIDTH), jnp.float32), place)
+
+    def turn() -> None:
+        nonlocal x
+        x = jax.block_until_ready(run(x))
+
+    return min(timeit.repeat(turn, repeat=ROUNDS + 1, number=1)[1:])

@@ -27,7 +27,7 @@ from jpipe.processes.progress import task
 from jpipe.processes.runtime import found_no_room, found_no_tiles
 from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.simulate import Timeline
-from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, chip_of, parse_topology
+from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, check_one, chip_of, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read, with_waits
 from jpipe.tools.memory_model import on_device
@@ -258,12 +258,6 @@ def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTr
     seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
     cost = replace(known.cost, seconds=_with_moves(seconds, time), timeline=time.timeline, notes=time.notes)
     return replace(known, cost=cost, message=message)
-
-
-def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
-    """Refuses a topology beside devices."""
-    if topology is not None and devices is not None:
-        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
 
 
 def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | None, mesh: Mesh) -> Forecast:

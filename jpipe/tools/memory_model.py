@@ -296,6 +296,13 @@ def _amount(arrays: Iterable[Leaf]) -> Amount:
 # --- a training step --------------------------------------------------------------------------------------------------
 
 
+class Ledger(NamedTuple):
+    """The bytes of a training step, by part: on each device, and for each device on its host."""
+
+    device: Parts[int]
+    host: Parts[int]
+
+
 def predict_memory(
     planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
 ) -> Parts[int]:
@@ -317,29 +324,7 @@ def predict_memory(
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
     """
-    optimizer, hosted = optimizer_bytes(planner, batch, tx)
-    step = planner.training_step(planner.for_training(batch))
-    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
-    layouts = step.plan.at_work
-    at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
-    casts, whole = _narrow_copies(step)
-    chip = chip or chip_of(planner.request.mesh.devices.flat[0])
-    compiler = compiler_for(chip)
-    with planner.tracing():
-        work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
-    return Parts(
-        parameters=at_rest.pop("params"),
-        optimizer=optimizer + hosted * (not host_is_apart(planner, chip)),
-        gradients=bytes_of(at_work["params"]),
-        other_variables=sum(at_rest.values())
-        + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
-        + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
-        batch=step.schedule.num_microbatches * _batch_part(step),
-        boundaries=boundary_bytes(step, compiler),
-        residuals=_residuals(step, apart=host_is_apart(planner, chip)),
-        work=work,
-        casts=casts,
-    )
+    return ledger(planner, batch, tx, chip).device
 
 
 def predict_host_memory(
@@ -349,27 +334,40 @@ def predict_host_memory(
 
     The parts are `residuals` that wait there, and the state of the `optimizer`; each only if there are some.
     """
-    if not host_is_apart(planner, chip or chip_of(planner.request.mesh.devices.flat[0])):
-        return Parts()
+    return ledger(planner, batch, tx, chip).host
+
+
+def ledger(
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+) -> Ledger:
+    """All bytes of a training step: see `predict_memory` and `predict_host_memory`, which are its two columns."""
+    chip = chip or chip_of(planner.request.mesh.devices.flat[0])
+    compiler, is_apart = compiler_for(chip), bool(chip and chip.host.memory) or not planner.request.splits.on_cpu
     step = planner.training_step(planner.for_training(batch))
-    held = {"residuals": _on_hosts(step), "optimizer": optimizer_bytes(planner, batch, tx)[1]}
-    return Parts({name: size for name, size in held.items() if size})
-
-
-def host_is_apart(planner: Planner, chip: Chip | None) -> bool:
-    """Whether the hosts' memory is another than that of the devices: as of all but CPUs."""
-    return bool(chip and chip.host.memory) or not planner.request.splits.on_cpu
-
-
-def _on_hosts(step: Step) -> int:
-    """Bytes of the rows on the host of a device."""
-    return sum(storage.host_rows * storage.row_bytes for storage in step.kept.away.values())
-
-
-def _residuals(step: Step, *, apart: bool) -> int:
-    """Bytes of what actions keep on a device; of rows that go to the host, what is there, and one that comes back."""
-    back = sum(storage.row_bytes for storage in step.kept.away.values())
-    return bytes_of(jax.eval_shape(step.kept.empty)) + back + _on_hosts(step) * (not apart)
+    optimizer, state_away = optimizer_bytes(planner, batch, tx)
+    rows_away = sum(storage.host_rows * storage.row_bytes for storage in step.kept.away.values())
+    back = sum(storage.row_bytes for storage in step.kept.away.values())  # of each, one row that comes back
+    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
+    layouts = step.plan.at_work
+    at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
+    casts, whole = _narrow_copies(step)
+    with planner.tracing():
+        work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
+    device = Parts(
+        parameters=at_rest.pop("params"),
+        optimizer=optimizer + state_away * (not is_apart),  # the hosts' memory is another but on CPUs
+        gradients=bytes_of(at_work["params"]),
+        other_variables=sum(at_rest.values())
+        + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
+        + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
+        batch=step.schedule.num_microbatches * _batch_part(step),
+        boundaries=boundary_bytes(step, compiler),
+        residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),
+        work=work,
+        casts=casts,
+    )
+    hosted = {"residuals": rows_away, "optimizer": state_away} if is_apart else {}
+    return Ledger(device, Parts({name: size for name, size in hosted.items() if size}))
 
 
 def boundary_bytes(step: Step, compiler: Compiler) -> int:

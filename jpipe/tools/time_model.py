@@ -40,7 +40,7 @@ from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
 from jpipe.tools.chips import Chip
-from jpipe.tools.memory_model import holdings, optimizer_bytes
+from jpipe.tools.memory_model import ledger
 from jpipe.tools.roofline import pass_seconds, roofline
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.types import Batch
@@ -81,17 +81,16 @@ class Network:
 
         Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
         """
+        links = self.chip.link_bandwidth
         if not self.chip.network_bandwidth:
-            links = 1 if AXIS in axes and collective == "permute" else self.torus.links(axes)
-            return links * self.chip.link_bandwidth
+            return links * (1 if AXIS in axes and collective == "permute" else self.torus.links(axes))
         groups = self.torus.groups(axes)
         hosts = np.broadcast_to(self.hosts or 0, groups.size)[groups]
         counts = [np.unique(of_group, return_counts=True)[1] for of_group in hosts]
-        apart = [int(count.min()) for count in counts if len(count) > 1]
-        if not apart:
-            return self.chip.link_bandwidth
-        adapters = 1 if collective in ALONE else min(apart)
-        return min(self.chip.link_bandwidth, adapters * self.chip.network_bandwidth)
+        adapters = min((int(count.min()) for count in counts if len(count) > 1), default=0)
+        if not adapters:
+            return links
+        return min(links, (1 if collective in ALONE else adapters) * self.chip.network_bandwidth)
 
     def seconds(self, sent: Iterable[Sent]) -> float:
         """Seconds in which a device waits for what a program's collectives send, one after the other.
@@ -107,17 +106,13 @@ class Network:
         return sum(waited(one) / self.bandwidth(one.axes, one.collective) for one in sent)
 
 
-ByKind = dict[str, np.ndarray]
-"""By kind of action the seconds of kernels and those of transfers, `[2]`; of all layers `[N, 2]`."""
-
-
 # --- the time of a step -----------------------------------------------------------------------------------------------
 
 
 def predict_time(
     planner: Planner, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
 ) -> StepCost:
-    """Predicts how long a step of training takes; nothing is compiled, and nothing said of bytes.
+    """Predicts what a step of training takes, in seconds and, as `predict_memory`, in bytes; nothing is compiled.
 
     The slices are `computation` (the stages' actions, of a stage on average, and ends that all compute together),
     `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (what devices wait for
@@ -133,35 +128,39 @@ def predict_time(
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
     step = planner.training_step(planner.for_training(batch))
-    plan, schedule, network = step.plan, step.schedule, Network.of(chip, planner.request.mesh)
-    work, links, ends = _work(step, network)
-    shared, of_ends = schedule.num_microbatches * ends
-    apart = of_ends + _sent_once(step, network)
-    if step.ends.shared:
-        apart += schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
+    held = ledger(planner, batch, tx, chip)
+    schedule, bounds, network = step.schedule, step.plan.partition.bounds, Network.of(chip, planner.request.mesh)
+    of_layers, of_links, ends = _work(step, network)
+    work, links = of_layers.summed(bounds), of_links.summed(bounds)
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     # All stages wait for the slowest hop: between two hosts, if stages are on several.
     hop, moves = bytes_of(crossing) / network.bandwidth([AXIS], "permute"), _moves(step, chip)
     timeline = in_time(schedule, work, hop, moves)
     alone = in_time(schedule, work, hop) if any(moves) else timeline
-    busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
-    passes = _update_passes(step)
-    held, hosted = optimizer_bytes(planner, batch, tx)
-    update = (passes * holdings(plan).device["params"].bytes + 2 * (held + hosted)) / chip.pass_bandwidth
-    goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
-    waits = timeline.makespan - alone.makespan + max(0.0, of_state - update)
-    computation, collectives = busy - of_layers + float(shared), of_layers + float(apart)
-    seconds = Parts(computation=computation, bubble=alone.makespan - busy, collectives=collectives, update=update)
-    if goes or of_state:
+    busy, waited = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
+    computed, sent = (schedule.num_microbatches * ends).tolist()
+    hosted = held.host.get("optimizer", 0)
+    moved = _update_passes(step) * held.device.parameters + 2 * (held.device.optimizer + hosted)
+    seconds = Parts(
+        computation=busy - waited + computed,
+        bubble=alone.makespan - busy,
+        collectives=waited + sent + _sent_apart(step, network),
+        update=moved / chip.pass_bandwidth,
+    )
+    of_state = _on_link(hosted, chip)
+    travels, notes = step.table.num_ticks * sum(moves) + of_state, ()
+    if travels:
+        waits = timeline.makespan - alone.makespan + max(0.0, of_state - seconds.update)
+        notes = (f"of {1e3 * travels:,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for",)
         seconds = Parts(seconds, host=waits)
-    said = f"of {1e3 * (goes + of_state):,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for"
-    return StepCost("predicted", seconds, Parts(), timeline, notes=(said,) * bool(goes or of_state))
+    return StepCost("predicted", seconds, held.device, timeline, notes, held.host)
 
 
 def bearable_share(planner: Planner, batch: Batch, chip: Chip) -> float:
     """The part of the residuals that go now that could go while no tick in which all stages work takes longer."""
     step = planner.training_step(planner.for_training(batch))
-    work, *_ = _work(step, Network.of(chip, planner.request.mesh))
+    of_layers, *_ = _work(step, Network.of(chip, planner.request.mesh))
+    work = of_layers.summed(step.plan.partition.bounds)
     *beside, after = _moves(step, chip)
     longest = {kind: max(np.add(times, work.anew) if kind in "BI" else times) for kind, times in work.times.items()}
     slots = [min(longest[kind] for kind in slot.kinds) for slot in step.table.slots]
@@ -174,21 +173,53 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     0 of a first and a last layer that all stages compute together.
     """
     step = planner.training_step(planner.for_training(batch))
-    by_kind, _ = _by_layer(step, Network.of(chip, planner.request.mesh))
-    return np.sum([by_kind[kind].sum(axis=1) for kind in "FBR"], axis=0).tolist()
+    work, *_ = _work(step, Network.of(chip, planner.request.mesh))
+    return np.sum([work.times["F"], work.times["B"], work.anew], axis=0).tolist()
 
 
 def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
-    """The times of the stages' actions, those of their transfers alone; and those of the ends, as of `_by_layer`."""
-    by_kind, ends = _by_layer(step, network)
-    by_kind["I"] = by_kind["B"] - by_kind["W"] + by_kind.pop("w_input")
+    """The layers' work, `[N]`; that part of it in which they wait for transfers; and what ends take, `[2]`.
 
-    def work(columns: slice) -> Work:
-        sums = lambda seconds: [float(seconds[slice(*bound), columns].sum()) for bound in step.plan.partition.bounds]
-        times = {kind: sums(seconds) for kind, seconds in by_kind.items()}
-        return Work(times, times["R"])
+    Ends that all stages compute together take the seconds of kernels and those of transfers for each micro-batch, and
+    nothing among the layers.
+    """
+    layers = zip(step.model.traced_as, step.layers, strict=True)
+    of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
+    table = np.stack([of_group[g] for g in step.plan.traced.group_of], axis=1)  # [kinds, N, 2]
+    ends = np.zeros(2)
+    if step.ends.shared:
+        ends = table[:3, [0, -1]].sum(axis=(0, 1))
+        table[:, [0, -1]] = 0.0
+    whole, links = (dict(zip(KINDS, seconds, strict=True)) for seconds in (table.sum(axis=2), table[..., 1]))
+    return Work(whole, whole["R"]), Work(links, links["R"]), ends
 
-    return work(slice(2)), work(slice(1, 2)), ends
+
+KINDS = "FRBIW"
+"""The kinds of actions of which layers have seconds: R is what is computed anew before a backward."""
+
+
+@lru_cache(maxsize=256)  # a search asks for each under many schedules
+def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: bool) -> np.ndarray:
+    """`[kinds, 2]`: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
+
+    R is nothing where stages store residuals. I is a backward but for that part W which only gradients of parameters
+    need, and writes down what W reads.
+    """
+    forward, backward = on_device.forward, on_device.backward_jaxpr
+    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
+    numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
+
+    def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
+        part, _ = needed_part(jaxpr, wanted)
+        sent = sent_in(part.jaxpr, dict(network.torus.sizes))
+        return np.array([roofline(part, network.chip), network.seconds(sent)])
+
+    keeping = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
+    first = keeping if stores_residuals else seconds(forward.jaxpr, [i < results for i in numbers])
+    again = np.zeros(2) if stores_residuals else keeping
+    whole, inputs = (seconds(backward, [i >= start for i in gradients]) for start in (0, params))
+    written = pass_seconds(on_device.split.w_inputs if on_device.split is not None else (), network.chip)
+    return np.stack([first, again, whole, inputs + np.array([written, 0.0]), whole - inputs])
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:
@@ -211,45 +242,12 @@ def _on_link(size: int, chip: Chip) -> float:
     return size / chip.host.bandwidth if chip.host.bandwidth else 0.0
 
 
-def _by_layer(step: Step, network: Network) -> tuple[ByKind, np.ndarray]:
-    """`_layer_seconds` of all layers; and, `[2]`, those of the two ends, where all stages compute them together."""
-    layers = zip(step.model.traced_as, step.layers, strict=True)
-    of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
-    of_layers, ends = [of_group[g] for g in step.plan.traced.group_of], np.zeros(2)
-    by_kind = {kind: np.stack([seconds[kind] for seconds in of_layers]) for kind in of_layers[0]}
-    if step.ends.shared:
-        ends += sum(by_kind[kind][[0, -1]].sum(axis=0) for kind in "FBR")
-        for seconds in by_kind.values():
-            seconds[[0, -1]] = 0.0
-    return by_kind, ends
+def _sent_apart(step: Step, network: Network) -> float:
+    """Seconds of what a device sends besides its layers: weights on their way to where they are used, gradients back.
 
-
-@lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: bool) -> ByKind:
-    """`[2]` by kind: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
-
-    R is what is computed anew before a backward where stages keep their inputs alone, W that part of the backward which
-    only gradients of parameters need, and "w_input" what a split backward writes down in between.
+    Where all stages compute the ends together, a stage sends to all for each micro-batch what the last layer takes, and
+    the first one's cotangents.
     """
-    forward, backward = on_device.forward, on_device.backward_jaxpr
-    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
-    numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
-
-    def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
-        part, _ = needed_part(jaxpr, wanted)
-        sent = sent_in(part.jaxpr, dict(network.torus.sizes))
-        return np.array([roofline(part, network.chip), network.seconds(sent)])
-
-    keeping = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
-    first = keeping if stores_residuals else seconds(forward.jaxpr, [i < results for i in numbers])
-    again = np.zeros(2) if stores_residuals else keeping
-    whole, inputs = (seconds(backward, [i >= start for i in gradients]) for start in (0, params))
-    w_input = pass_seconds(on_device.split.w_inputs if on_device.split is not None else (), network.chip)
-    return {"F": first, "R": again, "B": whole, "W": whole - inputs, "w_input": np.array([w_input, 0.0])}
-
-
-def _sent_once(step: Step, network: Network) -> float:
-    """Seconds of what a device sends once a step: weights on their way to where they are used, gradients back."""
     mesh, layouts, params = step.plan.request.mesh, step.plan.at_work, step.plan.at_work["params"]
 
     def program() -> list[jax.Array]:
@@ -261,13 +259,12 @@ def _sent_once(step: Step, network: Network) -> float:
         return jax.tree.leaves((there, shared, back, sums))
 
     traced = jax.make_jaxpr(on_stages(program, mesh, (), PartitionSpec(AXIS)))()
-    return network.seconds(sent_in(traced.jaxpr, mesh.shape))
-
-
-def _sent_to_all(step: Step) -> float:
-    """Bytes that a stage sends to all for each micro-batch: what the last layer takes, the first one's cotangents."""
+    once = network.seconds(sent_in(traced.jaxpr, mesh.shape))
+    if not step.ends.shared:
+        return once
     first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
-    return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
+    to_all = ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
+    return once + step.schedule.num_microbatches * to_all / network.bandwidth([AXIS])
 
 
 def _update_passes(step: Step) -> int:
