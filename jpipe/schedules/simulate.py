@@ -234,11 +234,11 @@ class Work:
       anew: the same of what B and I compute anew of the forward, where no R does it for them.
     """
 
-    times: Mapping[str, Sequence[float] | np.ndarray]
-    anew: Sequence[float] | np.ndarray
+    times: Mapping[str, Sequence[float]]
+    anew: Sequence[float]
 
     def summed(self, bounds: Sequence[tuple[int, int]]) -> "Work":
-        """The work of virtual stages, from that of layers: `bounds` has the first layer of each and one past the last."""
+        """The work of virtual stages, from that of layers; `bounds` has the first layer and the end of each."""
         sums = lambda times: [float(np.sum(times[start:stop])) for start, stop in bounds]
         return Work({kind: sums(times) for kind, times in self.times.items()}, sums(self.anew))
 

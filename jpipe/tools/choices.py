@@ -1,4 +1,4 @@
-"""What `jpipe.plan` chooses: settings, what is predicted of them, the table that shows them, and advice on the first."""
+"""What `jpipe.plan` chooses: settings, what is predicted of them, the table of the best, and advice on the first."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

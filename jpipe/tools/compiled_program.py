@@ -272,11 +272,11 @@ def with_waits(program: Loop, network: Network, mesh: Mesh) -> Loop:
       mesh: the devices that it runs on.
     """
     takes, clock = transfer_seconds(program, network, mesh), network.chip.clock or 0.0
-    waits = {one.at: one.waited for loop in program.walk() for one in turn_in_time(loop, takes, network.chip)[1]}
 
     def later(loop: Loop) -> Loop:
-        operations = [replace(o, cycles=o.cycles + round(waits.get(o.name, 0.0) * clock)) for o in loop.operations]
-        return replace(loop, operations=operations, inner=[later(inner) for inner in loop.inner])
+        waits = {one.at: round(one.waited * clock) for one in turn_in_time(loop, takes, network.chip)[1]}
+        operations = [replace(o, cycles=o.cycles + waits.get(o.name, 0)) for o in loop.operations]
+        return replace(loop, operations=operations, inner=list(map(later, loop.inner)))
 
     return later(program)
 
@@ -384,40 +384,29 @@ def type_bytes(text: str) -> int:
 # --- cycles -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepCycles:
-    """Cycles of a step.
+def count_cycles(step: Step, program: Loop) -> tuple[Work, Parts[float], Timeline]:
+    """Counts the cycles of a training step in its compiled program; raises ValueError if that has no ticks.
 
-    Attributes:
-      actions: by kind, the cycles of one action of each virtual stage `[K*V]`.
-      parts: the cycles of the step: of a stage's actions ("layers") and those in which it idles ("bubble"), each the
-        mean of all stages; of all ticks beyond their actions ("ticks"); of the first and the last layer where all
-        stages compute them together ("ends"); and those outside of ticks, of the optimiser's update above all.
-      timeline: the schedule with these actions, in cycles.
+    Returns:
+      The cycles of one action of each virtual stage; those of the step; and the schedule with these actions. The parts
+      of a step are its stages' actions ("layers") and what they idle ("bubble"), each the mean of all stages; all ticks
+      beyond their actions ("ticks"); the first and the last layer where all stages compute them together ("ends"); and
+      what is outside of ticks, the optimiser's update above all.
     """
-
-    actions: dict[str, tuple[float, ...]]
-    parts: Parts[float]
-    timeline: Timeline
-
-
-def count_cycles(step: Step, program: Loop) -> StepCycles:
-    """Counts the cycles of a training step in its compiled program; raises ValueError if that has no ticks."""
     outside, bodies = _bodies(step, program)
     schedule, virtual_stages = step.schedule, range(step.schedule.placement.num_virtual_stages)
-    actions = {kind: tuple(_action(step, bodies, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
-    ends = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in TURNS}
-    takes = {name: _mean(bodies, name, _turned) for name, turns in ends.items() if turns}
+    actions = {kind: [_action(step, bodies, kind, s) for s in virtual_stages] for kind in sorted(schedule.kinds)}
+    work = Work(actions, [0.0] * len(virtual_stages))
+    timeline = in_time(schedule, work)
+    layers = sum(timeline.busy) / len(timeline.busy)
+    turns = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in TURNS}
+    ends = sum(count * _mean(bodies, name, _turned) for name, count in turns.items() if count)
     # Of parts that run in place of whole backwards there may be no actions.
     beyond = lambda body: body.own - sum(_unlooped(body, name) for name in (*ACTION_KINDS, *TURNS))
     # Runs of one tick lie one after the other, so that what they take is that of all of them.
-    between = sum(beyond(body) * max([run.stop - run.start for run in runs], default=1) for body, runs in bodies)
-    timeline = in_time(schedule, Work(actions, [0.0] * len(virtual_stages)))
-    layers = sum(timeline.busy) / len(timeline.busy)
-    parts = {"layers": layers, "bubble": timeline.makespan - layers, "ticks": float(between)}
-    parts["ends"] = float(sum(ends[name] * takes[name] for name in takes))
-    parts["update"] = float(outside.own + sum(map(_turned, outside.inner)))
-    return StepCycles(actions, Parts(parts), timeline)
+    ticks = sum(beyond(body) * max([run.stop - run.start for run in runs], default=1) for body, runs in bodies)
+    parts = {"layers": layers, "bubble": timeline.makespan - layers, "ticks": ticks, "ends": ends}
+    return work, Parts(parts, update=outside.own + sum(map(_turned, outside.inner))), timeline
 
 
 Bodies = list[tuple[Loop, list[Run]]]

@@ -18,20 +18,24 @@ share cores, so it is more. A stage's V chunks count as equally long.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
+from statistics import median_low
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jpipe.execution import programs
 from jpipe.memory.batches import cut_batch, on_all, on_mesh
+from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import Model
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
@@ -44,15 +48,22 @@ from jpipe.processes.progress import task
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
 from jpipe.schedules.ticks import TickTable
-from jpipe.tools.memory_model import on_device
-from jpipe.tools.step_cost import Parts
+from jpipe.tools.memory_model import bytes_at_rest
+from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.training.train_state import TrainState, apply_update
 from jpipe.types import Batch, PyTree
 
 MILLISECONDS = 1e3
 """Timelines are in milliseconds, as pictures and traces have them."""
 
-SLICES = ("computation", "recomputation", "bubble", "imbalance", "transfer and set-up", "weight update")
+SLICES: tuple[str, ...] = (
+    "computation",
+    "recomputation",
+    "bubble",
+    "imbalance",
+    "transfer and set-up",
+    "weight update",
+)
 """What a step's time goes into (GPipe, NeurIPS version, section 3: the breakdown of the time step)."""
 
 
@@ -145,30 +156,24 @@ class StepModel:
             )
         return contention
 
-    def step(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> float:
-        """Seconds that a step would take with other times of stages, or another schedule of as many stages.
+    def what_if(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> StepCost:
+        """The seconds of a step by `SLICES`, of a stage on average, with other times of stages or another schedule.
 
-        A tick without actions takes as long in any of them, whatever the size of what is sent.
+        By default those of the step as it was measured. A tick without actions takes as long in any schedule, whatever
+        the size of what is sent. Imbalance is the time that stages wait beyond what they would if all took equally
+        long; the bubble is the rest of their waiting. (Stages of unlike forwards and backwards may wait less: then
+        there is no imbalance.)
         """
-        chosen, stages = schedule or self.schedule, stages or self.stages
-        ticks = (self.idle - self.setup) * chosen.ticks.num_ticks / self.schedule.ticks.num_ticks
-        return self.contention * stages.makespan(chosen) + self.setup + ticks + self.update
-
-    @property
-    def slices(self) -> dict[str, float]:
-        """Seconds of the step by `SLICES`, of a stage on average; they add up to the step.
-
-        Imbalance is the time that stages wait beyond what they would if all took equally long; the bubble is the rest
-        of their waiting. (Stages of unlike forwards and backwards may wait less: then there is no imbalance.)
-        """
-        count, even = self.schedule.num_microbatches, self.stages.even
-        computation = count * (even.forward[0] + even.backward[0])
-        recomputation = count * even.recompute[0]
-        makespan = self.stages.makespan(self.schedule)
-        imbalance = max(0.0, makespan - even.makespan(self.schedule))
+        schedule, stages = schedule or self.schedule, stages or self.stages
+        timeline, even, count = stages.timeline(schedule), stages.even, schedule.num_microbatches
+        makespan = timeline.makespan / MILLISECONDS
+        computation, recomputation = count * (even.forward[0] + even.backward[0]), count * even.recompute[0]
+        imbalance = max(0.0, makespan - even.makespan(schedule))
         bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
-        of_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
-        return dict(zip(SLICES, [*of_stages, self.idle, self.update], strict=True))
+        work = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
+        ticks = (self.idle - self.setup) * schedule.ticks.num_ticks / self.schedule.ticks.num_ticks
+        slices = dict(zip(SLICES, [*work, self.setup + ticks, self.update], strict=True))
+        return StepCost("measured", Parts(slices), Parts(), timeline)
 
 
 # --- layers alone -----------------------------------------------------------------------------------------------------
@@ -240,6 +245,58 @@ def stage_of_layers(planner: Planner, cut: Partition | None = None) -> np.ndarra
     """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
     counts = (cut or planner.partition).counts
     return np.repeat(planner.request.schedule.placement.stage_of(np.arange(len(counts))), counts)
+
+
+# --- slow processes ---------------------------------------------------------------------------------------------------
+
+
+_LONGEST_NAME = 64
+
+
+@dataclass(frozen=True)
+class ProcessTime:
+    """The time that one process of several takes for the layers of the whole model.
+
+    Attributes:
+      process: its index.
+      host: the name of its machine.
+      stages: the stages that have devices of this process.
+      seconds: the time of all layers, forward and backward, for one micro-batch, alone on one of its devices.
+      of_median: `seconds` over the median of all processes; of an even number of processes the lower median.
+    """
+
+    process: int
+    host: str
+    stages: tuple[int, ...]
+    seconds: float
+    of_median: float
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) -> tuple[ProcessTime, ...]:
+    """The time of each process; empty if there is one process.
+
+    Args:
+      seconds: the time of each process, `[P]`.
+      hosts: the names of their machines, `[P]`.
+      mesh: the pipeline's.
+    """
+    if len(seconds) < 2:
+        return ()
+    stages = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
+    processes_of = [{device.process_index for device in devices.flat} for devices in stages]
+    stages_of = lambda p: tuple(k for k, processes in enumerate(processes_of) if p in processes)
+    times = enumerate(zip(hosts, seconds, strict=True))
+    return tuple(ProcessTime(p, host, stages_of(p), alone, alone / median_low(seconds)) for p, (host, alone) in times)
+
+
+def host_names() -> list[str]:
+    """The name of each process's machine, `[P]`; all processes call it."""
+    padded = socket.gethostname().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0")
+    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(padded, np.uint8)))
+    return [name.tobytes().rstrip(b"\0").decode(errors="replace") for name in names]
 
 
 # --- a step by parts --------------------------------------------------------------------------------------------------
@@ -367,10 +424,7 @@ def memory_of(program: Program, state: TrainState) -> Parts[int]:
     `temporaries` are what the program holds besides while it runs, as its compiler says: residuals and activations of
     the micro-batches in flight, sums of gradients, whatever a layer needs.
     """
-    params = state.variables["params"]
-    rest = {name: tree for name, tree in state.variables.items() if name != "params"}
-    held = {"parameters": params, "other_variables": rest, "optimizer": state.opt_state}
-    held["gradients"] = params  # laid out and typed like them
+    held = bytes_at_rest(state)
     analysis = program.compiled.memory_analysis()  # None where the compiler doesn't say
     temporaries = int(analysis.temp_size_in_bytes) if analysis else 0
-    return Parts({name: on_device(tree) for name, tree in held.items()}, temporaries=temporaries)
+    return Parts(held, gradients=held.parameters, temporaries=temporaries)  # gradients lie as parameters do

@@ -37,8 +37,8 @@ from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.tools.chips import Chip, chip_of
 from jpipe.tools.step_cost import Parts
-from jpipe.training.train_state import abstract_state
-from jpipe.types import Batch, Leaf, PyTree
+from jpipe.training.train_state import TrainState, abstract_state
+from jpipe.types import Batch, Leaf
 
 _COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 """Elementwise operations that compilers carry out once, however many read their result."""
@@ -247,10 +247,13 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
     return whole - gone, gone
 
 
-def on_device(tree: PyTree) -> int:
-    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings; not of those on hosts."""
+def bytes_at_rest(state: TrainState) -> Parts[int]:
+    """The bytes of each device's parts of a training state, or of its shapes and shardings; not of those on hosts."""
+    params, others = state.variables["params"], {n: tree for n, tree in state.variables.items() if n != "params"}
+    trees = {"parameters": params, "optimizer": state.opt_state, "other_variables": others}
     on_host = lambda a: a.sharding is not None and a.sharding.memory_kind == HOST
-    return _bytes_of_parts([a for a in jax.tree.leaves(tree) if not on_host(a)])
+    stays = lambda tree: [a for a in jax.tree.leaves(tree) if not on_host(a)]
+    return Parts({name: _bytes_of_parts(stays(tree)) for name, tree in trees.items()})
 
 
 def _bytes_of_parts(arrays: Iterable[Leaf]) -> int:

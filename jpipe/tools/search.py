@@ -232,7 +232,8 @@ class Space:
 
     def _ways(self, num_stages: int) -> list[tuple[str | Schedule, int]]:
         """Schedules with V that there are layers for; of those that aren't known, any V that may suit."""
-        name, count = self.pinned.get("schedule"), self.pinned.get("num_chunks")
+        pinned = self.pinned.get("schedule"), self.pinned.get("num_chunks")
+        name, count = cast("tuple[str | Schedule | None, int | None]", pinned)
         ways = [way for way in WAYS if name in (None, way[0]) and count in (None, way[1])]
         if num_stages == 1 and name is None and count is None:
             ways = [WAYS[0]]

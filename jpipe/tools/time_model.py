@@ -174,7 +174,7 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     """
     step = planner.training_step(planner.for_training(batch))
     work, *_ = _work(step, Network.of(chip, planner.request.mesh))
-    return np.sum([work.times["F"], work.times["B"], work.anew], axis=0).tolist()
+    return [sum(seconds) for seconds in zip(work.times["F"], work.times["B"], work.anew, strict=True)]
 
 
 def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
@@ -190,7 +190,8 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
     if step.ends.shared:
         ends = table[:3, [0, -1]].sum(axis=(0, 1))
         table[:, [0, -1]] = 0.0
-    whole, links = (dict(zip(KINDS, seconds, strict=True)) for seconds in (table.sum(axis=2), table[..., 1]))
+    tables = table.sum(axis=2), table[..., 1]
+    whole, links = (dict(zip(KINDS, seconds.tolist(), strict=True)) for seconds in tables)
     return Work(whole, whole["R"]), Work(links, links["R"]), ends
 
 

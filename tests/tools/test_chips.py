@@ -11,7 +11,15 @@ from jax.sharding import SingleDeviceSharding
 
 from gpu_program import needs_gpu_compiler
 from jpipe.mesh.users_mesh import make_mesh, rings_of
-from jpipe.tools.chips import CHIPS, HOSTS, chip_of, parse_topology, stand_ins_of
+from jpipe.tools.chips import (
+    CHIPS,
+    HOSTS,
+    chip_of,
+    measure_chip,
+    mesh_of_nowhere,
+    parse_topology,
+    stand_ins_of,
+)
 from tpu_program import needs_tpu_compiler
 
 
@@ -168,3 +176,21 @@ def test_a_topology_has_its_devices(name):
 def test_a_shape_that_the_compiler_refuses_is_told():
     with pytest.raises(ValueError, match="the TPU compiler refuses topology='v5e:3x5'"):
         parse_topology("v5e:3x5").devices()
+
+
+# --- measured chip ----------------------------------------------------------------------------------------------------
+
+
+def test_a_device_is_measured():
+    """Bounds that any machine keeps, and no figure that is forgotten (0) or infinite does."""
+    chip = measure_chip(jax.devices()[:2])
+    assert 1e8 < chip.flops < 1e15
+    assert 1e7 < chip.memory_bandwidth < 1e13
+    assert 2**20 < chip.memory < 2**50
+    assert chip.clock is None and chip.name == jax.devices()[0].device_kind
+
+
+def test_a_mesh_needs_no_devices():
+    mesh = mesh_of_nowhere({"stage": 64, "data": 32})
+    assert mesh.size > len(jax.devices())
+    assert dict(mesh.shape) == {"stage": 64, "data": 32}

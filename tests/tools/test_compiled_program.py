@@ -243,11 +243,11 @@ def test_loops_count_as_often_as_they_turn(step):
 
     scan = loop("of/its/own/while", 1, trips=7)
     program = loop("", 1000, loop(ticks, 5, action("F", 10), action("B", 20, scan)))
-    found = count_cycles(step, program)
-    assert found.actions == {"F": (31.0, 31.0), "B": (1 + 3 * 27, 1 + 3 * 27)}
-    assert (found.parts.ticks, found.parts.update) == (5 * step.table.num_ticks, 1000)
-    assert found.timeline.makespan == (4 + 1) * (31 + 82)
-    assert found.parts.total == found.timeline.makespan + found.parts.ticks + found.parts.update
+    work, parts, timeline = count_cycles(step, program)
+    assert work.times == {"F": [31.0, 31.0], "B": [1 + 3 * 27, 1 + 3 * 27]}
+    assert (parts.ticks, parts.update) == (5 * step.table.num_ticks, 1000)
+    assert timeline.makespan == (4 + 1) * (31 + 82)
+    assert parts.total == timeline.makespan + parts.ticks + parts.update
 
 
 def test_a_program_without_ticks_is_no_step(step):
