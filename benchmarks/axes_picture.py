@@ -15,9 +15,8 @@ from common import on_cpu
 from matplotlib.axes import Axes
 
 from compiled_transfers import has_products, is_product
-from jpipe.tools.chips import chip_of
+from jpipe.tools.chips import Network, chip_of
 from jpipe.tools.compiled_program import turn_in_time
-from jpipe.tools.time_model import Network
 from tpu_program import compile_with_text, read
 
 COLOURS = {"product": "#3b6fb6", "other": "#b9c9de", "way": "#e0a030", "wait": "#c0392b"}

@@ -1,4 +1,4 @@
-"""A table of chips (speeds, memory, links), and slices of them, by names such as "v5e:4x4".
+"""A table of chips (speeds, memory, links), slices of them by names such as "v5e:4x4", and the networks of meshes.
 
 GPUs are described to their compiler, which compiles for a GPU whether or not it is there. The description is a
 `GpuTargetConfigProto` as text. The numbers are those of OpenXLA's own files, at `xla/backends/gpu/target_config/specs`
@@ -11,7 +11,7 @@ import math
 import os
 import re
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.mesh.users_mesh import TPUS, tpu_of
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.users_mesh import TPUS, Torus, tpu_of
+from jpipe.partitioner.conversions import Sent
+from jpipe.partitioner.rings import HIDDEN
 from jpipe.processes.runtime import register_gpu_compiler
 from jpipe.types import Device
 
@@ -356,6 +359,79 @@ def mesh_of_nowhere(axes: Mapping[str, int]) -> Mesh:
     """A mesh of these sizes on devices that aren't there: one CPU stands for all of them. Nothing can run on it."""
     shape = tuple(axes.values())
     return Mesh(np.full(shape, jax.local_devices(backend="cpu")[0]), tuple(axes))
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+ALONE = frozenset(["permute", "all_to_all"])
+"""Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between the devices of a mesh, and the network between hosts.
+
+    GPUs of a host are joined by links. A TPU has a link to each neighbour on a torus. A collective goes both ways round
+    a ring, so it sends over two links at once where the devices of an axis lie on a ring:
+
+        2 in a line                   o-o             1 link
+        4 in a line, no wraparound    o-o-o-o         1 link     the device at an end has no other
+        4 in a square                 o-o             2 links
+                                      o-o
+        4 or more, wraparound         (o-o-o-o)       2 links
+
+    Attributes:
+      chip: the kind of the devices.
+      torus: the axes of the mesh; of TPUs, where they are on their torus.
+      hosts: the number of each device's host, in the order of the mesh; empty if links join all devices.
+    """
+
+    chip: Chip
+    torus: Torus
+    hosts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, chip: Chip, mesh: Mesh) -> "Network":
+        """The network of a mesh of such chips.
+
+        JAX calls a host of GPUs that are at hand a slice, and takes one process for each host of GPUs that aren't.
+        """
+        devices, torus = mesh.devices.flatten().tolist(), Torus.of(chip.name, mesh)
+        if not chip.network_bandwidth:
+            return cls(chip, torus)
+        at_hand = devices[0] in jax.devices()
+        hosts = (getattr(device, "slice_index", 0) if at_hand else device.process_index for device in devices)
+        return cls(chip, torus, tuple(hosts))
+
+    def bandwidth(self, axes: Collection[str], collective: str = "all_reduce") -> float:
+        """bytes/s one way that a device has along mesh axes: those of its links, if all devices along them share one.
+
+        Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
+        """
+        links = self.chip.link_bandwidth
+        if not self.chip.network_bandwidth:
+            return links * (1 if AXIS in axes and collective == "permute" else self.torus.links(axes))
+        groups = self.torus.groups(axes)
+        hosts = np.broadcast_to(self.hosts or 0, groups.size)[groups]
+        counts = [np.unique(of_group, return_counts=True)[1] for of_group in hosts]
+        adapters = min((int(count.min()) for count in counts if len(count) > 1), default=0)
+        if not adapters:
+            return links
+        return min(links, (1 if collective in ALONE else adapters) * self.chip.network_bandwidth)
+
+    def seconds(self, sent: Iterable[Sent]) -> float:
+        """Seconds in which a device waits for what a program's collectives send, one after the other.
+
+        Those that go by rings are for the most part beside products. These are a layer's permutations: a user's own are
+        carried out as gathers (`jpipe.partitioner.handlers`).
+        """
+
+        def waited(one: Sent) -> float:
+            by_ring = one.collective == "permute" and AXIS not in one.axes
+            return math.prod(one.loops) * one.bytes * (1 - HIDDEN if by_ring else 1.0)
+
+        return sum(waited(one) / self.bandwidth(one.axes, one.collective) for one in sent)
 
 
 # --- a chip that isn't in the table -----------------------------------------------------------------------------------

@@ -127,14 +127,16 @@ class Choice:
 
     def column(self) -> dict[str, str]:
         """The entries of this choice in a table."""
-        rows: dict[str, str] = {name: str(size) for name, size in self.setting.axes}
-        rows |= {"M": str(self.setting.num_microbatches), "schedule": word_of(self.setting.schedule)}
-        rows |= {"V": str(self.setting.num_chunks), "remat": word_of(self.setting.remat), "ends": self.setting.ends}
-        rows |= {"shard_over": ", ".join(self.setting.shard_over) or "-", "layers": _of_stages(self.options["balance"])}
-        rows |= {"offload": _of_shares(self.setting.offload)} if self.setting.offload else {}
+        chosen, cost = self.setting, self.cost
+        rows = {name: str(size) for name, size in chosen.axes}
+        rows |= {"M": str(chosen.num_microbatches), "schedule": word_of(chosen.schedule), "V": str(chosen.num_chunks)}
+        rows |= {"remat": word_of(chosen.remat), "ends": chosen.ends, "shard_over": ", ".join(chosen.shard_over) or "-"}
+        rows |= {"layers": _of_stages(self.options["balance"])}
+        rows |= {"offload": _of_shares(chosen.offload)} if chosen.offload else {}
         rows |= {"ms a step": ms_in_words(self.seconds), "bubble": f"{self.bubble_fraction:.1%}"}
-        rows |= dict([*self.cost.rows_of_seconds(digits=1)[:-1], ("a device", bytes_in_words(self.total_bytes))])
-        rows |= dict([("limit", self.limit), *self.cost.rows_of_bytes()[:-1], *self.cost.rows_on_host()])
+        rows |= {name: text for name, text, _ in cost.rows_of_seconds(digits=1)[:-1]}
+        rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
+        rows |= {name: text for name, text, _ in [*cost.rows_of_bytes()[:-1], *cost.rows_on_host()]}
         if self.compiled is not None:
             size, seconds = self.compiled.total_bytes, self.compiled.seconds
             rows |= {"compiled": "fits" if self.compiled.fits else "doesn't fit"}

@@ -27,13 +27,13 @@ from jpipe.processes.progress import task
 from jpipe.processes.runtime import found_no_room, found_no_tiles
 from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.simulate import Timeline
-from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, check_one, chip_of, parse_topology
+from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, Network, check_one, chip_of, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read, with_waits
 from jpipe.tools.memory_model import bytes_at_rest
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.tools.summary import remedies, room_on
-from jpipe.tools.time_model import Network, predict_time
+from jpipe.tools.time_model import predict_time
 from jpipe.types import Batch, Device
 
 if TYPE_CHECKING:
@@ -144,10 +144,11 @@ class Forecast(Tabular):
         return self.timeline.plot(path_or_ax, unit="s" if self.cycles is None else "cycles")
 
     def _table(self) -> Table:
-        rows = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host(), ("FLOPs of a device", f"{self.flops:.3g}")]
+        held = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host()]
+        rows = [*(row[:2] for row in held), ("FLOPs of a device", f"{self.flops:.3g}")]
         rows += [(f"sent along {', '.join(axes)}", bytes_in_words(n)) for axes, n in self.collectives.items()]
         rows += [(f"cycles: {name}", f"{count:,.0f}") for name, count in (self.cycles or {}).items()]
-        rows += self.cost.rows_of_seconds()
+        rows += [row[:2] for row in self.cost.rows_of_seconds()]
         if self.cost.seconds:
             rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
             rows.append(("waits for links", f"{self.cost.seconds.links / (self.cost.step or 1.0):.1%}"))

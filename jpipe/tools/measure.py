@@ -42,7 +42,7 @@ from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import TracedLayer, trace_layer
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import Cost, timed_costs
-from jpipe.planning.partition import Partition
+from jpipe.planning.partition import Partition, partition
 from jpipe.planning.planner import Planner
 from jpipe.processes.progress import task
 from jpipe.schedules.schedule import Schedule
@@ -186,16 +186,59 @@ class LayerTimes:
     On a mesh with data axes: for the examples that one device has of a micro-batch.
 
     Attributes:
+      planner: the pipeline's, which knows the stages that layers are on.
       here: the layers as the pipeline runs them.
       kept: where residuals are kept and nothing is computed anew (remat "none").
       others: by another number of micro-batches, what `here` would be with it.
       by_process: seconds that each process took for all layers of `here`, `[P]`; the times above are process 0's.
     """
 
+    planner: Planner
     here: list[Cost]
     kept: list[Cost]
     others: Mapping[int, list[Cost]] = field(default_factory=dict)
     by_process: tuple[float, ...] = ()
+
+    def stage_of_layers(self, cut: Partition | None = None) -> np.ndarray:
+        """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
+        counts = (cut or self.planner.partition).counts
+        return np.repeat(self.planner.request.schedule.placement.stage_of(np.arange(len(counts))), counts)
+
+    def by_stage(self, values: Sequence[float] | np.ndarray, cut: Partition | None = None) -> np.ndarray:
+        """Sums `[K]` of values of layers, `[N]`, over each stage's."""
+        return np.bincount(self.stage_of_layers(cut), values, minlength=self.planner.request.schedule.num_stages)
+
+    def over_here(self, costs: Sequence[Cost], part: str = "total") -> np.ndarray:
+        """`[K]`, how many times as long each stage's layers would take; of a part of `Cost`."""
+        there, here = (self.by_stage([getattr(cost, part) for cost in times]) for times in (costs, self.here))
+        return there / here
+
+    def with_recomputation(self, stages: StageTimes) -> StageTimes:
+        """The stages' times as measured, with recomputation apart from the rest of the backward."""
+        backward = np.asarray(stages.backward)
+        again = backward * np.clip(1.0 - self.over_here(self.kept, "backward"), 0.0, 1.0)
+        return replace(stages, backward=tuple((backward - again).tolist()), recompute=tuple(again.tolist()))
+
+    def shares(self, stages: StageTimes) -> StageTimes:
+        """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
+        on = self.stage_of_layers()
+
+        def share(seconds: Sequence[float], part: str) -> tuple[float, ...]:
+            alone = np.asarray([getattr(cost, part) for cost in self.here])
+            sums = self.by_stage(alone)[on]
+            return tuple((alone * np.asarray(seconds)[on] / np.where(sums, sums, 1.0)).tolist())
+
+        pairs = (stages.forward, "forward"), (stages.backward, "backward"), (stages.recompute, "backward")
+        return StageTimes(*(share(seconds, part) for seconds, part in pairs))
+
+    def best_cut(self, stages: StageTimes) -> tuple[Partition, StageTimes]:
+        """The best cut for the times of single layers, and what stages that take this now would take with it.
+
+        Equal layers take the same alone. In stages they don't quite, by noise, and cutting after that would follow it.
+        """
+        schedule = self.planner.request.schedule
+        cut = partition([cost.total for cost in self.here], schedule.num_stages, num_chunks=schedule.num_chunks)
+        return cut, self.shares(stages).each(lambda shares: self.by_stage(shares, cut).tolist())
 
 
 def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -> LayerTimes:
@@ -207,7 +250,12 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
       others: numbers of micro-batches to try too. Those are left out whose micro-batches the model doesn't take, and
         all of them if no device has memory for them.
     """
-    model, layers = _layers(planner, batch, planner.request.schedule.num_microbatches)
+
+    def traced(num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
+        micro = cut_batch(batch, num_microbatches * planner.request.splits.num_shards)
+        return planner.model(micro), planner.layers(micro, key_shape())
+
+    model, layers = traced(planner.request.schedule.num_microbatches)
     variants = [(model, layers)]
     if planner.request.remat is not MODES["none"]:
         with planner.tracing():
@@ -215,36 +263,15 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
     tried = {}
     for num_microbatches in others:
         with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
-            tried[num_microbatches] = _layers(planner, batch, num_microbatches)
+            tried[num_microbatches] = traced(num_microbatches)
     try:
         timed = timed_costs([*variants, *tried.values()], planner.request.mesh)
     except jax.errors.JaxRuntimeError:
         tried, timed = {}, timed_costs(variants, planner.request.mesh)
     by_process = tuple(sum(cost.total for cost in costs[0]) for costs in timed)
     of_variants, of_others = timed[0][: len(variants)], timed[0][len(variants) :]
-    return LayerTimes(of_variants[0], of_variants[-1], dict(zip(tried, of_others, strict=True)), by_process)
-
-
-def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
-    micro = cut_batch(batch, num_microbatches * planner.request.splits.num_shards)
-    return planner.model(micro), planner.layers(micro, key_shape())
-
-
-def by_stage(planner: Planner, values: Sequence[float], cut: Partition | None = None) -> np.ndarray:
-    """Sums `[K]` over each stage's layers.
-
-    Args:
-      planner: knows which stage each virtual stage is on.
-      values: `[N]`.
-      cut: where the virtual stages begin; the pipeline's own if not given.
-    """
-    return np.bincount(stage_of_layers(planner, cut), values, minlength=planner.request.schedule.num_stages)
-
-
-def stage_of_layers(planner: Planner, cut: Partition | None = None) -> np.ndarray:
-    """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
-    counts = (cut or planner.partition).counts
-    return np.repeat(planner.request.schedule.placement.stage_of(np.arange(len(counts))), counts)
+    by_number = dict(zip(tried, of_others, strict=True))
+    return LayerTimes(planner, of_variants[0], of_variants[-1], by_number, by_process)
 
 
 # --- slow processes ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ reads it, such as a product on CPU. Until then its operands live on.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -238,12 +238,13 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
     if not planner.request.options.offload.optimizer:
         return whole, 0
     is_tree = lambda node: isinstance(node, StageTree)
-    trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
-    gone = 0
-    for tree in trees:
-        goes = partial(may_go, by_layer=tree.layout != plan.layouts["params"])
-        buffers = [(buffer, jax.tree.leaves(tree[name])) for name, buffer in tree.layout.shapes.items()]
-        gone += _bytes_of_parts(leaf for buffer, leaves in buffers for leaf in leaves if goes(leaf, buffer))
+    gone = _bytes_of_parts(
+        leaf
+        for tree in filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
+        for name, buffer in tree.layout.shapes.items()
+        for leaf in jax.tree.leaves(tree[name])
+        if may_go(leaf, buffer, by_layer=tree.layout != plan.layouts["params"])
+    )
     return whole - gone, gone
 
 
@@ -267,28 +268,26 @@ def holdings(plan: Plan) -> Holdings:
     layouts = plan.layouts
     return Holdings(
         own={name: _own(plan, layout) for name, layout in layouts.items()},
-        room={name: _amount(_parts(layout, lambda axis: axis == AXIS)) for name, layout in layouts.items()},
-        device={name: _amount(_parts(layout, lambda axis: True)) for name, layout in layouts.items()},
+        room={name: _held(layout, lambda axis: axis == AXIS) for name, layout in layouts.items()},
+        device={name: _held(layout, lambda axis: True) for name, layout in layouts.items()},
         shared=tuple(variables.users[0] for variables in plan.traced.variable_sets if variables.shared),
     )
 
 
 def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
     """Counts what the layers of each virtual stage have in a collection, `[K*V]`."""
-    leaves_of = {
-        users[0]: record.leaves
-        for record, instances in zip(layout.storage.record_types, layout.users, strict=True)
-        for users in instances
-    }
+    records = zip(layout.storage.record_types, layout.users, strict=True)
+    leaves_of = {users[0]: record.leaves for record, instances in records for users in instances}
     bounds = plan.partition.bounds
     return tuple(_amount(leaf for i in range(*bound) for leaf in leaves_of.get(i, ())) for bound in bounds)
 
 
-def _parts(layout: Layout, along: Callable[[str], bool]) -> Iterator[jax.ShapeDtypeStruct]:
-    """A device's parts of the global arrays, split over some mesh axes."""
-    for name, array in layout.shapes.items():
-        sharding = NamedSharding(layout.mesh, split_by(layout.specs[name], along))
-        yield jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
+def _held(layout: Layout, along: Callable[[str], bool]) -> Amount:
+    """Counts a device's parts of the global arrays, split over some mesh axes."""
+    place = lambda name: NamedSharding(layout.mesh, split_by(layout.specs[name], along))
+    return _amount(
+        jax.ShapeDtypeStruct(place(name).shard_shape(array.shape), array.dtype) for name, array in layout.shapes.items()
+    )
 
 
 def _amount(arrays: Iterable[Leaf]) -> Amount:
@@ -297,13 +296,6 @@ def _amount(arrays: Iterable[Leaf]) -> Amount:
 
 
 # --- a training step --------------------------------------------------------------------------------------------------
-
-
-class Ledger(NamedTuple):
-    """The bytes of a training step, by part: on each device, and for each device on its host."""
-
-    device: Parts[int]
-    host: Parts[int]
 
 
 def predict_memory(
@@ -327,7 +319,7 @@ def predict_memory(
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
     """
-    return ledger(planner, batch, tx, chip).device
+    return ledger(planner, batch, tx, chip)[0]
 
 
 def predict_host_memory(
@@ -337,40 +329,43 @@ def predict_host_memory(
 
     The parts are `residuals` that wait there, and the state of the `optimizer`; each only if there are some.
     """
-    return ledger(planner, batch, tx, chip).host
+    return ledger(planner, batch, tx, chip)[1]
 
 
 def ledger(
     planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
-) -> Ledger:
-    """All bytes of a training step: see `predict_memory` and `predict_host_memory`, which are its two columns."""
+) -> tuple[Parts[int], Parts[int]]:
+    """All bytes of a training step: those of `predict_memory`, and those of `predict_host_memory`."""
     chip = chip or chip_of(planner.request.mesh.devices.flat[0])
     compiler, is_apart = compiler_for(chip), bool(chip and chip.host.memory) or not planner.request.splits.on_cpu
     step = planner.training_step(planner.for_training(batch))
     optimizer, state_away = optimizer_bytes(planner, batch, tx)
-    rows_away = sum(storage.host_rows * storage.row_bytes for storage in step.kept.away.values())
-    back = sum(storage.row_bytes for storage in step.kept.away.values())  # of each, one row that comes back
+    away = step.kept.away.values()
+    rows_away, back = sum(s.host_rows * s.row_bytes for s in away), sum(s.row_bytes for s in away)  # one comes back
     at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
     layouts = step.plan.at_work
-    at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
+    sums = {
+        name: bytes_of(jax.eval_shape(partial(layout.zeros, accumulator_dtype))) for name, layout in layouts.items()
+    }
     casts, whole = _narrow_copies(step)
+    brought = sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
+    splits, leaves = planner.request.splits, jax.tree.leaves(step.model.batch)
+    micro = bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
     device = Parts(
         parameters=at_rest.pop("params"),
         optimizer=optimizer + state_away * (not is_apart),  # the hosts' memory is another but on CPUs
-        gradients=bytes_of(at_work["params"]),
-        other_variables=sum(at_rest.values())
-        + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
-        + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
-        batch=step.schedule.num_microbatches * _batch_part(step),
+        gradients=sums["params"],
+        other_variables=sum(at_rest.values()) + brought + sum(sums[n] for n in step.collections("state", GRADIENT)),
+        batch=step.schedule.num_microbatches * micro,
         boundaries=boundary_bytes(step, compiler),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),
         work=work,
         casts=casts,
     )
     hosted = {"residuals": rows_away, "optimizer": state_away} if is_apart else {}
-    return Ledger(device, Parts({name: size for name, size in hosted.items() if size}))
+    return device, Parts({name: size for name, size in hosted.items() if size})
 
 
 def boundary_bytes(step: Step, compiler: Compiler) -> int:
@@ -406,12 +401,6 @@ def _brought(layout: WorkLayout, used: set[str] | None) -> int:
     """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
     at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
     return bytes_of([a for n, a in at_work.items() if at_rest.get(n) != a and (used is None or n in used)])
-
-
-def _batch_part(step: Step) -> int:
-    """Bytes of a device's part of a micro-batch."""
-    splits, leaves = step.plan.request.splits, jax.tree.leaves(step.model.batch)
-    return bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
 
 
 def compiler_for(chip: Chip | None) -> Compiler:

@@ -22,8 +22,7 @@ from jpipe.checks import check_complete, check_state
 from jpipe.memory.batches import batch_size
 from jpipe.model.remat import MODES
 from jpipe.pipeline import Pipeline
-from jpipe.planning.costs import Cost
-from jpipe.planning.partition import Partition, partition
+from jpipe.planning.partition import Partition
 from jpipe.planning.planner import Planner
 from jpipe.processes.progress import task
 from jpipe.processes.tables import Table, bytes_in_words, folded
@@ -36,13 +35,11 @@ from jpipe.tools.measure import (
     Program,
     StageTimes,
     StepModel,
-    by_stage,
     host_names,
     measure,
     measure_layers,
     memory_of,
     process_times,
-    stage_of_layers,
 )
 from jpipe.tools.page import Page, PipelineFacts, facts_of, show
 from jpipe.tools.step_cost import Parts, StepCost
@@ -103,16 +100,18 @@ class Profile:
 
     def __str__(self) -> str:
         findings = [folded(f"- {finding.text}") for finding in self.findings] or ["none"]
-        return "\n\n".join([*(table.described() for table in self._tables()), "\n".join(["Findings", *findings])])
+        tables = [table.described() for table in self._tables()]
+        return "\n\n".join([*tables, str(self.cost), "\n".join(["Findings", *findings])])
 
     def _repr_html_(self) -> str:
         items = "".join(f"<li>{escape(finding.text)}</li>" for finding in self.findings) or "<li>none</li>"
-        return "<br>".join([*(table.html() for table in self._tables()), f"<b>Findings</b><ul>{items}</ul>"])
+        tables = [*(table.html() for table in self._tables()), self.cost._repr_html_()]
+        return "<br>".join([*tables, f"<b>Findings</b><ul>{items}</ul>"])
 
     def _tables(self) -> list[Table]:
         stages = stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes)
         processes = [process_table(self.processes)] if self.processes else []
-        return [stages, *processes, size_table(self.sizes, self.schedule.num_microbatches), self.cost.table()]
+        return [stages, *processes, size_table(self.sizes, self.schedule.num_microbatches)]
 
     def as_dict(self) -> dict[str, object]:
         """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""
@@ -177,9 +176,9 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         others = other_schedules(planner, batch) if other_sizes else {}
         with task("timing layers alone"):
             times = measure_layers(planner, batch, list(others))
-        stages = recomputation_apart(planner, times, measured.stages)
+        stages = times.with_recomputation(measured.stages)
         model = replace(measured, stages=stages)
-        sizes = microbatch_sizes(planner, batch, model, times, others)
+        sizes = microbatch_sizes(batch, model, times, others)
         processes = process_times(times.by_process, host_names(), pipe.mesh)
         alone = stages.makespan(pipe.schedule) + model.idle + model.update
         notes = (prediction_in_words(model.measured, alone, model.noise),)
@@ -197,7 +196,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         noise=model.noise,
         sizes=sizes,
         processes=processes,
-        findings=find(planner, model, times, sizes, processes),
+        findings=find(model, times, sizes, processes),
         predicted=stages.timeline(pipe.schedule),
         facts=replace(
             facts,
@@ -287,48 +286,6 @@ class MicrobatchSize:
     step: float
 
 
-def recomputation_apart(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
-    """The stages' times as measured, with recomputation apart from the rest of the backward."""
-    backward = np.asarray(stages.backward)
-    again = backward * np.clip(1.0 - _factors(planner, times.kept, times.here, "backward"), 0.0, 1.0)
-    return replace(stages, backward=tuple((backward - again).tolist()), recompute=tuple(again.tolist()))
-
-
-def _factors(planner: Planner, costs: Sequence[Cost], here: Sequence[Cost], part: str = "total") -> np.ndarray:
-    """The seconds of each stage's layers with these costs, over those here, `[K]`; of a part of `Cost`."""
-    numerator, denominator = (by_stage(planner, [getattr(cost, part) for cost in times]) for times in (costs, here))
-    return numerator / denominator
-
-
-def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
-    """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
-    on = stage_of_layers(planner)
-
-    def share(seconds: Sequence[float], alone: Sequence[float]) -> tuple[float, ...]:
-        sums = by_stage(planner, alone)[on]
-        return tuple((np.asarray(alone) * np.asarray(seconds)[on] / np.where(sums, sums, 1.0)).tolist())
-
-    forward, backward = [cost.forward for cost in times.here], [cost.backward for cost in times.here]
-    shares = share(stages.forward, forward), share(stages.backward, backward), share(stages.recompute, backward)
-    return StageTimes(*shares)
-
-
-def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[Partition, StageTimes]:
-    """The best cut for the times of single layers, and the times of stages that it would have.
-
-    Equal layers take the same alone. In stages they don't quite, by noise, and cutting after that would follow it.
-
-    Args:
-      planner: knows K, V and where virtual stages are.
-      times: the times of the layers.
-      stages: the times of the stages as they are cut.
-    """
-    schedule = planner.request.schedule
-    seconds = [cost.total for cost in times.here]
-    cut = partition(seconds, schedule.num_stages, num_chunks=schedule.num_chunks)
-    return cut, layer_shares(planner, times, stages).each(lambda shares: by_stage(planner, shares, cut).tolist())
-
-
 def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
     """The schedule at other numbers of micro-batches, by number: those that batch and schedule allow."""
     here, shards = planner.request.schedule, planner.request.splits.num_shards
@@ -340,12 +297,11 @@ def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
 
 
 def microbatch_sizes(
-    planner: Planner, batch: Batch, model: StepModel, times: LayerTimes, others: Mapping[int, Schedule]
+    batch: Batch, model: StepModel, times: LayerTimes, others: Mapping[int, Schedule]
 ) -> tuple[MicrobatchSize, ...]:
     """The number of micro-batches at hand and others, with what a step takes; in order.
 
     Args:
-      planner: the pipeline's.
       batch: a batch `[B, ...]`.
       model: the model of the step's time.
       times: the times of the layers, at the micro-batches at hand and at others.
@@ -355,7 +311,7 @@ def microbatch_sizes(
     for count in sorted({here, *times.others}):
         schedule, stages, size = model.schedule, model.stages, batch_size(batch) // count
         if count != here:
-            schedule, stages = others[count], stages.scaled(_factors(planner, times.others[count], times.here))
+            schedule, stages = others[count], stages.scaled(times.over_here(times.others[count]))
         bubble, step = stages.even.timeline(schedule).bubble_fraction, model.what_if(stages, schedule).step
         sizes.append(MicrobatchSize(count, size, sum(stages.total) / size, bubble, step))
     return tuple(sizes)
@@ -399,18 +355,13 @@ class Finding:
 
 
 def find(
-    planner: Planner,
-    model: StepModel,
-    times: LayerTimes,
-    sizes: Sequence[MicrobatchSize],
-    processes: Sequence[ProcessTime] = (),
+    model: StepModel, times: LayerTimes, sizes: Sequence[MicrobatchSize], processes: Sequence[ProcessTime] = ()
 ) -> tuple[Finding, ...]:
     """All findings, those that promise the most first.
 
     None promises less than the noise, nor anything where stages work for a moment only.
 
     Args:
-      planner: the pipeline's.
       model: the model of the step's time.
       times: the times of the layers.
       sizes: other numbers of micro-batches, and the one at hand.
@@ -418,7 +369,7 @@ def find(
     """
     findings = list[Finding]()
     if _works(model):
-        changes = *_balance(planner, model, times), *_microbatches(model, sizes), *_recomputation(planner, model, times)
+        changes = *_balance(model, times), *_microbatches(model, sizes), *_recomputation(model, times)
         findings = [one for one in changes if one.promise is None or one.promise < 1 - model.noise]
     findings += [*slow_process(processes), *_around(model)]
     return tuple(sorted(findings, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
@@ -434,23 +385,27 @@ def _percent(promise: float) -> str:
     return f"{100 * (promise - 1):+.0f} %"
 
 
-def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+def _balance(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
     """Advises another cut, or other layers, if stages that take equally long would gain enough."""
     total, worth = np.asarray(model.stages.total), max(WORTH, model.noise)
     if model.what_if(model.stages.even).step / model.measured > 1 - worth:
         return
-    cut, stages = best_cut(planner, times, model.stages)
-    promise, new, old = model.what_if(stages).step / model.measured, list(cut.counts), list(planner.partition.counts)
+    cut, stages = times.best_cut(model.stages)
+    promise, new, old = (
+        model.what_if(stages).step / model.measured,
+        list(cut.counts),
+        list(times.planner.partition.counts),
+    )
     begin = f"stage {total.argmax()} takes {float(total.max() / total.mean()):.2f} times the mean of the stages"
     if promise < 1 - worth and new != old:
         yield Finding(f"{begin}: balance={new} instead of {old}, step {_percent(promise)}", {"balance": new}, promise)
         return
-    layers = layer_shares(planner, times, model.stages).total
+    layers = times.shares(model.stages).total
     heaviest = int(np.argmax(layers))
+    name = times.planner.request.layers[heaviest].name
     yield Finding(
-        f"{begin}, and no other cut into as many promises {worth:.0%} less: layer {heaviest} "
-        f"({planner.request.layers[heaviest].name}) alone takes {layers[heaviest] / total.mean():.0%} of that mean; "
-        "split it, or use fewer stages"
+        f"{begin}, and no other cut into as many promises {worth:.0%} less: layer {heaviest} ({name}) alone takes "
+        f"{layers[heaviest] / total.mean():.0%} of that mean; split it, or use fewer stages"
     )
 
 
@@ -483,14 +438,14 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
         )
 
 
-def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+def _recomputation(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
     """Advises to keep residuals, if recomputing them takes enough of the step."""
-    kept = model.stages.scaled(_factors(planner, times.kept, times.here))  # to keep residuals takes time too
+    kept = model.stages.scaled(times.over_here(times.kept))  # to keep residuals takes time too
     promise = model.what_if(kept).step / model.measured
-    if planner.request.remat is MODES["none"] or promise > 1 - WORTH:
+    if times.planner.request.remat is MODES["none"] or promise > 1 - WORTH:
         return
     held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
-    stored = float((held * by_stage(planner, [cost.residual_bytes for cost in times.kept])).max())
+    stored = float((held * times.by_stage([cost.residual_bytes for cost in times.kept])).max())
     holds = f"a stage holds up to {bytes_in_words(stored)} of residuals: step {_percent(promise)}"
     yield Finding(f'without recomputation (remat="none") {holds}', {"remat": "none"}, promise)
 

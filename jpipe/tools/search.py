@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import optax
@@ -184,36 +184,37 @@ class Space:
 
     def starts(self) -> list[Setting]:
         """A setting of each way to share the devices out, to be improved; those first whose layers are split least."""
-        starts = []
+        starts, fixed = [], {name: value for name, value in self.pinned.items() if name != "num_stages"}
         for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
             setting = Setting(axes, 1)
-            num_stages, counts, ways = setting.num_stages, self._counts(setting), self._ways(setting.num_stages)
-            if self.pinned.get("num_stages", num_stages) == num_stages and counts and ways:
-                most = MICROBATCHES_A_STAGE * num_stages
+            most, counts, ways = MICROBATCHES_A_STAGE * setting.num_stages, self._counts(setting), self._ways(setting)
+            if setting.num_stages in self._of("num_stages", setting.num_stages) and counts and ways:
                 count, (name, V) = max([m for m in counts if m <= most] or counts[:1]), ways[0]
-                starts.append(self._with_pinned(replace(setting, num_microbatches=count, schedule=name, num_chunks=V)))
+                setting = replace(setting, num_microbatches=count, schedule=name, num_chunks=V)
+                starts.append(replace(setting, **fixed))
         return sorted(starts, key=lambda start: math.prod(dict(start.axes)[name] for name in self.others))
 
     def instead(self, start: Setting) -> list[Setting]:
         """Settings to begin with where a start isn't possible: a pinned schedule may need another V or remat."""
-        return list(self.moves(start))[2] if {"schedule", "num_chunks"} & self.pinned.keys() else []
+        return self.ways(start) if {"schedule", "num_chunks"} & self.pinned.keys() else []
 
     def ends(self, setting: Setting) -> list[Setting]:
         """Settings that differ in where the first and the last layer run."""
         words = ENDS if setting.num_stages > 1 else ENDS[:1]
-        return list(dict.fromkeys(self._with_pinned(replace(setting, ends=word)) for word in words))
+        return [replace(setting, ends=word) for word in self._of("ends", *words)]
+
+    def ways(self, setting: Setting) -> list[Setting]:
+        """Settings that differ in schedule and remat."""
+        pairs = itertools.product(self._ways(setting), self._of("remat", *MODES))
+        return [replace(setting, schedule=name, num_chunks=V, remat=remat) for (name, V), remat in pairs]
 
     def moves(self, setting: Setting) -> Iterator[list[Setting]]:
         """Settings that differ in where parameters lie; in M, by one divisor of the batch; in schedule and remat."""
         splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
-        over = [replace(setting, shard_over=names) for names in dict.fromkeys([(), splitting])]
-        yield [other for one in over for other in self.ends(one)]
+        over = dict.fromkeys(self._of("shard_over", (), splitting))
+        yield [other for names in over for other in self.ends(replace(setting, shard_over=names))]
         yield [*self.beside(setting, -1), setting, *self.beside(setting, 1)]
-        yield [
-            self._with_pinned(replace(setting, schedule=name, num_chunks=V, remat=remat))
-            for name, V in self._ways(setting.num_stages)
-            for remat in MODES
-        ]
+        yield self.ways(setting)
 
     def beside(self, setting: Setting, steps: int) -> list[Setting]:
         """The setting with the M that is so many divisors of the batch further; none beyond the last."""
@@ -230,25 +231,24 @@ class Space:
             f"{self.num_devices} devices"
         )
 
-    def _ways(self, num_stages: int) -> list[tuple[str | Schedule, int]]:
+    def _of(self, name: str, *words: Any) -> tuple[Any, ...]:
+        """What is searched of an argument: these, or what is pinned."""
+        return (self.pinned[name],) if name in self.pinned else words
+
+    def _ways(self, setting: Setting) -> list[tuple[str | Schedule, int]]:
         """Schedules with V that there are layers for; of those that aren't known, any V that may suit."""
-        pinned = self.pinned.get("schedule"), self.pinned.get("num_chunks")
-        name, count = cast("tuple[str | Schedule | None, int | None]", pinned)
+        (name,), (count,) = self._of("schedule", None), self._of("num_chunks", None)
         ways = [way for way in WAYS if name in (None, way[0]) and count in (None, way[1])]
-        if num_stages == 1 and name is None and count is None:
+        if setting.num_stages == 1 and name is None and count is None:
             ways = [WAYS[0]]
         ways = ways or [(name or "interleaved", V) for V in ([count] if count else (1, 2, 4))]
-        return [(name, V) for name, V in ways if V * num_stages <= self.num_layers]
+        return [(name, V) for name, V in ways if V * setting.num_stages <= self.num_layers]
 
     def _counts(self, setting: Setting) -> list[int]:
         """The M that there can be."""
         shards = math.prod(dict(setting.axes)[name] for name in self.data_axes)
-        counts = (m for m in divisors(self.batch_size) if self.pinned.get("num_microbatches", m) == m)
-        return [m for m in counts if self.batch_size % (m * shards) == 0]
-
-    def _with_pinned(self, setting: Setting) -> Setting:
-        """Replaces the searched settings that the user gave."""
-        return replace(setting, **{name: value for name, value in self.pinned.items() if name != "num_stages"})
+        every = divisors(self.batch_size)
+        return [m for m in every if m in self._of("num_microbatches", m) and self.batch_size % (m * shards) == 0]
 
 
 def shared_out(count: int, names: Sequence[str]) -> list[tuple[tuple[str, int], ...]]:

@@ -3,108 +3,50 @@
 `roofline` gives the times of layers, from their traced forwards and backwards; nothing is fitted to steps. The compiled
 steps of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
 
-GPUs of a host are joined by links. A TPU has a link to each neighbour on a torus. A collective goes both ways round a
-ring, so it sends over two links at once where the devices of an axis lie on a ring:
+A kernel is a product of matrices, a reduction, or what gives a result; moves and elementwise operations are fused into
+the kernels that read them, but on chips whose products are calls of a library. Kernels run one after the other:
 
-    2 in a line                   o-o             1 link
-    4 in a line, no wraparound    o-o-o-o         1 link     the device at an end has no other
-    4 in a square                 o-o             2 links
-                                  o-o
-    4 or more, wraparound         (o-o-o-o)       2 links
+- A product takes its FLOPs, of dimensions padded to the matrix unit's, at the chip's peak, and the bytes that it reads
+  and writes, but for those of arrays made here that fit on the chip. A convolution reads and writes all of them: on a
+  TPU its images lie with channels along the lanes and examples along the sublanes, and are padded to these. What
+  the pieces of a product read whole, which have parts of the other operand (`jpipe.partitioner.rings`), counts once.
+- A *pass* reads and writes each element once, as 32 bits on a TPU whatever its dtype. A reduction takes one, shared by
+  all of the same arrays; none, if it can be done while a product makes its operand; half of one on a GPU, as it writes
+  next to nothing. Each result takes one: it is written to a buffer of residuals, added to a sum of gradients, or
+  copied. An array whose last dimension doesn't fill the lanes takes one where a product has to turn it.
+- However small, a product or a reduction takes the time that a kernel takes to start.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec
 
 from jpipe.execution.stage import send_shared
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import needed_part
-from jpipe.jax.primitives import ClosedJaxpr
+from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.memory.layout import device_index
 from jpipe.mesh.axes import AXIS, on_stages
-from jpipe.mesh.users_mesh import Torus
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
-from jpipe.partitioner.conversions import Sent, ring_bytes, sent_in
-from jpipe.partitioner.rings import HIDDEN
+from jpipe.partitioner.conversions import ring_bytes, sent_in
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
-from jpipe.tools.chips import Chip
+from jpipe.tools.chips import Chip, Network
 from jpipe.tools.memory_model import ledger
-from jpipe.tools.roofline import pass_seconds, roofline
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.types import Batch
-
-ALONE = frozenset(["permute", "all_to_all"])
-"""Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
-
-
-@dataclass(frozen=True)
-class Network:
-    """The links between the devices of a mesh, and the network between hosts.
-
-    Attributes:
-      chip: the kind of the devices.
-      torus: the axes of the mesh; of TPUs, where they are on their torus.
-      hosts: the number of each device's host, in the order of the mesh; empty if links join all devices.
-    """
-
-    chip: Chip
-    torus: Torus
-    hosts: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, chip: Chip, mesh: Mesh) -> Network:
-        """The network of a mesh of such chips.
-
-        JAX calls a host of GPUs that are at hand a slice, and takes one process for each host of GPUs that aren't.
-        """
-        devices, torus = mesh.devices.flatten().tolist(), Torus.of(chip.name, mesh)
-        if not chip.network_bandwidth:
-            return cls(chip, torus)
-        at_hand = devices[0] in jax.devices()
-        hosts = (getattr(device, "slice_index", 0) if at_hand else device.process_index for device in devices)
-        return cls(chip, torus, tuple(hosts))
-
-    def bandwidth(self, axes: Collection[str], collective: str = "all_reduce") -> float:
-        """bytes/s one way that a device has along mesh axes: those of its links, if all devices along them share one.
-
-        Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
-        """
-        links = self.chip.link_bandwidth
-        if not self.chip.network_bandwidth:
-            return links * (1 if AXIS in axes and collective == "permute" else self.torus.links(axes))
-        groups = self.torus.groups(axes)
-        hosts = np.broadcast_to(self.hosts or 0, groups.size)[groups]
-        counts = [np.unique(of_group, return_counts=True)[1] for of_group in hosts]
-        adapters = min((int(count.min()) for count in counts if len(count) > 1), default=0)
-        if not adapters:
-            return links
-        return min(links, (1 if collective in ALONE else adapters) * self.chip.network_bandwidth)
-
-    def seconds(self, sent: Iterable[Sent]) -> float:
-        """Seconds in which a device waits for what a program's collectives send, one after the other.
-
-        Those that go by rings are for the most part beside products. These are a layer's permutations: a user's own are
-        carried out as gathers (`jpipe.partitioner.handlers`).
-        """
-
-        def waited(one: Sent) -> float:
-            by_ring = one.collective == "permute" and AXIS not in one.axes
-            return math.prod(one.loops) * one.bytes * (1 - HIDDEN if by_ring else 1.0)
-
-        return sum(waited(one) / self.bandwidth(one.axes, one.collective) for one in sent)
-
 
 # --- the time of a step -----------------------------------------------------------------------------------------------
 
@@ -128,7 +70,7 @@ def predict_time(
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
     step = planner.training_step(planner.for_training(batch))
-    held = ledger(planner, batch, tx, chip)
+    held, hosts = ledger(planner, batch, tx, chip)
     schedule, bounds, network = step.schedule, step.plan.partition.bounds, Network.of(chip, planner.request.mesh)
     of_layers, of_links, ends = _work(step, network)
     work, links = of_layers.summed(bounds), of_links.summed(bounds)
@@ -139,8 +81,8 @@ def predict_time(
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, waited = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
     computed, sent = (schedule.num_microbatches * ends).tolist()
-    hosted = held.host.get("optimizer", 0)
-    moved = _update_passes(step) * held.device.parameters + 2 * (held.device.optimizer + hosted)
+    hosted = hosts.get("optimizer", 0)
+    moved = _update_passes(step) * held.parameters + 2 * (held.optimizer + hosted)
     seconds = Parts(
         computation=busy - waited + computed,
         bubble=alone.makespan - busy,
@@ -153,7 +95,7 @@ def predict_time(
         waits = timeline.makespan - alone.makespan + max(0.0, of_state - seconds.update)
         notes = (f"of {1e3 * travels:,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for",)
         seconds = Parts(seconds, host=waits)
-    return StepCost("predicted", seconds, held.device, timeline, notes, held.host)
+    return StepCost("predicted", seconds, held, timeline, notes, hosts)
 
 
 def bearable_share(planner: Planner, batch: Batch, chip: Chip) -> float:
@@ -277,3 +219,230 @@ def _update_passes(step: Step) -> int:
     activations = jax.tree.leaves([layer.forward.results.outputs for layer in step.layers])
     narrow = any(leaf.dtype.itemsize < 4 for leaf in activations)
     return 7 + 2 * (narrow and step.plan.request.options.cast == "step")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call"])
+_FUSED = ELEMENTWISE | MOVES
+_SWEEPS = ("approx_top_k", "argm", "cum", "reduce", "sort", "top_k")
+_WHOLE = ("fft", "select_and_")  # read each operand and write each result, as the backward of a max-pool does
+_PARTS = ("dynamic_slice", "ppermute")
+_MOVED = MOVES | {"convert_element_type"}
+_SMALL = 8  # an array of so many times fewer elements than another is nothing beside it
+_LANES, _SUBLANES = 128, 8
+
+
+def roofline(closed: ClosedJaxpr, chip: Chip) -> float:
+    """Seconds of a function on one device.
+
+    >>> import jax
+    >>> from jpipe.tools.chips import CHIPS
+    >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+    >>> f"{1e3 * roofline(jax.make_jaxpr(lambda x: x @ x)(x), CHIPS['v5e']):.2f} ms"  # 2 * 4096**3 / 197e12, and bytes
+    '1.00 ms'
+
+    Args:
+      closed: the function.
+      chip: the device.
+    """
+    needed, _ = needed_part(closed, [True] * len(closed.jaxpr.outvars))
+    return _Kernels(without_calls(needed), chip).seconds
+
+
+def pass_seconds(arrays: Iterable[jax.ShapeDtypeStruct], chip: Chip) -> float:
+    """Seconds of reading and writing each element of arrays once."""
+    return sum(2 * a.size * (4 if chip.tile > 1 else a.dtype.itemsize) for a in arrays) / chip.pass_bandwidth
+
+
+class _Kernels:
+    """Adds up the seconds of a function's kernels, equation by equation.
+
+    Attributes:
+      seconds: the sum so far.
+      roots: by value, the arrays that are read to compute it: itself alone, if it is an array.
+      depth: by value, the number of reductions between it and the product or input that it comes from.
+      read: the arrays that products read whole; parts: the values that are parts of others.
+      padding: by the shape of a convolution's image, how many times as large it is when it is padded.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, chip: Chip):
+        jaxpr = closed.jaxpr
+        self.chip, self.inputs, self.seconds = chip, {*jaxpr.invars, *jaxpr.constvars}, 0.0
+        self.roots = {v: frozenset([v]) for v in self.inputs}
+        self.depth: dict[Var, int] = {}
+        self.of_products, self.turned, self.read, self.parts = set[Var](), set[Var](), set[Var](), set[Var]()
+        self.swept = set[tuple[frozenset[Var], int]]()
+        convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" and chip.fuses]
+        self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
+        readers = [(v, e.primitive.name) for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)]
+        self.by_product = {v for v, name in readers if name not in _FUSED and name not in REDUCTIONS}
+        # In order: sums are the same each time.
+        self.results = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var))
+        self.kept = set(self.results)  # and the values that results are made of without a kernel between
+        for equation in reversed(jaxpr.eqns):
+            if equation.primitive.name in _FUSED and not self.kept.isdisjoint(equation.outvars):
+                self.kept |= {v for v in equation.invars if isinstance(v, Var)}
+        for equation in jaxpr.eqns:
+            self._add(equation)
+        self.seconds += sum(self._pass(v) for v in self.results)
+
+    def _add(self, equation: JaxprEqn) -> None:
+        """Adds an equation's kernel, if it is one, and notes what its results are computed from."""
+        name, operands = equation.primitive.name, [v for v in equation.invars if isinstance(v, Var)]
+        roots = frozenset[Var]().union(*(self.roots[v] for v in operands))
+        depth = max((self.depth.get(v, 0) for v in operands), default=0)
+        narrow = name == "convert_element_type" and not self.inputs.isdisjoint(operands)
+        if name in _PARTS or (name in _MOVED and not self.parts.isdisjoint(operands)):
+            self.parts |= {*equation.outvars}
+        for v in equation.outvars:
+            apart = name not in _FUSED or (narrow and _bytes(v) < _bytes(operands[0]))
+            self.roots[v] = frozenset([v]) if apart else roots
+            self.depth[v] = 0 if name in PRODUCTS else depth + (name in REDUCTIONS)
+            if not self.chip.fuses and name in ELEMENTWISE and v in self.by_product and v not in self.results:
+                self.roots[v] = frozenset([v])
+                self.seconds += self._pass(v)
+        if name in PRODUCTS:
+            self._product(equation)
+        elif name.startswith(_SWEEPS):
+            self._sweep(equation, roots, depth)
+        elif name.startswith(("gather", "scatter")):  # of the operand only the rows that are asked for
+            self.seconds += self._pass((equation.invars[2:3] or equation.outvars)[0])
+        elif name.startswith(_WHOLE):
+            self.seconds += sum(map(self._pass, [*operands, *equation.outvars])) / 2
+        elif name not in _FUSED:
+            self.seconds += _inner(equation, self.chip)
+
+    def _product(self, equation: JaxprEqn) -> None:
+        """A product: FLOPs, and bytes that aren't on the chip."""
+        self.of_products |= set(equation.outvars)
+        self.seconds += self.chip.start
+        if equation.primitive.name == "conv_general_dilated" and self.chip.fuses:
+            moved = sum(_bytes(v) * self._padded(v) for v in [*equation.invars, *equation.outvars])
+            self.seconds += _convolution_flops(equation) / self.chip.flops + moved / self.chip.memory_bandwidth
+            return
+        operands = [(root, v) for v in equation.invars if isinstance(v, Var) for root in self.roots[v]]
+        parts = {root for root, v in operands if v in self.parts}
+        again = {root for root, _ in operands if parts and root not in parts and root in self.read}
+        self.read |= {root for root, _ in operands if root not in parts}
+        fetched = [(root, v) for root, v in operands if root not in again and not self._on_chip(root)]
+        read = sum(min(_size(root), _size(v)) * shapes_of([root])[0].dtype.itemsize for root, v in fetched)
+        written = sum(_bytes(v) for v in equation.outvars if not self._on_chip(v))
+        self.seconds += _product_flops(equation, self.chip) / self.chip.flops
+        self.seconds += (read + written) / self.chip.pass_bandwidth
+        if self.chip.tile > 1 and equation.primitive.name == "dot_general":
+            turned = [v for v in dict.fromkeys(_turned(equation)) if v not in self.turned]
+            self.turned |= {*turned}
+            self.seconds += sum(map(self._pass, turned))
+
+    def _sweep(self, equation: JaxprEqn, roots: frozenset[Var], depth: int) -> None:
+        """A reduction, or another operation that goes over all of an array."""
+        size = _size(equation.invars[0])
+        large = frozenset(v for v in roots if _SMALL * _size(v) > size)
+        if (large, depth) in self.swept:
+            return
+        self.swept.add((large, depth))
+        self.seconds += self.chip.start
+        if len(large) == 1:  # in the product that makes it; after another reduction, in one that reads it
+            free = depth == 0 or self.kept.isdisjoint(equation.outvars)
+        else:
+            free = all(map(self._on_chip, large))
+        if not (free and self.chip.fuses and large <= self.of_products):
+            self.seconds += self._pass(equation.invars[0]) * (0.5 if self.chip.gpu else 1.0)
+
+    def _on_chip(self, v: Var) -> bool:
+        """Whether a value is made here and stays in the vector memory."""
+        return v not in self.inputs and _bytes(v) <= self.chip.on_chip
+
+    def _pass(self, v: Var | Literal) -> float:
+        """Seconds of reading and writing each element of a value once."""
+        return pass_seconds(shapes_of([v]), self.chip) * self._padded(v)
+
+    def _padded(self, v: Var | Literal) -> float:
+        return self.padding.get(shapes_of([v])[0].shape, 1.0)
+
+
+def _inner(equation: JaxprEqn, chip: Chip) -> float:
+    """Seconds of an equation's jaxprs: of a loop as often as it turns, of branches the longest, of all shards."""
+    closed = (j if isinstance(j, ClosedJaxpr) else ClosedJaxpr(j, ()) for j in jaxprs_in_params(equation.params))
+    inner, params = [roofline(jaxpr, chip) for jaxpr in closed], equation.params
+    if equation.primitive.name == "cond":
+        return max(inner)
+    if equation.primitive.name == "shard_map":
+        return sum(inner) * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return sum(inner) * (params["length"] if equation.primitive.name == "scan" else 1)
+
+
+def _product_flops(equation: JaxprEqn, chip: Chip) -> float:
+    """FLOPs with the dimensions of one operand, which the matrix unit holds, padded to its tiles."""
+    if equation.primitive.name != "dot_general":
+        return flops_of(equation).flops
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    shapes = [a.shape for a in shapes_of(equation.invars)]
+    common = math.prod(shapes[0][d] for d in batch)
+    depth = math.prod(shapes[0][d] for d in contracted)
+    rows, columns = (math.prod(shape) // (common * depth) for shape in shapes)
+    padded = lambda size: math.ceil(size / chip.tile) * chip.tile
+    return 2.0 * common * padded(depth) * min(rows * padded(columns), padded(rows) * columns)
+
+
+def _images(equation: JaxprEqn) -> list[tuple[tuple[int, ...], int, int]]:
+    """The two arrays of a convolution that have pixels: (shape, dimension of examples, of channels) of each.
+
+    The third, with the fewest pixels, are the weights or, in a backward, their gradient; then examples are summed over.
+    """
+    numbers, arrays = equation.params["dimension_numbers"], [*equation.invars[:2], *equation.outvars]
+    specs = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    shapes = [a.shape for a in shapes_of(arrays)]
+    pixels = [math.prod(shape[d] for d in spec[2:]) for shape, spec in zip(shapes, specs, strict=True)]
+    weights = pixels.index(min(pixels))
+    at = 0 if weights == 1 else 1  # where a spec that isn't of weights names the examples
+    return [(shapes[i], specs[i][at], specs[i][1 - at]) for i in range(3) if i != weights]
+
+
+def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
+    """How many times larger a convolution's images are with channels and examples padded, by their shape."""
+    return {
+        shape: _growth(shape[examples], _SUBLANES) * _growth(shape[channels], _LANES)
+        for shape, examples, channels in _images(equation)
+    }
+
+
+def _convolution_flops(equation: JaxprEqn) -> float:
+    """FLOPs of all channels that there are with padding; of channels in groups without."""
+    (left, examples, channels), (right, _, others) = _images(equation)
+    flops = flops_of(equation).flops
+    if equation.params["feature_group_count"] * equation.params["batch_group_count"] > 1:
+        return flops
+    grown = _growth(left[channels], _LANES) * _growth(right[others], _LANES)
+    return flops * grown * _growth(left[examples], _SUBLANES)
+
+
+def _growth(size: int, tile: int) -> float:
+    """How many times as large a dimension is when it is padded to a multiple of the tile."""
+    return math.ceil(size / tile) * tile / size
+
+
+def _turned(equation: JaxprEqn) -> list[Var]:
+    """The arrays that a product joins dimensions of, the last of them shorter than the lanes."""
+    contracted, batch = equation.params["dimension_numbers"]
+    turned, free = list[Var | Literal](), list[int]()
+    for v, of_sum, of_batch in zip(equation.invars, contracted, batch, strict=True):
+        shape = shapes_of([v])[0].shape
+        free = [d for d in range(len(shape)) if d not in (*of_sum, *of_batch) and shape[d] > 1]
+        joined = [[d for d in of_sum if shape[d] > 1], free]
+        if any(len(dims) > 1 and dims[-1] == len(shape) - 1 for dims in joined) and shape[-1] % _LANES:
+            turned.append(v)
+    shape = shapes_of(equation.outvars)[0].shape
+    if shape and shape[-1] % _LANES and len(free) > 1:  # the second operand's are the last of the result
+        turned.append(equation.outvars[0])
+    return [v for v in turned if isinstance(v, Var)]
+
+
+def _size(v: Var | Literal) -> int:
+    return math.prod(shapes_of([v])[0].shape)
+
+
+def _bytes(v: Var | Literal) -> int:
+    return bytes_of(shapes_of([v]))

@@ -16,7 +16,7 @@ import jpipe
 from compiled_transfers import branches_of, counted, has_products, host_stops, transfers
 from gpu_program import compile_with_text, kernels, largest_copy, needs_gpu_compiler
 from jpipe.mesh.users_mesh import Torus
-from jpipe.tools.chips import CHIPS, parse_topology
+from jpipe.tools.chips import CHIPS, Network, parse_topology
 from jpipe.tools.compiled_program import (
     COLLECTIVES,
     Loop,
@@ -30,7 +30,6 @@ from jpipe.tools.compiled_program import (
     type_bytes,
     with_waits,
 )
-from jpipe.tools.time_model import Network
 from tpu_program import large_moves, largest_move, needs_tpu_compiler, num_bytes
 
 PROGRAM = """HloModule step

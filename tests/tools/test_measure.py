@@ -20,14 +20,13 @@ from jpipe.tools.measure import (
     Program,
     StageTimes,
     StepModel,
-    by_stage,
     host_names,
     measure_layers,
     memory_of,
     noise_of,
     process_times,
 )
-from jpipe.tools.profile import process_table, recomputation_apart, slow_process
+from jpipe.tools.profile import process_table, slow_process
 from wide import make
 
 
@@ -101,19 +100,44 @@ def planned(**options):
 
 
 def test_sums_over_stages_and_their_chunks():
-    planner = planned().planner
-    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0]).tolist() == [1.0, 9.0]
-    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0], jpipe.partition([1.0] * 4, 2)).tolist() == [3.0, 7.0]
-    chunks = planned(schedule="interleaved", num_chunks=2, balance="even").planner
-    assert by_stage(chunks, [1.0, 2.0, 3.0, 4.0]).tolist() == [4.0, 6.0]
+    times = LayerTimes(planned().planner, [], [])
+    assert times.by_stage([1.0, 2.0, 3.0, 4.0]).tolist() == [1.0, 9.0]
+    assert times.by_stage([1.0, 2.0, 3.0, 4.0], jpipe.partition([1.0] * 4, 2)).tolist() == [3.0, 7.0]
+    chunks = LayerTimes(planned(schedule="interleaved", num_chunks=2, balance="even").planner, [], [])
+    assert chunks.by_stage([1.0, 2.0, 3.0, 4.0]).tolist() == [4.0, 6.0]
 
 
 def test_the_part_of_a_backward_that_is_recomputed():
     cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
-    times = LayerTimes([cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
-    apart = recomputation_apart(planned().planner, times, StageTimes((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
+    times = LayerTimes(planned().planner, [cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
+    apart = times.with_recomputation(StageTimes((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
     assert apart.recompute == pytest.approx([1.0, 0.0])  # never less than nothing
     assert apart.backward == pytest.approx([3.0, 4.0])
+
+
+STAGES = StageTimes((2.0, 6.0), (4.0, 12.0), (0.0, 3.0))
+"""Of layers of 6 seconds each, and 3 of recomputation on the second stage."""
+
+
+def costs(of_layers):
+    return [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in of_layers]
+
+
+def test_stages_times_are_shared_among_their_layers():
+    shares = LayerTimes(planned().planner, costs([9.0] * 4), costs([9.0] * 4)).shares(STAGES)
+    assert shares.forward == pytest.approx((2.0,) * 4) and shares.backward == pytest.approx((4.0,) * 4)
+    assert shares.recompute == pytest.approx((0.0, 1.0, 1.0, 1.0))
+
+
+def test_the_best_cut_puts_them_together_anew():
+    cut, stages = LayerTimes(planned().planner, costs([9.0] * 4), costs([9.0] * 4)).best_cut(STAGES)
+    assert list(cut.counts) == [2, 2]
+    assert stages.forward == pytest.approx((4.0, 4.0)) and stages.recompute == pytest.approx((1.0, 2.0))
+
+
+def test_without_recomputation_stages_take_what_their_layers_do():
+    kept, here = costs([2.0, 3.0, 3.0, 3.0]), costs([4.0] * 4)
+    assert LayerTimes(planned().planner, here, kept).over_here(kept) == pytest.approx([0.5, 0.75])
 
 
 def test_a_number_of_micro_batches_that_a_layer_refuses_is_left_out():

@@ -19,10 +19,7 @@ from jpipe.planning.costs import Cost
 from jpipe.tools.measure import LayerTimes, ProcessTime, StageTimes, StepModel
 from jpipe.tools.profile import (
     MicrobatchSize,
-    _factors,
-    best_cut,
     find,
-    layer_shares,
     microbatch_sizes,
     other_schedules,
     prediction_in_words,
@@ -75,7 +72,7 @@ def test_it_finds_the_layers_to_move(unbalanced, monkeypatch):
     measured = StepModel(pipe.schedule, StageTimes(*map(tuple, stages), (0.0, 0.0)), **seconds)
     module = sys.modules["jpipe.tools.profile"]
     monkeypatch.setattr(module, "measure", lambda *_: measured)
-    monkeypatch.setattr(module, "measure_layers", lambda *_: LayerTimes(layers, layers))
+    monkeypatch.setattr(module, "measure_layers", lambda *_: LayerTimes(pipe.planner, layers, layers))
     found = jpipe.profile(pipe, state, batch, other_sizes=False)
     balance = [finding for finding in found.findings if "balance" in finding.change]
     assert len(balance) == 1
@@ -303,12 +300,13 @@ def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1
     step = contention * stages.makespan(schedule) + idle + update
     model = StepModel(schedule, stages, idle=idle, update=update, measured=step, noise=noise)
     times = LayerTimes(
+        pipe.planner,
         costs(of_layers),
         costs(of_layers, kept, residual_bytes=2**20),
         {m: costs(of_layers, scale) for m, scale in (others or {}).items()},
     )
-    sizes = microbatch_sizes(pipe.planner, BATCH, model, times, other_schedules(pipe.planner, BATCH))
-    return find(pipe.planner, model, times, sizes)
+    sizes = microbatch_sizes(BATCH, model, times, other_schedules(pipe.planner, BATCH))
+    return find(model, times, sizes)
 
 
 def with_change(found):
@@ -449,49 +447,9 @@ def test_a_promise_is_more_than_the_noise():
     assert [finding.text for finding in noisy if "by 25%: something else runs" in finding.text]
 
 
-# --- changes ----------------------------------------------------------------------------------------------------------
-
-
-def planned_of_changes(**options):
-    """A pipeline of four layers that has seen a batch."""
-    options = {"num_stages": 2, "num_microbatches": 4, "balance": [1, 3], "remat": "none"} | options
-    pipe = jpipe.Pipeline([lambda x, i=i: x + i for i in range(4)], lambda y, _: y.mean(), **options)
-    jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
-    return pipe
-
-
-def costs_of_changes(of_layers):
-    return [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in of_layers]
-
-
-STAGES = StageTimes((2.0, 6.0), (4.0, 12.0), (0.0, 3.0))
-"""Of layers of 6 seconds each, and 3 of recomputation on the second stage."""
-
-
-def test_stages_times_are_shared_among_their_layers():
-    shares = layer_shares(
-        planned_of_changes().planner, LayerTimes(costs_of_changes([9.0] * 4), costs_of_changes([9.0] * 4)), STAGES
-    )
-    assert shares.forward == pytest.approx((2.0,) * 4) and shares.backward == pytest.approx((4.0,) * 4)
-    assert shares.recompute == pytest.approx((0.0, 1.0, 1.0, 1.0))
-
-
-def test_the_best_cut_puts_them_together_anew():
-    cut, stages = best_cut(
-        planned_of_changes().planner, LayerTimes(costs_of_changes([9.0] * 4), costs_of_changes([9.0] * 4)), STAGES
-    )
-    assert cut.counts == (2, 2) or list(cut.counts) == [2, 2]
-    assert stages.forward == pytest.approx((4.0, 4.0)) and stages.recompute == pytest.approx((1.0, 2.0))
-
-
-def test_without_recomputation_stages_take_what_their_layers_do():
-    kept, here = costs_of_changes([2.0, 3.0, 3.0, 3.0]), costs_of_changes([4.0] * 4)
-    assert _factors(planned_of_changes().planner, kept, here) == pytest.approx([0.5, 0.75])
-
-
 def test_an_order_of_ones_own_is_tried_with_no_other_number_of_micro_batches():
     own = [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]
     for name in ("custom", "1f1b", "naive", "interleaved"):
         schedule = jpipe.Schedule(own, slots=("FB",), name=name)
-        assert other_schedules(planned_of_changes(num_microbatches=2, schedule=schedule).planner, BATCH) == {}
-    assert sorted(other_schedules(planned_of_changes(schedule=named("gpipe")).planner, BATCH)) == [1, 2, 8, 16]
+        assert other_schedules(planned(num_microbatches=2, schedule=schedule).planner, BATCH) == {}
+    assert sorted(other_schedules(planned(schedule=named("gpipe")).planner, BATCH)) == [1, 2, 8, 16]
