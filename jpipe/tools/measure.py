@@ -373,7 +373,7 @@ class Program:
         return self.compiled(*self._arguments, only)
 
 
-def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> StepModel:
+def measure_step(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> StepModel:
     """Times the whole step and its parts; what a backward computes anew isn't apart yet.
 
     Args:

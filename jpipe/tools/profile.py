@@ -29,18 +29,8 @@ from jpipe.processes.tables import Table, bytes_in_words, folded
 from jpipe.schedules.orders import has_its_name, make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
-from jpipe.tools.measure import (
-    LayerTimes,
-    ProcessTime,
-    Program,
-    StageTimes,
-    StepModel,
-    host_names,
-    measure,
-    measure_layers,
-    memory_of,
-    process_times,
-)
+from jpipe.tools import measure
+from jpipe.tools.measure import LayerTimes, ProcessTime, StageTimes, StepModel
 from jpipe.tools.page import Page, PipelineFacts, facts_of, show
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.training.train_state import TrainState
@@ -171,18 +161,18 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
     check_complete(pipe.plan, state.variables)
     # With actions left out, and in layers alone on random numbers, what is computed means nothing.
     with task("profiling a training step"), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
-        program = Program(pipe, state, batch)
-        measured = measure(pipe, program, state, rounds)
+        program = measure.Program(pipe, state, batch)
+        model = measure.measure_step(pipe, program, state, rounds)
         others = other_schedules(planner, batch) if other_sizes else {}
         with task("timing layers alone"):
-            times = measure_layers(planner, batch, list(others))
-        stages = times.with_recomputation(measured.stages)
-        model = replace(measured, stages=stages)
+            times = measure.measure_layers(planner, batch, list(others))
+        stages = times.with_recomputation(model.stages)
+        model = replace(model, stages=stages)
         sizes = microbatch_sizes(batch, model, times, others)
-        processes = process_times(times.by_process, host_names(), pipe.mesh)
+        processes = measure.process_times(times.by_process, measure.host_names(), pipe.mesh)
         alone = stages.makespan(pipe.schedule) + model.idle + model.update
         notes = (prediction_in_words(model.measured, alone, model.noise),)
-        cost = replace(model.what_if(), timeline=None, bytes=memory_of(program, state), notes=notes)
+        cost = replace(model.what_if(), timeline=None, bytes=measure.memory_of(program, state), notes=notes)
         facts = facts_of(planner, repr(pipe), batch)
     in_ms = stages.in_ms
     return Profile(

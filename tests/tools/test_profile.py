@@ -70,9 +70,8 @@ def test_it_finds_the_layers_to_move(unbalanced, monkeypatch):
     stages = [[sum(getattr(cost, name) for cost in part) for part in (layers[:2], layers[2:])] for name in KINDS]
     seconds = {"measured": 0.14, "update": 0.001, "idle": 0.002, "setup": 0.001, "noise": 0.01}
     measured = StepModel(pipe.schedule, StageTimes(*map(tuple, stages), (0.0, 0.0)), **seconds)
-    module = sys.modules["jpipe.tools.profile"]
-    monkeypatch.setattr(module, "measure", lambda *_: measured)
-    monkeypatch.setattr(module, "measure_layers", lambda *_: LayerTimes(pipe.planner, layers, layers))
+    monkeypatch.setattr("jpipe.tools.measure.measure_step", lambda *_: measured)
+    monkeypatch.setattr("jpipe.tools.measure.measure_layers", lambda *_: LayerTimes(pipe.planner, layers, layers))
     found = jpipe.profile(pipe, state, batch, other_sizes=False)
     balance = [finding for finding in found.findings if "balance" in finding.change]
     assert len(balance) == 1
