@@ -72,7 +72,7 @@ def predict_time(
     step = planner.training_step(planner.for_training(batch))
     held, hosts = ledger(planner, batch, tx, chip)
     schedule, bounds, network = step.schedule, step.plan.partition.bounds, Network.of(chip, planner.request.mesh)
-    of_layers, of_links, ends = _work(step, network)
+    of_layers, of_links, (ends_compute, ends_send) = _work(step, network)
     work, links = of_layers.summed(bounds), of_links.summed(bounds)
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     # All stages wait for the slowest hop: between two hosts, if stages are on several.
@@ -80,13 +80,12 @@ def predict_time(
     timeline = in_time(schedule, work, hop, moves)
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, waited = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
-    computed, sent = (schedule.num_microbatches * ends).tolist()
     hosted = hosts.get("optimizer", 0)
     moved = _update_passes(step) * held.parameters + 2 * (held.optimizer + hosted)
     seconds = Parts(
-        computation=busy - waited + computed,
+        computation=busy - waited + schedule.num_microbatches * ends_compute,
         bubble=alone.makespan - busy,
-        collectives=waited + sent + _sent_apart(step, network),
+        collectives=waited + schedule.num_microbatches * ends_send + _sent_apart(step, network),
         update=moved / chip.pass_bandwidth,
     )
     of_state = _on_link(hosted, chip)
@@ -119,50 +118,50 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     return [sum(seconds) for seconds in zip(work.times["F"], work.times["B"], work.anew, strict=True)]
 
 
-def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
-    """The layers' work, `[N]`; that part of it in which they wait for transfers; and what ends take, `[2]`.
+def _work(step: Step, network: Network) -> tuple[Work, Work, list[float]]:
+    """The layers' work, `[N]`; that part of it in which they wait for links; and the seconds of shared ends.
 
-    Ends that all stages compute together take the seconds of kernels and those of transfers for each micro-batch, and
-    nothing among the layers.
+    Ends that all stages compute together take these, of (kernels, links), for each micro-batch, and nothing among the
+    layers.
     """
     layers = zip(step.model.traced_as, step.layers, strict=True)
     of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
-    table = np.stack([of_group[g] for g in step.plan.traced.group_of], axis=1)  # [kinds, N, 2]
-    ends = np.zeros(2)
+    by_layer = [of_group[g] for g in step.plan.traced.group_of]
+    kernels, links = ({kind: np.array([of[i][kind] for of in by_layer]) for kind in "FRBIW"} for i in (0, 1))
+    ends = [0.0, 0.0]
     if step.ends.shared:
-        ends = table[:3, [0, -1]].sum(axis=(0, 1))
-        table[:, [0, -1]] = 0.0
-    tables = table.sum(axis=2), table[..., 1]
-    whole, links = (dict(zip(KINDS, seconds.tolist(), strict=True)) for seconds in tables)
-    return Work(whole, whole["R"]), Work(links, links["R"]), ends
-
-
-KINDS = "FRBIW"
-"""The kinds of actions of which layers have seconds: R is what is computed anew before a backward."""
+        ends = [sum(float(seconds[kind][[0, -1]].sum()) for kind in "FRB") for seconds in (kernels, links)]
+        for seconds in (*kernels.values(), *links.values()):
+            seconds[[0, -1]] = 0.0
+    whole = {kind: (seconds + links[kind]).tolist() for kind, seconds in kernels.items()}
+    waits = {kind: seconds.tolist() for kind, seconds in links.items()}
+    return Work(whole, whole["R"]), Work(waits, waits["R"]), ends
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: bool) -> np.ndarray:
-    """`[kinds, 2]`: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
+def _layer_seconds(
+    layer: DeviceLayer, network: Network, stores_residuals: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds of a layer's kernels on a device, and of its transfers to the others of its stage, by kind of action.
 
-    R is nothing where stages store residuals. I is a backward but for that part W which only gradients of parameters
-    need, and writes down what W reads.
+    R is what is computed anew before a backward: nothing where stages store residuals. I is a backward but for that
+    part W which only gradients of parameters need, and writes down what W reads.
     """
-    forward, backward = on_device.forward, on_device.backward_jaxpr
-    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
+    forward, backward = layer.forward, layer.backward_jaxpr
+    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, layer.gradients.params))
     numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
-
-    def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
-        part, _ = needed_part(jaxpr, wanted)
-        sent = sent_in(part.jaxpr, dict(network.torus.sizes))
-        return np.array([roofline(part, network.chip), network.seconds(sent)])
-
-    keeping = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
-    first = keeping if stores_residuals else seconds(forward.jaxpr, [i < results for i in numbers])
-    again = np.zeros(2) if stores_residuals else keeping
-    whole, inputs = (seconds(backward, [i >= start for i in gradients]) for start in (0, params))
-    written = pass_seconds(on_device.split.w_inputs if on_device.split is not None else (), network.chip)
-    return np.stack([first, again, whole, inputs + np.array([written, 0.0]), whole - inputs])
+    needed = lambda jaxpr, wanted: needed_part(jaxpr, wanted)[0]
+    keeping = needed(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
+    parts = {"F": keeping if stores_residuals else needed(forward.jaxpr, [i < results for i in numbers])}
+    parts |= {kind: needed(backward, [i >= start for i in gradients]) for kind, start in (("B", 0), ("I", params))}
+    parts |= {} if stores_residuals else {"R": keeping}
+    kernels = {"R": 0.0} | {kind: roofline(part, network.chip) for kind, part in parts.items()}
+    sent = {kind: sent_in(part.jaxpr, dict(network.torus.sizes)) for kind, part in parts.items()}
+    links = {"R": 0.0} | {kind: network.seconds(transfers) for kind, transfers in sent.items()}
+    for seconds in (kernels, links):
+        seconds["W"] = seconds["B"] - seconds["I"]
+    kernels["I"] += pass_seconds(layer.split.w_inputs if layer.split is not None else (), network.chip)
+    return kernels, links
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:
