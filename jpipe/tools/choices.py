@@ -1,4 +1,4 @@
-"""What `jpipe.plan` chooses: settings, what is predicted of them, the table of the best, and advice on the first."""
+"""Settings that `jpipe.plan` chooses among, what is predicted of them, the table of the best, advice on the first."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +63,8 @@ LIMITS = {"computation": "compute", "collectives": "links"}
 LARGE_BUBBLE = 0.1
 SMALL = 0.9
 """Layers whose time shrinks below this part with twice the examples a micro-batch didn't fill the device."""
+FELT = 0.01
+"""The part of what the first choice gains on the second from which on a part of the step is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,8 @@ def _ahead(first: Choice, second: Choice) -> str:
     """Why the first choice is ahead of the second: the parts of the step that are shorter or longer, by how much."""
     if second.compiled is not None and not second.compiled.fits:
         return "1. is ahead of 2., which doesn't fit once it is compiled"
-    more = {name: second.time.get(name, 0.0) - first.time.get(name, 0.0) for name in {**first.time, **second.time}}
-    parts = sorted(filter(more.get, more), key=lambda name: -abs(more[name]))
-    words = [f"{ms_in_words(abs(more[name]))} ms {'less' if more[name] > 0 else 'more'} {name}" for name in parts]
-    return f"1. takes {ms_in_words(second.seconds - first.seconds)} ms less than 2.: {', '.join(words)}"
+    gain, names = second.seconds - first.seconds, {**first.time, **second.time}
+    gains = {name: second.time.get(name, 0.0) - first.time.get(name, 0.0) for name in names}
+    felt = sorted((name for name in gains if abs(gains[name]) > FELT * gain), key=lambda name: -abs(gains[name]))
+    words = [f"{ms_in_words(abs(gains[name]))} ms {'less' if gains[name] > 0 else 'more'} {name}" for name in felt]
+    return f"1. takes {ms_in_words(gain)} ms less than 2.: {', '.join(words)}"

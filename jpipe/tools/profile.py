@@ -90,18 +90,16 @@ class Profile:
 
     def __str__(self) -> str:
         findings = [folded(f"- {finding.text}") for finding in self.findings] or ["none"]
-        tables = [table.described() for table in self._tables()]
-        return "\n\n".join([*tables, str(self.cost), "\n".join(["Findings", *findings])])
+        return "\n\n".join([*(table.described() for table in self._tables()), "\n".join(["Findings", *findings])])
 
     def _repr_html_(self) -> str:
         items = "".join(f"<li>{escape(finding.text)}</li>" for finding in self.findings) or "<li>none</li>"
-        tables = [*(table.html() for table in self._tables()), self.cost._repr_html_()]
-        return "<br>".join([*tables, f"<b>Findings</b><ul>{items}</ul>"])
+        return "<br>".join([*(table.html() for table in self._tables()), f"<b>Findings</b><ul>{items}</ul>"])
 
     def _tables(self) -> list[Table]:
         stages = stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes)
         processes = [process_table(self.processes)] if self.processes else []
-        return [stages, *processes, size_table(self.sizes, self.schedule.num_microbatches)]
+        return [stages, *processes, size_table(self.sizes, self.schedule.num_microbatches), self.cost.table()]
 
     def as_dict(self) -> dict[str, object]:
         """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""

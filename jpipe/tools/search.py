@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import jax
 import optax
@@ -118,7 +118,7 @@ def plan(
 def _hardware(
     topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object
 ) -> tuple[str, int, Chip, list[Device]]:
-    """What is planned for, checked: its name, the number of its devices, one of them, and what stands for them."""
+    """Checks what is planned for; returns its name, the number of its devices, one of them, and what stands for them."""
     check_one(topology, devices)
     if topology is None:
         at_hand = list(jax.devices() if devices is None else devices)
@@ -140,6 +140,7 @@ def _hardware(
 # --- the settings -----------------------------------------------------------------------------------------------------
 
 
+Word = TypeVar("Word")
 WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
 """Schedules with V. "gpipe" takes the time of "1f1b" and more memory."""
 MICROBATCHES_A_STAGE = 4
@@ -231,13 +232,14 @@ class Space:
             f"{self.num_devices} devices"
         )
 
-    def _of(self, name: str, *words: Any) -> tuple[Any, ...]:
-        """What is searched of an argument: these, or what is pinned."""
-        return (self.pinned[name],) if name in self.pinned else words
+    def _of(self, name: str, *words: Word) -> tuple[Word, ...]:
+        """The values of an argument that are searched: these, or the one that is pinned."""
+        return (cast("Word", self.pinned[name]),) if name in self.pinned else words
 
     def _ways(self, setting: Setting) -> list[tuple[str | Schedule, int]]:
         """Schedules with V that there are layers for; of those that aren't known, any V that may suit."""
-        (name,), (count,) = self._of("schedule", None), self._of("num_chunks", None)
+        pinned = self.pinned.get("schedule"), self.pinned.get("num_chunks")
+        name, count = cast("tuple[str | Schedule | None, int | None]", pinned)
         ways = [way for way in WAYS if name in (None, way[0]) and count in (None, way[1])]
         if setting.num_stages == 1 and name is None and count is None:
             ways = [WAYS[0]]

@@ -89,10 +89,14 @@ class StepCost(Tabular):
         """A row for each part of the bytes on its host; none if nothing lies there."""
         return _rows("on the host: {}", self.host, bytes_in_words)
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """Seconds by slice and bytes by part, with their shares."""
         rows = [*self.rows_of_seconds(), *self.rows_of_bytes(), *self.rows_on_host()]
         header = ("of a device", self.source, "share")
         return Table("A training step, by what its time goes into, and what it holds", header, rows, {}, self.notes)
+
+    def _table(self) -> Table:
+        return self.table()
 
 
 def _rows(name: str, parts: Parts, in_words: Callable[[float], str], total: str = "") -> list[Row]:
