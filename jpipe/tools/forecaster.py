@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -21,15 +21,13 @@ from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
 from jpipe.planning.planner import Planner
-from jpipe.planning.request import Request
-from jpipe.planning.step import Step
 from jpipe.processes.progress import task
 from jpipe.processes.runtime import found_no_room, found_no_tiles
 from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.simulate import Timeline
 from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, Network, check_one, chip_of, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
-from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read, with_waits
+from jpipe.tools.compiled_program import compile_with_text, count_cycles, read, with_waits
 from jpipe.tools.memory_model import bytes_at_rest
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.tools.summary import remedies, room_on
@@ -185,7 +183,7 @@ def forecast(
     targets = parse_topology(topology).devices() if topology is not None else devices
     there = pipe if targets is None else _moved(pipe, targets, topology)
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
-    device, planner = there.mesh.devices.flat[0], there.planner
+    device, planner, smaller = there.mesh.devices.flat[0], there.planner, remedies(there.planner.request)
     state, where = there.abstract_state(shapes, tx), topology or device.device_kind
     title, cost = f"A step of {pipe!r} on {where}", StepCost("compiled", Parts(), bytes_at_rest(state))
     known = Forecast(title, True, cost, _flops(planner, shapes), None, _collectives(planner, shapes, title))
@@ -196,7 +194,7 @@ def forecast(
         except jax.errors.JaxRuntimeError as error:
             if not found_no_room(error):
                 raise
-            return _refused(known, planner.request, str(error))
+            return _refused(known, smaller, str(error))
     known = replace(known, cost=_with_bytes(cost, compiled))
     chip = chip_of(device)
     if chip is not None and 0 < chip.host.memory < known.cost.host.total:
@@ -205,14 +203,12 @@ def forecast(
         room = room_on(there.mesh) or chip.room
         if known.total_bytes > room:
             used, most = bytes_in_words(known.total_bytes), bytes_in_words(room)
-            return _too_large(
-                known, planner.request, f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
-            )
+            return _too_large(known, smaller, f"the step takes {used}, and JAX has at most {most} of a GPU's memory")
         share = known.total_bytes / chip.memory
         told = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
         known = replace(known, message=told)
     elif text:
-        known = _with_cycles(known, planner.training_step(planner.for_training(shapes)), read(text), chip, there.mesh)
+        known = _with_cycles(known, planner, shapes, text, chip)
     if chip is None or not (chip.gpu or known.cost.host):
         return known
     return replace(known, cost=_with_prediction(known.cost, predict_time(planner, shapes, chip, tx=tx)))
@@ -255,8 +251,9 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
         return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 
 
-def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None, mesh: Mesh) -> Forecast:
+def _with_cycles(known: Forecast, planner: Planner, batch: Batch, text: str, chip: Chip | None) -> Forecast:
     """Adds cycles, and seconds if the chip is known; transfers take as long as the chip waits for them."""
+    step, program, mesh = planner.training_step(planner.for_training(batch)), read(text), planner.request.mesh
     work, parts, timeline = count_cycles(step, program)
     cycles = {kind: max(of_stages) for kind, of_stages in work.times.items()}
     cycles |= {name: parts[name] for name in ("ticks", "ends", "update")}
@@ -269,18 +266,17 @@ def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None, 
     return replace(known, cycles=cycles, cost=replace(known.cost, seconds=seconds, timeline=timeline))
 
 
-def _refused(known: Forecast, request: Request, error: str) -> Forecast:
+def _refused(known: Forecast, smaller: Mapping[str, list[str]], error: str) -> Forecast:
     """The forecast of a step for which there is no room, as its compiler says."""
     message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
     held = known.cost.bytes
     used = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", error)  # the first number before one of these words
     left = max(0, int(float(used[1]) * UNITS[used[2]]) - held.total) if used else 0
-    return _too_large(replace(known, cost=replace(known.cost, bytes=Parts(held, temporaries=left))), request, message)
+    return _too_large(replace(known, cost=replace(known.cost, bytes=Parts(held, temporaries=left))), smaller, message)
 
 
-def _too_large(known: Forecast, request: Request, message: str) -> Forecast:
+def _too_large(known: Forecast, smaller: Mapping[str, list[str]], message: str) -> Forecast:
     """The forecast of a step that doesn't fit: advises what makes temporaries smaller first, if they are most of it."""
-    smaller = remedies(request)
     parts = ["residuals"] * (2 * known.cost.bytes.temporaries > known.total_bytes) + ["parameters", "casts"]
     advice = dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part])
     return replace(known, fits=False, message=message, advice=tuple(advice))

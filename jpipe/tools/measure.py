@@ -36,10 +36,9 @@ from jax.sharding import Mesh
 from jpipe.execution import programs
 from jpipe.memory.batches import cut_batch, on_all, on_mesh
 from jpipe.mesh.axes import AXIS
-from jpipe.model.groups import Model
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
-from jpipe.model.traced_layer import TracedLayer, trace_layer
+from jpipe.model.traced_layer import trace_layer
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import Cost, timed_costs
 from jpipe.planning.partition import Partition, partition
@@ -47,7 +46,6 @@ from jpipe.planning.planner import Planner
 from jpipe.processes.progress import task
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
-from jpipe.schedules.ticks import TickTable
 from jpipe.tools.memory_model import bytes_at_rest
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.training.train_state import TrainState, apply_update
@@ -251,7 +249,7 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
         all of them if no device has memory for them.
     """
 
-    def traced(num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
+    def traced(num_microbatches: int):
         micro = cut_batch(batch, num_microbatches * planner.request.splits.num_shards)
         return planner.model(micro), planner.layers(micro, key_shape())
 
@@ -259,7 +257,8 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
     variants = [(model, layers)]
     if planner.request.remat is not MODES["none"]:
         with planner.tracing():
-            variants.append((model, [trace_layer(replace(one.function, remat=MODES["none"])) for one in layers]))
+            layers = tuple(trace_layer(replace(one.function, remat=MODES["none"])) for one in layers)
+            variants.append((model, layers))
     tried = {}
     for num_microbatches in others:
         with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
@@ -352,7 +351,7 @@ class Program:
         planner = pipe.planner
         with task("compiling the measured step"):
             step = planner.training_step(planner.for_training(batch), state.key)
-            self.table: TickTable = step.table
+            self.table = step.table
             self.batch, self._mesh = on_mesh(batch, pipe.mesh), pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(programs.value_and_grad, step))

@@ -23,7 +23,6 @@ from jpipe.jax.in_place import HOST
 from jpipe.jax.inside import needed_part, with_axis_types, with_named_axes
 from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
-from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.memory.layout import Layout, StageTree, may_go
 from jpipe.mesh.axes import AXIS, split_by
@@ -348,7 +347,14 @@ def ledger(
         name: bytes_of(jax.eval_shape(partial(layout.zeros, accumulator_dtype))) for name, layout in layouts.items()
     }
     casts, whole = _narrow_copies(step)
-    brought = sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
+    # What is gathered, or brought to its stage, for the step; of parameters what isn't only cast.
+    there = {
+        name: (jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)) for name, layout in layouts.items()
+    }
+    isnt_cast = lambda name, buffer: name != "params" or buffer in whole
+    brought = [
+        a for name, (rest, work) in there.items() for n, a in work.items() if rest.get(n) != a and isnt_cast(name, n)
+    ]
     splits, leaves = planner.request.splits, jax.tree.leaves(step.model.batch)
     micro = bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
     with planner.tracing():
@@ -357,7 +363,9 @@ def ledger(
         parameters=at_rest.pop("params"),
         optimizer=optimizer + state_away * (not is_apart),  # the hosts' memory is another but on CPUs
         gradients=sums["params"],
-        other_variables=sum(at_rest.values()) + brought + sum(sums[n] for n in step.collections("state", GRADIENT)),
+        other_variables=sum(at_rest.values())
+        + bytes_of(brought)
+        + sum(sums[n] for n in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * micro,
         boundaries=boundary_bytes(step, compiler),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),
@@ -395,12 +403,6 @@ def _narrow_copies(step: Step) -> tuple[int, set[str]]:
         return sum(params[name].size * dtype.itemsize for name, dtype in narrow.items()), params.keys() - narrow.keys()
     uses = weight_uses(step)
     return sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts), uses.whole
-
-
-def _brought(layout: WorkLayout, used: set[str] | None) -> int:
-    """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
-    at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
-    return bytes_of([a for n, a in at_work.items() if at_rest.get(n) != a and (used is None or n in used)])
 
 
 def compiler_for(chip: Chip | None) -> Compiler:

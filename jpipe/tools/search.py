@@ -17,7 +17,6 @@ from jpipe.jax.trees import bytes_of
 from jpipe.memory.batches import batch_size, cut_for_evaluation
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.users_mesh import make_mesh
-from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
 from jpipe.model.remat import MODES
 from jpipe.pipeline import Pipeline
@@ -118,7 +117,7 @@ def plan(
 def _hardware(
     topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object
 ) -> tuple[str, int, Chip, list[Device]]:
-    """Checks what is planned for; returns its name, the number of its devices, one of them, and what stands for them."""
+    """Checks what is planned for; returns its name, the number of devices, one of them, and what stands for them."""
     check_one(topology, devices)
     if topology is None:
         at_hand = list(jax.devices() if devices is None else devices)
@@ -307,7 +306,7 @@ class Search:
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
-    _groups: tuple[LayerGroup, ...] = field(default=(), init=False)
+    _largest: tuple[int, str] = field(default=(0, ""), init=False)
     _refusal: Exception | None = field(default=None, init=False)
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
@@ -342,7 +341,7 @@ class Search:
         held = least.cost.bytes
         part = max(held, key=lambda part: held[part])
         with_others = 2 + held.optimizer / max(1, held.parameters)  # gradients, and the optimiser's
-        size, layer = max((bytes_of(group.variables.get("params")), words_of(group)) for group in self._groups)
+        size, layer = self._largest
         remedy = "pass more devices, or a batch that can be cut into smaller micro-batches"
         if (alone := int(size * with_others)) > self.room:
             remedy = (
@@ -366,8 +365,9 @@ class Search:
         mesh = mesh_of_nowhere({AXIS: 1, **dict.fromkeys(axes, 1)})
         planner = self.make(num_stages=1, num_microbatches=1, mesh=mesh).planner
         with warnings.catch_warnings(action="ignore"):
-            self._groups = planner.plan_for(self.batch).traced.groups
-        named = {name for group in self._groups for name in group.asked_axes | group.constrained}
+            groups = planner.plan_for(self.batch).traced.groups
+        self._largest = max((bytes_of(group.variables.get("params")), words_of(group)) for group in groups)
+        named = {name for group in groups for name in group.asked_axes | group.constrained}
         names = ({*axes} or named) - {AXIS}
         data = planner.request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
         others, num_layers = tuple(sorted(names.difference(data))), len(planner.request.layers)
