@@ -162,9 +162,20 @@ class Chip:
 
     @property
     def fuses(self) -> bool:
-        """Whether elementwise operations become part of the products that read them, as on a TPU."""
+        """Whether elementwise operations become part of the products that read them, as on a TPU.
+
+        Such products read slices as they lie, and one that nothing else reads is added to the sum that it is for.
+        """
         return self.tile > 1
 
+    @property
+    def in_place(self) -> bool:
+        """Whether elementwise results take the place of what they read last, and products read operands as they lie."""
+        return self.fuses or self.gpu is not None
+
+
+UNKNOWN = Chip("unknown", 1.0, 0, 1.0, 1.0, None)
+"""A device of which nothing is known; its compiler is taken for a CPU's."""
 
 # "How to Scale Your Model", 'TPU specs', has the links of TPUs: typically 15 GB/s a chip (two cores of v2 and v3; v2 is
 # assumed to be as v3), of v6e 32 GB/s. Those of GPUs are the peaks of PCI Express x16, generations 4 and 5. Memory by

@@ -34,7 +34,7 @@ from jpipe.partitioner.shardings import part_structs
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.tools.chips import Chip, chip_of
+from jpipe.tools.chips import UNKNOWN, Chip, chip_of
 from jpipe.tools.step_cost import Parts
 from jpipe.training.train_state import TrainState, abstract_state
 from jpipe.types import Batch, Leaf
@@ -42,35 +42,19 @@ from jpipe.types import Batch, Leaf
 _COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 """Elementwise operations that compilers carry out once, however many read their result."""
 _FUSED = ELEMENTWISE | MOVES | {"dynamic_slice"}
-_READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """Says which values a compiler makes arrays of, and where these lie; by default as a CPU's does.
+def _reads_fused(equation: JaxprEqn, chip: Chip) -> bool:
+    """Whether an equation need not have an array to read: what it reads may be computed where it reads it."""
+    name = equation.primitive.name
+    return name in _FUSED or name in REDUCTIONS or (name == "dot_general" and chip.fuses)
 
-    Attributes:
-      into_products: whether it fuses elementwise operations into all products that read them, reads slices as they
-        lie, and adds a product that nothing else reads to the sum that it is for.
-      near: bytes of arrays that it holds on the chip, so that they take no memory.
-      in_place: whether elementwise results take the place of what they read last, products read operands as they lie,
-        and activations that wait at a boundary stay where they are.
-    """
 
-    into_products: bool = False
-    near: int = 0
-    in_place: bool = False
-
-    @property
-    def reads_fused(self) -> frozenset[str]:
-        """The primitives that need not have an array to read."""
-        return _READ_FUSED | ({"dot_general"} if self.into_products else set())
-
-    def fuses(self, equation: JaxprEqn) -> bool:
-        """Whether what an equation gives is no array of its own: single numbers are scattered in place."""
-        name = equation.primitive.name
-        numbers = name.startswith("scatter") and not equation.params["dimension_numbers"].update_window_dims
-        return name in _FUSED or numbers
+def _is_fused(equation: JaxprEqn) -> bool:
+    """Whether what an equation gives is no array of its own: single numbers are scattered in place."""
+    name = equation.primitive.name
+    numbers = name.startswith("scatter") and not equation.params["dimension_numbers"].update_window_dims
+    return name in _FUSED or numbers
 
 
 class _Held:
@@ -96,7 +80,7 @@ class _Held:
         return sum(size for v, size in self._sizes.items() if v in self._far)
 
 
-def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: Compiler = Compiler()) -> int:
+def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), chip: Chip = UNKNOWN) -> int:
     """The most bytes of arrays that a function's equations hold at one time, its operands not counted.
 
     Results count only while they are made: whoever calls the function says where they go.
@@ -110,7 +94,8 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
       closed: the function.
       copied: indices of operands that are slices of larger arrays: each operation that isn't fused reads a copy of its
         own, which is made at the start.
-      compiler: the compiler, which decides what is fused.
+      chip: the device, whose compiler decides what is fused. Half of a TPU's vector memory is taken to be for these
+        arrays, the other half for what is fetched ahead.
     """
     kept = [True] * len(closed.jaxpr.invars)
     jaxpr = without_calls(needed_part(closed, [True] * len(closed.jaxpr.outvars), keep=kept)[0]).jaxpr
@@ -119,34 +104,34 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
     for i, equation in enumerate(equations):
         for v in _variables(equation):
             readers[v].append(i)
-    made_of = _made_of(equations, slices, readers, compiler)
+    made_of = _made_of(equations, slices, readers, chip)
     last: dict[Var, int] = defaultdict(lambda: -1)
     for v, parts in made_of.items():
         for part in parts:
             last[part] = max([last[part], *readers[v]])
-    most, held = 0, _Held(compiler.near)
+    most, held = 0, _Held(chip.vector_memory // 2)
     for v in slices:
-        held.begin([v], sum(equations[i].primitive.name not in compiler.reads_fused for i in readers[v]))
+        held.begin([v], sum(not _reads_fused(equations[i], chip) for i in readers[v]))
     for i, equation in enumerate(equations):
-        if equation.primitive.name in ELEMENTWISE and compiler.in_place:
+        if equation.primitive.name in ELEMENTWISE and chip.in_place:
             held.end(last, i)
         held.begin(v for v in equation.outvars if v in made_of[v])
-        most = max(most, held.bytes + _inside(equation, compiler))
+        most = max(most, held.bytes + _inside(equation, chip))
         held.end(last, i)
     return most
 
 
 def _made_of(
-    equations: Sequence[JaxprEqn], copied: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
+    equations: Sequence[JaxprEqn], copied: Sequence[Var], readers: Mapping[Var, Sequence[int]], chip: Chip
 ) -> dict[Var, frozenset[Var]]:
     """The arrays that have to live until each value is read: itself alone, if it is one."""
 
     def is_read_whole(v: Var) -> bool:
-        return any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
+        return not all(_reads_fused(equations[i], chip) for i in readers[v])
 
     made_of = {v: frozenset([v] if is_read_whole(v) else []) for v in copied}
     added = set[Var]()  # values that nothing reads but to make results of them
-    for equation in reversed(equations if compiler.into_products else ()):
+    for equation in reversed(equations if chip.fuses else ()):
         for v in equation.outvars:
             fused = all(equations[i].primitive.name in _FUSED for i in readers[v])
             if fused and all(added.issuperset(equations[i].outvars) for i in readers[v]):
@@ -158,20 +143,20 @@ def _made_of(
             made_of.update(zip(equation.outvars, operands, strict=True))
             continue
         parts = frozenset[Var]().union(*(made_of.get(v, ()) for v in _variables(equation)))
-        once = name in _COSTLY and not compiler.into_products
+        once = name in _COSTLY and not chip.fuses
         for v in equation.outvars:
-            apart = not compiler.fuses(equation) or is_read_whole(v) or (once and len(readers[v]) > 1)
+            apart = not _is_fused(equation) or is_read_whole(v) or (once and len(readers[v]) > 1)
             made_of[v] = frozenset([v]) if apart and not (name == "dot_general" and v in added) else parts
     return made_of
 
 
-def _inside(equation: JaxprEqn, compiler: Compiler) -> int:
+def _inside(equation: JaxprEqn, chip: Chip) -> int:
     """Bytes that an equation needs by itself: a loop or a branch in its body, a product for operands that it turns."""
     if equation.primitive.name != "dot_general":
         bodies = jaxprs_in_params(equation.params)
         closed = [body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()) for body in bodies]
-        return max((working_bytes(body, (), compiler) for body in closed), default=0)
-    if compiler.in_place:
+        return max((working_bytes(body, (), chip) for body in closed), default=0)
+    if chip.in_place:
         return 0
     contracted, batch = equation.params["dimension_numbers"]
     return sum(map(_turned, equation.invars, contracted, batch, (True, False)))
@@ -335,8 +320,8 @@ def ledger(
     planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
 ) -> tuple[Parts[int], Parts[int]]:
     """All bytes of a training step: those of `predict_memory`, and those of `predict_host_memory`."""
-    chip = chip or chip_of(planner.request.mesh.devices.flat[0])
-    compiler, is_apart = compiler_for(chip), bool(chip and chip.host.memory) or not planner.request.splits.on_cpu
+    chip = chip or chip_of(planner.request.mesh.devices.flat[0]) or UNKNOWN
+    is_apart = bool(chip.host.memory) or not planner.request.splits.on_cpu
     step = planner.training_step(planner.for_training(batch))
     optimizer, state_away = optimizer_bytes(planner, batch, tx)
     away = step.kept.away.values()
@@ -358,7 +343,7 @@ def ledger(
     splits, leaves = planner.request.splits, jax.tree.leaves(step.model.batch)
     micro = bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
     with planner.tracing():
-        work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
+        work = max(_of_layer(step, g, planner.request.mesh, chip) for g in range(len(step.layers)))
     device = Parts(
         parameters=at_rest.pop("params"),
         optimizer=optimizer + state_away * (not is_apart),  # the hosts' memory is another but on CPUs
@@ -367,7 +352,7 @@ def ledger(
         + bytes_of(brought)
         + sum(sums[n] for n in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * micro,
-        boundaries=boundary_bytes(step, compiler),
+        boundaries=boundary_bytes(step, chip),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),
         work=work,
         casts=casts,
@@ -376,7 +361,7 @@ def ledger(
     return device, Parts({name: size for name, size in hosted.items() if size})
 
 
-def boundary_bytes(step: Step, compiler: Compiler) -> int:
+def boundary_bytes(step: Step, chip: Chip) -> int:
     """Bytes of activations and cotangents between layers and stages, on a device.
 
     A stage has one of each under way through its layers, those that have arrived and wait, and one on its way. A CPU's
@@ -387,7 +372,7 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
         on_stage = jax.eval_shape(boundaries.empty)
         crosses = bytes_of(jax.eval_shape(boundaries.crossing, on_stage))
         rows = step.table.rows_written(name)
-        copied = rows if rows > 1 and name == "activation" and not compiler.in_place else 0
+        copied = rows if rows > 1 and name == "activation" and not chip.in_place else 0
         total += bytes_of(on_stage) + crosses * (rows + (rows > 0) + copied)
     if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
         first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
@@ -405,31 +390,17 @@ def _narrow_copies(step: Step) -> tuple[int, set[str]]:
     return sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts), uses.whole
 
 
-def compiler_for(chip: Chip | None) -> Compiler:
-    """The habits of a chip's compiler; that of an unknown chip is taken for a CPU's.
-
-    Half of a TPU's vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
-    """
-    if chip is not None and chip.gpu is not None:
-        return Compiler(in_place=True)
-    if chip is not None and chip.vector_memory:
-        return Compiler(into_products=True, near=chip.vector_memory // 2, in_place=True)
-    return Compiler()
-
-
-def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
+def _of_layer(step: Step, g: int, mesh: Mesh, chip: Chip) -> int:
     """The most that a forward or a backward holds for one layer of a group."""
     # One of several layers' weights is a slice of a buffer.
     storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
     places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
     weights = tuple(i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1)
-    return _working(step.layers[g], step.functions[g], mesh, compiler, weights)
+    return _working(step.layers[g], step.functions[g], mesh, chip, weights)
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _working(
-    layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
-) -> int:
+def _working(layer: DeviceLayer, function: LayerFunction, mesh: Mesh, chip: Chip, weights: tuple[int, ...]) -> int:
     """The most bytes that a layer's forward or backward holds, if the weights of these indices are slices."""
     layer = replace(layer, rewrite=lambda closed: closed)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
@@ -438,9 +409,9 @@ def _working(
     manual = with_axis_types(mesh.abstract_mesh, dict.fromkeys(mesh.axis_names, AxisType.Manual))
     with jax.sharding.use_abstract_mesh(manual):
         backward, _ = with_named_axes(layer.backward, mesh.shape)(arguments, layer.residuals, outputs)
-    if compiler.into_products:  # they read slices as they lie
-        return max(working_bytes(jaxpr, (), compiler) for jaxpr in (layer.forward.jaxpr, backward))
+    if chip.fuses:  # they read slices as they lie
+        return max(working_bytes(jaxpr, (), chip) for jaxpr in (layer.forward.jaxpr, backward))
     # Residuals in a row are slices too.
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
-    forward = working_bytes(layer.forward.jaxpr, weights, compiler)
-    return max(forward, working_bytes(backward, [*weights, *residuals], compiler))
+    forward = working_bytes(layer.forward.jaxpr, weights, chip)
+    return max(forward, working_bytes(backward, [*weights, *residuals], chip))
