@@ -54,14 +54,7 @@ from jpipe.types import Batch, PyTree
 MILLISECONDS = 1e3
 """Timelines are in milliseconds, as pictures and traces have them."""
 
-SLICES: tuple[str, ...] = (
-    "computation",
-    "recomputation",
-    "bubble",
-    "imbalance",
-    "transfer and set-up",
-    "weight update",
-)
+SLICES = ("computation", "recomputation", "bubble", "imbalance", "transfer and set-up", "weight update")
 """What a step's time goes into (GPipe, NeurIPS version, section 3: the breakdown of the time step)."""
 
 
@@ -170,7 +163,7 @@ class StepModel:
         bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
         work = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
         ticks = (self.idle - self.setup) * schedule.ticks.num_ticks / self.schedule.ticks.num_ticks
-        slices = dict(zip(SLICES, [*work, self.setup + ticks, self.update], strict=True))
+        slices: dict[str, float] = dict(zip(SLICES, [*work, self.setup + ticks, self.update], strict=True))
         return StepCost("measured", Parts(slices), Parts(), timeline)
 
 

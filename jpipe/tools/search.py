@@ -91,8 +91,9 @@ def plan(
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
     room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
+    check_one(topology, devices)
     at_hand = list(jax.devices() if devices is None else devices)
-    where, number, chip, targets = _hardware(topology, devices, compiled, options.get("balance"))
+    where, number, chip, targets = _hardware(topology, at_hand, compiled, options.get("balance"))
     room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     unsearched = {name: value for name, value in options.items() if name not in (*PINNED, "balance")}
@@ -115,12 +116,10 @@ def plan(
 
 
 def _hardware(
-    topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object
+    topology: str | None, at_hand: Sequence[Device], compiled: int, balance: object
 ) -> tuple[str, int, Chip, list[Device]]:
     """Checks what is planned for; returns its name, the number of devices, one of them, and what stands for them."""
-    check_one(topology, devices)
     if topology is None:
-        at_hand = list(jax.devices() if devices is None else devices)
         if not at_hand:
             raise ValueError("devices=[] has nothing to plan for; pass devices such as jax.devices(), or topology=")
         chip = chip_of(at_hand[0]) or measure_chip(at_hand)
@@ -319,8 +318,7 @@ class Search:
         starts, possible, improved = space.starts(), list[Choice](), list[Choice]()
         with task("comparing meshes", total=len(starts), unit="meshes") as advance:
             for start in starts:
-                others = [] if self._rate(start) else space.instead(start)
-                for first in [choice for choice in map(self._rate, [start, *others]) if choice][:1]:
+                if first := next(self._possible([start, *space.instead(start)]), None):
                     possible.append(min([first, *self._possible(space.ends(first.setting))], key=_rank))
                 advance()
         ranked = sorted(possible, key=_rank)[:IMPROVED]
