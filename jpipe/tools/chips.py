@@ -259,22 +259,22 @@ class Topology:
           ImportError: the compiler for TPUs, or that for GPUs, is not installed.
           ValueError: the compiler knows no slice of this shape.
         """
-        if self.chip.gpu is not None:
-            if not _cuda_versions():
-                remedy = "pip install 'jpipe[gpu-compiler]' (Linux)"
-                raise ImportError(f"topology='{self}' needs the GPU compiler; {remedy}")
-            hosts, number = (1, *self.shape)[-2:]
-            where = {"platform": "cuda", "target_config": self.chip.gpu.description, "topology": f"1x{hosts}x{number}"}
-        else:
-            if importlib.util.find_spec("libtpu") is None:
-                raise ImportError(f"topology='{self}' needs the TPU compiler; pip install 'jpipe[tpu]' (Linux, x86-64)")
+        gpu, compiler, remedy = self.chip.gpu, "TPU", "jpipe[tpu]' (Linux, x86-64)"
+        if gpu is not None:
+            compiler, remedy = "GPU", "jpipe[gpu-compiler]' (Linux)"
+        if not (importlib.util.find_spec("libtpu") if gpu is None else _cuda_versions()):
+            raise ImportError(f"topology='{self}' needs the {compiler} compiler; pip install '{remedy}")
+        if gpu is None:
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             where = {"platform": "tpu", "topology_name": str(self), **dict(self.chip.config)}
+        else:
+            hosts, number = (1, *self.shape)[-2:]
+            where = {"platform": "cuda", "target_config": gpu.description, "topology": f"1x{hosts}x{number}"}
         try:
             return _devices(**where)
         except Exception as error:  # its type differs by what is wrong
-            compiler, why = "TPU" if self.chip.gpu is None else "GPU", str(error).splitlines()[0]
+            why = str(error).splitlines()[0]
             raise ValueError(f"the {compiler} compiler refuses topology='{self}': {why}") from error
 
 

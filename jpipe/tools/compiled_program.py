@@ -400,11 +400,10 @@ def count_cycles(step: Step, program: Loop) -> tuple[Work, Parts[float], Timelin
       what is outside of ticks, the optimiser's update above all.
     """
     outside, bodies = _bodies(step, program)
-    schedule, virtual_stages = step.schedule, range(step.schedule.placement.num_virtual_stages)
-    actions = {
-        kind: [_mean(bodies, kind, _trips_of(step, s)) for s in virtual_stages] for kind in sorted(schedule.kinds)
-    }
-    work = Work(actions, [0.0] * len(virtual_stages))
+    schedule = step.schedule
+    trips = [_trips_of(step, s) for s in range(schedule.placement.num_virtual_stages)]
+    actions = {kind: [_mean(bodies, kind, of_stage) for of_stage in trips] for kind in sorted(schedule.kinds)}
+    work = Work(actions, [0.0] * len(trips))
     timeline = in_time(schedule, work)
     layers = sum(timeline.busy) / len(timeline.busy)
     turns = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in TURNS}

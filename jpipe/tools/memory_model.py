@@ -23,6 +23,7 @@ from jpipe.jax.in_place import HOST
 from jpipe.jax.inside import needed_part, with_axis_types, with_named_axes
 from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
+from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.memory.layout import Layout, StageTree, may_go
 from jpipe.mesh.axes import AXIS, split_by
@@ -252,8 +253,8 @@ def holdings(plan: Plan) -> Holdings:
     layouts = plan.layouts
     return Holdings(
         own={name: _own(plan, layout) for name, layout in layouts.items()},
-        room={name: _held(layout, lambda axis: axis == AXIS) for name, layout in layouts.items()},
-        device={name: _held(layout, lambda axis: True) for name, layout in layouts.items()},
+        room={name: _room(layout, lambda axis: axis == AXIS) for name, layout in layouts.items()},
+        device={name: _room(layout, lambda axis: True) for name, layout in layouts.items()},
         shared=tuple(variables.users[0] for variables in plan.traced.variable_sets if variables.shared),
     )
 
@@ -266,12 +267,10 @@ def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
     return tuple(_amount(leaf for i in range(*bound) for leaf in leaves_of.get(i, ())) for bound in bounds)
 
 
-def _held(layout: Layout, along: Callable[[str], bool]) -> Amount:
+def _room(layout: Layout, along: Callable[[str], bool]) -> Amount:
     """Counts a device's parts of the global arrays, split over some mesh axes."""
     place = lambda name: NamedSharding(layout.mesh, split_by(layout.specs[name], along))
-    return _amount(
-        jax.ShapeDtypeStruct(place(name).shard_shape(array.shape), array.dtype) for name, array in layout.shapes.items()
-    )
+    return _amount(jax.ShapeDtypeStruct(place(n).shard_shape(a.shape), a.dtype) for n, a in layout.shapes.items())
 
 
 def _amount(arrays: Iterable[Leaf]) -> Amount:
@@ -328,18 +327,9 @@ def ledger(
     rows_away, back = sum(s.host_rows * s.row_bytes for s in away), sum(s.row_bytes for s in away)  # one comes back
     at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
     layouts = step.plan.at_work
-    sums = {
-        name: bytes_of(jax.eval_shape(partial(layout.zeros, accumulator_dtype))) for name, layout in layouts.items()
-    }
+    sums = {n: bytes_of(jax.eval_shape(partial(layout.zeros, accumulator_dtype))) for n, layout in layouts.items()}
     casts, whole = _narrow_copies(step)
-    # What is gathered, or brought to its stage, for the step; of parameters what isn't only cast.
-    there = {
-        name: (jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)) for name, layout in layouts.items()
-    }
-    isnt_cast = lambda name, buffer: name != "params" or buffer in whole
-    brought = [
-        a for name, (rest, work) in there.items() for n, a in work.items() if rest.get(n) != a and isnt_cast(name, n)
-    ]
+    brought = sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
     splits, leaves = planner.request.splits, jax.tree.leaves(step.model.batch)
     micro = bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
     with planner.tracing():
@@ -348,9 +338,7 @@ def ledger(
         parameters=at_rest.pop("params"),
         optimizer=optimizer + state_away * (not is_apart),  # the hosts' memory is another but on CPUs
         gradients=sums["params"],
-        other_variables=sum(at_rest.values())
-        + bytes_of(brought)
-        + sum(sums[n] for n in step.collections("state", GRADIENT)),
+        other_variables=sum(at_rest.values()) + brought + sum(sums[n] for n in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * micro,
         boundaries=boundary_bytes(step, chip),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),
@@ -388,6 +376,12 @@ def _narrow_copies(step: Step) -> tuple[int, set[str]]:
         return sum(params[name].size * dtype.itemsize for name, dtype in narrow.items()), params.keys() - narrow.keys()
     uses = weight_uses(step)
     return sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts), uses.whole
+
+
+def _brought(layout: WorkLayout, used: set[str] | None) -> int:
+    """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
+    at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
+    return bytes_of([a for n, a in at_work.items() if at_rest.get(n) != a and (used is None or n in used)])
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, chip: Chip) -> int:

@@ -205,12 +205,13 @@ def stage_table(
     schedule: Schedule, cut: Partition, stages: StageTimes, in_flight: Sequence[int], at_work: Sequence[ProcessTime]
 ) -> Table:
     """A row for each stage: its layers, and its milliseconds for one micro-batch."""
-    total, rows = np.asarray(stages.total), []
-    for stage in range(schedule.num_stages):
-        times = (stages.forward[stage], stages.backward[stage], stages.recompute[stage], total[stage])
-        layers = ", ".join(text for s, text in enumerate(cut.ranges) if schedule.placement.stage_of(s) == stage)
-        of_mean = f"{total[stage] / total.mean():.2f}"
-        rows.append((str(stage), layers, *map(_in_ms, times), of_mean, str(in_flight[stage])))
+    total, stage_of = np.asarray(stages.total), schedule.placement.stage_of
+    layers = lambda stage: ", ".join(text for s, text in enumerate(cut.ranges) if stage_of(s) == stage)
+    columns = zip(stages.forward, stages.backward, stages.recompute, total, strict=True)
+    rows = [
+        (str(stage), layers(stage), *map(_in_ms, times), f"{times[-1] / total.mean():.2f}", str(in_flight[stage]))
+        for stage, times in enumerate(columns)
+    ]
     header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean", "in flight")
     slowest = int(total.argmax())
     whose = ", ".join(str(process) for process in at_work if slowest in process.stages)
@@ -379,11 +380,8 @@ def _balance(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
     if model.what_if(model.stages.even).step / model.measured > 1 - worth:
         return
     cut, stages = times.best_cut(model.stages)
-    promise, new, old = (
-        model.what_if(stages).step / model.measured,
-        list(cut.counts),
-        list(times.planner.partition.counts),
-    )
+    promise = model.what_if(stages).step / model.measured
+    new, old = list(cut.counts), list(times.planner.partition.counts)
     begin = f"stage {total.argmax()} takes {float(total.max() / total.mean()):.2f} times the mean of the stages"
     if promise < 1 - worth and new != old:
         yield Finding(f"{begin}: balance={new} instead of {old}, step {_percent(promise)}", {"balance": new}, promise)
