@@ -108,7 +108,7 @@ class Profile:
         Raises:
           ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
         """
-        from jpipe.tools.gantt import draw_profile
+        from jpipe.tools.figures import draw_profile
 
         return draw_profile(self.slices, self.stages, self.predicted, path)
 
