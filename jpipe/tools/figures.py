@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64encode
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
@@ -21,7 +22,7 @@ import numpy as np
 from jpipe.schedules.actions import ACTION_KINDS, Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.simulate import Timeline, simulate
+from jpipe.schedules.simulate import Span, Timeline, simulate
 from jpipe.users_numbers import as_number
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ BUBBLE: RGB = (0.90, 0.90, 0.90)
 MEMORY: RGB = (0.800, 0.475, 0.655)  # reddish purple
 SCALE: RGB = (0.96, 0.94, 0.95)  # behind memory, as high as the scale
 HATCH = {"R": "////"}
+LATER = "darker: later chunks"
 DARKEST = 0.45
 """The part by which the last of many chunks is darker than the first."""
 
@@ -94,7 +96,7 @@ def plot(
         return draw_timelines([timeline], path_or_ax, unit).axes[0]
     draw_gantt(path_or_ax, timeline, timeline.makespan, str(timeline))
     path_or_ax.set_xlabel(time_label([timeline], unit))
-    draw_legend(path_or_ax, [timeline], loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    draw_legend(path_or_ax, [path_or_ax], loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return path_or_ax
 
 
@@ -181,23 +183,24 @@ def draw_gantt(axes: Axes, timeline: Timeline, end: float, title: str) -> None:
       end: the end of the axis of time.
       title: the text above.
     """
-    schedule, bars = timeline.schedule, list(timeline.bars)
+    schedule, alike = timeline.schedule, defaultdict[tuple[str, int], list[Span]](list)
+    for bar in timeline.bars:
+        alike[bar.action.kind, bar.action.chunk].append(bar)
     axes.set_xlim(0, end)
-    axes.barh(range(schedule.num_stages), timeline.makespan, HEIGHT, color=BUBBLE, label="bubble")
-    lengths = np.array([bar.end - bar.start for bar in bars])
-    points = axes.bbox.width * 72 / axes.get_figure(root=True).dpi * lengths / end  # pyright: ignore[reportOptionalMemberAccess]
-    gap = float(np.clip(0.08 * points.min(), 0.1, 0.8))
-    needed = 0.75 * NUMBER * len(str(schedule.num_microbatches - 1))
-    for kind, chunk in sorted({(bar.action.kind, bar.action.chunk) for bar in bars}):
-        alike = [i for i, bar in enumerate(bars) if (bar.action.kind, bar.action.chunk) == (kind, chunk)]
-        stages, starts = ([getattr(bars[i], name) for i in alike] for name in ("stage", "start"))
-        colour = shade(kind, chunk, schedule.num_chunks)
-        look = {"color": colour, "edgecolor": "white", "linewidth": gap, "hatch": HATCH.get(kind)}
-        drawn = axes.barh(stages, lengths[alike], HEIGHT, starts, label=f"{ACTION_KINDS[kind].name} {chunk}", **look)
-        if kind != "R":
-            numbers = [str(bars[i].action.microbatch) if points[i] > needed else "" for i in alike]
-            for text in axes.bar_label(drawn, numbers, label_type="center", fontsize=NUMBER):
-                text.set(color=text_colour(colour), va="center_baseline", in_layout=False)
+    points = axes.bbox.width * 72 / axes.get_figure(root=True).dpi / end  # pyright: ignore[reportOptionalMemberAccess]
+    narrowest = min(bar.end - bar.start for bar in timeline.bars)
+    needed = 0.75 * NUMBER * len(str(schedule.num_microbatches - 1)) / points
+    for kind, chunk in sorted(alike, key=lambda each: [*ACTION_KINDS].index(each[0])):
+        bars, colour = alike[kind, chunk], shade(kind, chunk, schedule.num_chunks)
+        starts, lengths = [bar.start for bar in bars], [bar.end - bar.start for bar in bars]
+        look = {"color": colour, "edgecolor": "white", "linewidth": np.clip(0.08 * points * narrowest, 0.1, 0.8)}
+        look |= {"hatch": HATCH.get(kind), "label": LATER if chunk else ACTION_KINDS[kind].name}
+        drawn = axes.barh([bar.stage for bar in bars], lengths, HEIGHT, starts, **look)
+        numbers = [str(bar.action.microbatch) if bar.end - bar.start > needed else "" for bar in bars]
+        for text in axes.bar_label(drawn, numbers, label_type="center", fontsize=NUMBER) if kind != "R" else ():
+            text.set(color=text_colour(colour), va="center_baseline", in_layout=False)
+    grey = {"color": BUBBLE, "zorder": 0.5, "label": "bubble: stage waits"}
+    axes.barh(range(schedule.num_stages), timeline.makespan, HEIGHT, **grey)
     label_stages(axes, schedule.num_stages)
     _title(axes, title)
 
@@ -218,7 +221,8 @@ def draw_memory(axes: Axes, timeline: Timeline, end: float, scale: float) -> Non
         base = stage + HEIGHT / 2
         times, counts = zip(*timeline.in_flight(stage), strict=True)
         heights = [base - HEIGHT * count / num_chunks / scale for count in counts]
-        axes.stairs(heights, [*times, timeline.makespan], baseline=base, fill=True, color=MEMORY, snap=False)
+        look = {"fill": True, "color": MEMORY, "snap": False, "label": "micro-batches in flight"}
+        axes.stairs(heights, [*times, timeline.makespan], baseline=base, **look)
         most = timeline.peak_in_flight[stage] / num_chunks
         write_beside(axes, f"peak {most:g}" if stage == 0 else f"{most:g}", (timeline.makespan, stage))
     axes.set_ylabel("memory", fontsize=TEXT)
@@ -239,26 +243,12 @@ def write_beside(axes: Axes, text: str, end: tuple[float, float]) -> None:
     axes.annotate(text, end, xytext=(4, 0), textcoords="offset points", **look)
 
 
-def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: bool = False, **look: Any) -> None:
-    """Says what is in these timelines: each kind of action, the bubble, and, if they are drawn, what stages hold."""
-    from matplotlib.legend_handler import HandlerTuple
-    from matplotlib.patches import Patch
-
-    num_chunks = max(timeline.schedule.num_chunks for timeline in timelines)
-    kinds = {bar.action.kind for timeline in timelines for bar in timeline.bars}
+def draw_legend(where: Axes | Figure, panels: Sequence[Axes], **look: Any) -> None:
+    """Says what is in these panels, each thing once."""
     handles: dict[str, Any] = {}
-    for kind in filter(kinds.__contains__, COLOURS):
-        look_of = {"edgecolor": "white", "hatch": HATCH.get(kind)}
-        shades = (Patch(facecolor=shade(kind, chunk, num_chunks), **look_of) for chunk in range(num_chunks))
-        handles[ACTION_KINDS[kind].name] = tuple(shades)
-    if num_chunks > 1:
-        last = next(reversed(handles))
-        handles[f"{last} (darker: later chunks)"] = handles.pop(last)
-    handles["bubble: stage waits"] = Patch(facecolor=BUBBLE)
-    if memory:
-        handles["micro-batches in flight"] = Patch(facecolor=MEMORY)
-    look |= {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}, "frameon": False, "fontsize": TEXT}
-    where.legend(list(handles.values()), list(handles), **look)
+    for axes in panels:
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    where.legend([*handles.values()], [*handles], frameon=False, fontsize=TEXT, **look)
 
 
 def _title(axes: Axes, text: str) -> None:
@@ -287,7 +277,7 @@ def draw_timelines(
         axes.spines["bottom"].set_visible(axes is column[-1])
         axes.tick_params(bottom=axes is column[-1])
     column[-1].set_xlabel(time_label(timelines, unit), fontsize=TEXT)
-    return _finish(figure, timelines, path, memory=any(draws == "memory" for _, draws in panels))
+    return _finish(figure, column, path)
 
 
 def _column(
@@ -312,10 +302,9 @@ def _column(
     return figure, list(figure.subplots(len(heights), sharex=sharex, squeeze=False, height_ratios=heights)[:, 0])
 
 
-def _finish(figure: Figure, timelines: Sequence[Timeline], path: Target, *, memory: bool = False) -> Figure:
-    """The figure with a legend of its timelines below it; saved, if it has a path."""
-    columns = 5 if figure.get_figwidth() > 7.5 else 2
-    draw_legend(figure, timelines, memory=memory, loc="outside lower center", ncols=columns)
+def _finish(figure: Figure, panels: Sequence[Axes], path: Target) -> Figure:
+    """The figure with a legend of these panels below it; saved, if it has a path."""
+    draw_legend(figure, panels, loc="outside lower center", ncols=5 if figure.get_figwidth() > 7.5 else 2)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -378,7 +367,7 @@ def draw_profile(slices: Mapping[str, float], stages: StageTimes, timeline: Time
     in_numbers = f"{timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}"
     draw_gantt(gantt, timeline, timeline.makespan, f"Timeline, predicted from the stages' times: {in_numbers}")
     gantt.set_xlabel("ms", fontsize=TEXT)
-    return _finish(figure, [timeline], path)
+    return _finish(figure, [gantt], path)
 
 
 def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
