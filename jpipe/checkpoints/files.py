@@ -23,7 +23,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import accumulate, count, groupby
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ def _check_shared(directory: epath.Path) -> None:
         probe.write_text("")
 
     first_does(make)
-    seen = all(_of_all(int(probe.exists())))
+    seen = all(_of_all(probe.exists()))
     first_does(lambda: probe.unlink(missing_ok=True))
     if not seen:
         raise FileNotFoundError("not all processes see it; it has to be on a file system that they share")
@@ -112,9 +113,9 @@ def if_all_can(work: Callable[[], Result]) -> Result:
       RuntimeError: it raised something in another process.
       DamagedError: it raised this in another process.
     """
-    results, raised = [], None
+    result, raised = None, None
     try:
-        results.append(work())
+        result = work()
     except Exception as error:
         raised = error
     severity = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
@@ -123,7 +124,7 @@ def if_all_can(work: Callable[[], Result]) -> Result:
         raise raised
     if worst:
         raise (DamagedError if worst == 1 else RuntimeError)("another process raised an error here; see what it says")
-    return results[0]
+    return cast("Result", result)
 
 
 def first_does(work: Callable[[], None]) -> None:
@@ -217,8 +218,8 @@ def steps_in(directory: epath.Path) -> list[int]:
     In a cluster these are the steps that process 0 sees.
     """
     steps = listed(directory)
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    as_many = np.array([*steps, *[0] * count][:count], np.int32)  # process 0's, or of the same shape
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+    as_many = np.array([*steps, *[0] * length][:length], np.int32)  # process 0's, or of the same shape
     return multihost_utils.broadcast_one_to_all(as_many).tolist()
 
 
@@ -233,11 +234,8 @@ def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:
 
     def rename() -> None:
         for step in steps:
-            number, target = 0, directory / f"damaged-{step}"
-            while target.exists():
-                number += 1
-                target = directory / f"damaged-{step}-{number}"
-            (directory / str(step)).rename(target)
+            targets = (directory / (f"damaged-{step}" + f"-{number}" * (number > 0)) for number in count())
+            (directory / str(step)).rename(next(target for target in targets if not target.exists()))
 
     first_does(rename)
 
@@ -435,13 +433,7 @@ def _new_state(contents: Contents, params: Buffers) -> Arrays:
 
 
 def _portions(records: list[NamedRecord]) -> list[list[NamedRecord]]:
-    """Cuts records into runs of about `AT_ONCE` of their bytes each."""
-    total = sum(record.num_bytes for record in records)
-    portions, room = [], 0.0
-    for record in records:
-        if not portions or record.num_bytes > room:
-            portions.append([])
-            room = AT_ONCE * total
-        portions[-1].append(record)
-        room -= record.num_bytes
-    return portions
+    """Cuts records into runs of about `AT_ONCE` of their bytes each: by which of these parts their middles are in."""
+    ends = list(accumulate((record.num_bytes for record in records), initial=0))
+    part = lambda i: int((ends[i] + ends[i + 1]) / 2 / max(1, AT_ONCE * ends[-1]))
+    return [[records[i] for i in run] for _, run in groupby(range(len(records)), part)]
