@@ -16,6 +16,7 @@ import sys
 import tempfile
 import webbrowser
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from html import escape
@@ -32,6 +33,7 @@ from jpipe.planning.step import Step
 from jpipe.processes.tables import Table
 from jpipe.schedules.orders import SCHEDULES
 from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import crossings_of
 from jpipe.schedules.ticks import AWAY, TickTable, lower
 from jpipe.tools.memory_model import holdings, predict_memory
 from jpipe.tools.step_cost import Parts
@@ -245,19 +247,23 @@ def packed(schedules: Iterable[tuple[str, Schedule]]) -> str:
 
 
 def _described(schedule: Schedule) -> dict[str, object]:
-    """A schedule for page.html: its orders, and the rows that it needs, without `keep_inputs` and with it.
+    """A schedule for page.html: who sends to whom after a slot, its orders, its rows without `keep_inputs` and with it.
 
     Orders are written as in a CSV, a line for each stage and a cell for each slot in time, empty where it idles. A cell
     has the kind, by how many the micro-batch is off the next one of this kind and chunk, and the chunk: mostly "F0.0".
     So lines are alike, and take little room when they are compressed.
     """
     lines = [[""] * (1 + max(schedule.slot_times.values())) for _ in schedule.actions]
-    due: dict[tuple[int, str, int], int] = {}
+    due = Counter[tuple[int, str, int]]()
     for (stage, (kind, microbatch, chunk)), tau in schedule.slot_times.items():
-        lines[stage][tau] = f"{kind}{microbatch - due.get((stage, kind, chunk), 0)}.{chunk}"
+        lines[stage][tau] = f"{kind}{microbatch - due[stage, kind, chunk]}.{chunk}"
         due[stage, kind, chunk] = microbatch + 1
     rows = [_rows(lower(schedule, keep_inputs=keep_inputs)) for keep_inputs in (False, True)]
-    return {"slots": schedule.slots, "style": schedule.style, "orders": list(map(",".join, lines)), "rows": rows}
+    crossings = [
+        [[*pair, beside] for *ends, beside in crossings_of(schedule, slot) for pair in np.transpose(ends).tolist()]
+        for slot in range(len(schedule.slots))
+    ]
+    return {"crossings": crossings, "orders": list(map(",".join, lines)), "rows": rows}
 
 
 def _rows(table: TickTable) -> dict[str, object]:
@@ -328,22 +334,20 @@ def show(facts: PipelineFacts, path: str | os.PathLike[str] | None = None) -> Pa
     return page
 
 
-def write_page(
-    path: str | os.PathLike[str] | None, facts: PipelineFacts | None = None, *, argument: str = "path="
-) -> Page:
+def write_page(path: str | os.PathLike[str] | None, facts: PipelineFacts | None = None) -> Page:
     """Writes a page, with a pipeline's numbers or for any pipeline, to a file; None for a new temporary one.
 
     Raises:
-      ValueError: it can't be a file: it is a folder, or in none; `argument` is the message's word for it.
+      ValueError: it can't be a file: it is a folder, or in none.
     """
     if path is None:
         file, path = tempfile.mkstemp(prefix="jpipe-", suffix=".html")
         os.close(file)
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{argument}{path} is a folder; name a file in it, as {path / 'pipeline.html'}")
+        raise ValueError(f"{path} is a folder; name a file in it, as {path / 'pipeline.html'}")
     if not path.parent.is_dir():
-        raise ValueError(f"{argument}{path}: there is no folder {path.parent}; make it first")
+        raise ValueError(f"for {path} there is no folder {path.parent}; make it first")
     path.write_text(page_of(facts), "utf-8")
     return Page(path)
 

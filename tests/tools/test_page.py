@@ -1030,7 +1030,7 @@ def test_a_schedule_of_ones_own_is_on_the_page_beside_others():
         schedule = jpipe.Schedule(actions, slots=("FB",), name=name)
         found = unpacked(facts_of(make(schedule=schedule, num_microbatches=2).planner, "", BATCH).orders)
         assert names(found) == ["own", "naive", "gpipe", "1f1b", "zero_bubble"]
-        assert found["own 2 2 1"]["slots"] == ["FB"]
+        assert found["own 2 2 1"]["crossings"] == [[[0, 1, False], [1, 0, False]]]
 
 
 def test_a_cell_says_by_how_many_the_micro_batch_is_off_the_next_one():
