@@ -59,21 +59,6 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A buffer of residuals with a row for each micro-batch in flight.
-
-    Attributes:
-      kind: which rows (`ticks.ROWS`).
-      bytes: the bytes of an entry.
-      strides: `[K]`, the entries of a row.
-    """
-
-    kind: str
-    bytes: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class PipelineFacts:
     """A pipeline's own numbers, for `page.html`. Bytes are a device's, for one micro-batch where they depend on it.
 
@@ -93,7 +78,8 @@ class PipelineFacts:
       parameters, gradients: at rest; the sums of gradients while a step runs.
       other: other collections, parameters that are gathered for a step, narrow copies of them, and the batch.
       optimizer: the optimiser's state, if there is one.
-      residuals: the buffers of residuals; rows that go to the host count as if they stayed.
+      residuals: of each buffer of residuals, of which every micro-batch in flight has a row: what kind of rows
+        (`ticks.ROWS`), and the bytes of one on each stage, `[K]`. Rows that go to the host count as if they stayed.
       activation, cotangent: a row of what waits at a boundary.
       passing: the other bytes at boundaries: a stage's own, and those on their way.
       work: the most that a layer holds while it runs.
@@ -117,7 +103,7 @@ class PipelineFacts:
     gradients: Held
     other: Held
     optimizer: Held | None
-    residuals: tuple[Rows, ...]
+    residuals: tuple[tuple[str, tuple[int, ...]], ...]
     activation: int
     cotangent: int
     passing: int
@@ -141,6 +127,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
             "batch or its jax.ShapeDtypeStructs"
         )
     schedule, splits, remat = planner.request.schedule, planner.request.splits, planner.request.remat
+    K = schedule.num_stages
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
     batch = plan.batch if batch is None else batch
     step = planner.training_step(planner.for_training(batch))
@@ -161,13 +148,13 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         times="Times follow from what the layers cost: 1 F is the mean stage's forward of one micro-batch.",
         forward=tuple(forward.tolist()),
         backward=tuple(backward.tolist()),
-        recompute=(0.0,) * schedule.num_stages,
+        recompute=(0.0,) * K,
         parameters=parameters,
         gradients=gradients,
         other=other,
         optimizer=None,
         residuals=tuple(
-            Rows(AWAY.get(name, name), _entry(buffer), (buffer.strides * schedule.num_stages)[: schedule.num_stages])
+            (AWAY.get(name, name), tuple(_entry(buffer) * row for row in (buffer.strides * K)[:K]))
             for name, storage in step.kept.storages.items()
             for _, buffer in storage.named_buffers
         ),

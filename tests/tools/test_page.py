@@ -43,7 +43,6 @@ from jpipe.tools.page import (
     STAGES,
     Held,
     PipelineFacts,
-    Rows,
     facts_of,
     orders_of,
     show,
@@ -716,7 +715,7 @@ FACTS = PipelineFacts(
     gradients=Held((3e9, 5e9), 6e9),
     other=Held((1e6, 2e6), 2e6),
     optimizer=Held((1e9, 2e9), 2.5e9),
-    residuals=(Rows("residual", 10**8, (3, 2)), Rows("residual", 10**6, (1, 5))),
+    residuals=(("residual", (3 * 10**8, 2 * 10**8)), ("residual", (10**6, 5 * 10**6))),
     activation=10**7,
     cotangent=2 * 10**7,
     passing=3 * 10**6,
@@ -802,7 +801,7 @@ def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots
 def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
     """Its backwards are in two parts, some or all, and each kind of row is as often there as stages hold it."""
     schedule = PUBLISHED[name](2, 5)
-    residuals = tuple(Rows(kind, 10**6, (1, 1)) for kind in ("residual", "late_residual", "w_input"))
+    residuals = tuple((kind, (10**6, 10**6)) for kind in ("residual", "late_residual", "w_input"))
     own_page(tab, tmp_path, schedule, residuals=residuals)
     timeline = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5])
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
@@ -813,7 +812,7 @@ def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
 
 def test_recomputation_ahead_has_the_numbers_of_simulate(tab, tmp_path):
     schedule = ahead(2, 6)
-    own_page(tab, tmp_path, schedule, keeps_inputs=True, residuals=(Rows("residual", 10**6, (1, 1)),))
+    own_page(tab, tmp_path, schedule, keeps_inputs=True, residuals=(("residual", (10**6, 10**6)),))
     timeline, table = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5]), lower(schedule, keep_inputs=True)
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
@@ -945,7 +944,7 @@ def test_rows_of_residuals_are_those_of_the_step(options):
     pipe = make(**options)
     found, step = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH))
     arrays = jax.eval_shape(step.kept.storages["residual"].empty).values()
-    held = [b.bytes * max(np.multiply(b.strides, pipe.schedule.ticks.rows["residual"])) for b in found.residuals]
+    held = [max(np.multiply(row, pipe.schedule.ticks.rows["residual"])) for _, row in found.residuals]
     assert held == [a.size * a.dtype.itemsize for a in arrays]
     assert found.activation == found.cotangent == 2 * 16 * 4, "two examples of 16 float32 values cross"
 
@@ -954,8 +953,8 @@ def test_rows_that_go_to_the_host_count_as_if_they_stayed():
     layers = [nn.Dense(16) for _ in range(8)]
     sizes = {"num_stages": 4, "num_microbatches": 8, "remat": "none", "balance": [2] * 4, "layers": layers}
     own, gone = (facts_of(make(**sizes, offload=offload).planner, "", BATCH).residuals for offload in ((), "residuals"))
-    assert {rows.kind for rows in gone} == {"residual"} and {len(rows.strides) for rows in gone} == {4}
-    of = lambda found, k: sum(rows.bytes * rows.strides[k] for rows in found)
+    assert {kind for kind, _ in gone} == {"residual"} and {len(row) for _, row in gone} == {4}
+    of = lambda found, k: sum(row[k] for _, row in found)
     assert [of(gone, k) for k in (1, 2)] == [of(own, k) for k in (1, 2)]
 
 
@@ -967,7 +966,7 @@ def test_all_together_is_what_the_model_of_memory_says(make_mesh, axes, remat):
     pipe = make(names, remat=remat, schedule="gpipe", mesh=make_mesh(tuple(axes.values()), tuple(axes)))
     found, table = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH)).table
     rows = [1, 1] if found.keeps_inputs else table.rows["residual"]
-    moving = sum(b.bytes * max(np.multiply(b.strides, rows)) for b in found.residuals) + found.work + found.passing
+    moving = sum(max(np.multiply(row, rows)) for _, row in found.residuals) + found.work + found.passing
     moving += sum(getattr(found, name) * table.rows_written(name) for name in ("activation", "cotangent"))
     fixed = found.parameters.room + found.gradients.room + found.other.room
     assert fixed + moving == predict_memory(pipe.planner, BATCH, optax.sgd(0.1)).total
@@ -982,7 +981,7 @@ def test_other_schedules_and_micro_batches_have_the_bytes_that_the_page_scales(r
         rows = make(schedule=schedule, num_microbatches=num_microbatches).schedule.ticks.rows["residual"]
         rows = [1, 1] if of.keeps_inputs else rows
         share = of.num_microbatches / num_microbatches
-        return [share * buffer.bytes * max(np.multiply(buffer.strides, rows)) for buffer in of.residuals]
+        return [share * max(np.multiply(row, rows)) for _, row in of.residuals]
 
     here = facts_of(make(layers=dense, remat=remat).planner, "", BATCH)
     for schedule, num_microbatches in (("gpipe", 4), ("gpipe", 2), ("1f1b", 8)):
