@@ -164,9 +164,9 @@ def check_gradients(
     model = planner.model(planner.for_training(batch))
     trees, batch, (loss, grads) = jax.device_get((trees, batch, computed))
     params, grads = _made_params(model, trees), _made_params(model, grads)
-    typed = jax.random.key(0) if key is None else as_key(key)
-    with no_mesh(), jax.default_device(planner.request.mesh.devices.flat[0]):
-        typed = jax.random.wrap_key_data(jax.device_get(jax.random.key_data(typed)), impl=jax.random.key_impl(typed))
+    device = planner.request.mesh.devices.flat[0]
+    typed = jax.device_put(jax.random.key(0) if key is None else as_key(key), device)
+    with no_mesh(), jax.default_device(device):
         plain = _of_reference(reference, planner, model) if reference else _of_layers(planner, trees, batch, typed)
         sizes, narrowest = _compared(plain, (loss, grads), params, trees, batch, typed)
     names = [("", "loss")]
