@@ -71,8 +71,18 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
     Raises:
       OSError: the directory can't be written, or not all processes see it.
     """
+    probe = directory / ".jpipe_probe"
+
+    def make() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+
     try:
-        _check_shared(directory)
+        first_does(make)
+        seen = all(_of_all(probe.exists()))
+        first_does(lambda: probe.unlink(missing_ok=True))
+        if not seen:
+            raise FileNotFoundError("not all processes see it; it has to be on a file system that they share")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         return ocp.CheckpointManager(directory, options=options, item_names=(LAYERS, MODEL, OPTIMIZER, ABOUT))
     except (OSError, RuntimeError) as error:
@@ -80,21 +90,6 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
             f"checkpoints can't be written to {directory}: {error}; choose another directory (jpipe.load_layers reads "
             "one that can't be written)"
         ) from error
-
-
-def _check_shared(directory: epath.Path) -> None:
-    """Makes the directory, and checks by a file in it that all processes see the same one."""
-    probe = directory / ".jpipe_probe"
-
-    def make() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-
-    first_does(make)
-    seen = all(_of_all(probe.exists()))
-    first_does(lambda: probe.unlink(missing_ok=True))
-    if not seen:
-        raise FileNotFoundError("not all processes see it; it has to be on a file system that they share")
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
