@@ -17,7 +17,7 @@ import tempfile
 import webbrowser
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -28,42 +28,30 @@ import numpy as np
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer
 from jpipe.model.remat import MODES
+from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
-from jpipe.planning.step import Step
-from jpipe.processes.tables import Table
 from jpipe.schedules.orders import SCHEDULES
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import crossings_of
 from jpipe.schedules.ticks import AWAY, TickTable, lower
 from jpipe.tools.memory_model import holdings, predict_memory
-from jpipe.tools.step_cost import Parts
 from jpipe.tools.summary import summarize
 from jpipe.types import Batch
 
-
-@dataclass(frozen=True)
-class Held:
-    """The bytes of one kind of arrays on a device.
-
-    Attributes:
-      own: `[K]`, a device's part of the bytes that each stage has.
-      room: the bytes that every device holds, whatever its stage.
-    """
-
-    own: tuple[float, ...]
-    room: float
-
-    def scaled(self, room: float) -> Held:
-        """The same for arrays that are laid out alike, and take that much room."""
-        return Held(tuple(own * room / max(self.room, 1) for own in self.own), room)
+PipelineFacts = dict[str, object]
+"""A pipeline's own numbers for `page.html`, as JSON; `facts_of` says which."""
 
 
-@dataclass(frozen=True)
-class PipelineFacts:
-    """A pipeline's own numbers, for `page.html`. Bytes are a device's, for one micro-batch where they depend on it.
+def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts:
+    """A pipeline's own numbers. Bytes are a device's, for one micro-batch where they depend on it.
 
-    Attributes:
-      table: its stages (`pictures.summary`), with the pipeline in a line as its title.
+    Args:
+      planner: the pipeline's.
+      title: the pipeline in a line.
+      batch: a batch `[B, ...]`, or its shapes; None stands for the first one that the pipeline saw.
+
+    Returns:
+      table: its stages (`tools/summary.py`), with the pipeline in a line as its title.
       schedule: the name of its schedule.
       orders: `packed`, this schedule, which is called "own" if it isn't in `OFFERED`, and others that it may be
         compared with.
@@ -71,52 +59,19 @@ class PipelineFacts:
       batch: the number of examples in a batch.
       remat: its name.
       keeps_inputs: whether boundary inputs wait for the backward, and residuals for none.
-      unit: the unit of the times.
-      times: a sentence on where the times come from.
+      unit, times: the unit of the times; a sentence on where they come from.
       forward, backward, recompute: `[K]`, the times of one micro-batch on each stage; `recompute` is within `backward`,
         0 if it isn't known apart.
-      parameters, gradients: at rest; the sums of gradients while a step runs.
-      other: other collections, parameters that are gathered for a step, narrow copies of them, and the batch.
-      optimizer: the optimiser's state, if there is one.
+      parameters: at rest, as `_held` says.
+      gradients, optimizer: the room for the sums of gradients while a step runs, and for the optimiser's state, if
+        there is one; they are laid out as the parameters are.
+      other: other collections, parameters that are gathered for a step, narrow copies of them, and the batch; as
+        `parameters`.
       residuals: of each buffer of residuals, of which every micro-batch in flight has a row: what kind of rows
         (`ticks.ROWS`), and the bytes of one on each stage, `[K]`. Rows that go to the host count as if they stayed.
       activation, cotangent: a row of what waits at a boundary.
       passing: the other bytes at boundaries: a stage's own, and those on their way.
       work: the most that a layer holds while it runs.
-    """
-
-    table: Table
-    schedule: str
-    orders: str
-    num_stages: int
-    num_microbatches: int
-    num_chunks: int
-    batch: int
-    remat: str
-    keeps_inputs: bool
-    unit: str
-    times: str
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    recompute: tuple[float, ...]
-    parameters: Held
-    gradients: Held
-    other: Held
-    optimizer: Held | None
-    residuals: tuple[tuple[str, tuple[int, ...]], ...]
-    activation: int
-    cotangent: int
-    passing: int
-    work: int
-
-
-def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts:
-    """A pipeline's own numbers.
-
-    Args:
-      planner: the pipeline's.
-      title: the pipeline in a line.
-      batch: a batch `[B, ...]`, or its shapes; None stands for the first one that the pipeline saw.
 
     Raises:
       ValueError: there is no batch, so that nothing is planned yet.
@@ -132,53 +87,58 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     batch = plan.batch if batch is None else batch
     step = planner.training_step(planner.for_training(batch))
     memory = predict_memory(planner, batch)
-    parameters, gradients, other = _variables(step, memory)
-    boundaries = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
+    others = [name for name in plan.layouts if name != "params"]
+    waiting = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
-    return PipelineFacts(
-        table=summarize(title, planner),
-        schedule=schedule.name,
-        orders=orders_of(schedule, num_examples / splits.num_shards, keeps_inputs=remat.keep_inputs),
+    return {
+        "table": asdict(summarize(title, planner)),
+        "schedule": schedule.name,
+        "orders": orders_of(schedule, num_examples / splits.num_shards, keeps_inputs=remat.keep_inputs),
         **schedule.sizes,
-        batch=num_examples,
-        remat=next((name for name, mode in MODES.items() if mode is remat), "a policy"),
-        keeps_inputs=remat.keep_inputs,
-        unit="F",
-        times="Times follow from what the layers cost: 1 F is the mean stage's forward of one micro-batch.",
-        forward=tuple(forward.tolist()),
-        backward=tuple(backward.tolist()),
-        recompute=(0.0,) * K,
-        parameters=parameters,
-        gradients=gradients,
-        other=other,
-        optimizer=None,
-        residuals=tuple(
-            (AWAY.get(name, name), tuple(_entry(buffer) * row for row in (buffer.strides * K)[:K]))
+        "batch": num_examples,
+        "remat": next((name for name, mode in MODES.items() if mode is remat), "a policy"),
+        "keeps_inputs": remat.keep_inputs,
+        "unit": "F",
+        "times": "Times follow from what the layers cost: 1 F is the mean stage's forward of one micro-batch.",
+        "forward": forward.tolist(),
+        "backward": backward.tolist(),
+        "recompute": [0.0] * K,
+        "parameters": _held(plan, ["params"], memory.parameters),
+        "gradients": memory.gradients,
+        "optimizer": None,
+        "other": _held(plan, others, memory.other_variables + memory.casts + memory.batch),
+        "residuals": [
+            (AWAY.get(name, name), [_entry(buffer) * row for row in (buffer.strides * K)[:K]])
             for name, storage in step.kept.storages.items()
             for _, buffer in storage.named_buffers
-        ),
-        **boundaries,
-        passing=memory.boundaries - sum(size * step.table.rows_written(name) for name, size in boundaries.items()),
-        work=memory.work,
-    )
+        ],
+        **waiting,
+        "passing": memory.boundaries - sum(size * step.table.rows_written(name) for name, size in waiting.items()),
+        "work": memory.work,
+    }
 
 
-def _variables(step: Step, memory: Parts[int]) -> tuple[Held, Held, Held]:
-    """The bytes on devices of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
-    amounts, placement = holdings(step.plan), step.schedule.placement
+def _held(plan: Plan, names: Sequence[str], room: int) -> PipelineFacts:
+    """The bytes of some collections on devices, and of others that all stages have alike.
+
+    Args:
+      plan: the plan.
+      names: the collections.
+      room: the bytes of all of them.
+
+    Returns:
+      own: `[K]`, a device's part of the bytes that each stage has.
+      room: the bytes that every device holds, whatever its stage.
+    """
+    amounts, placement = holdings(plan), plan.request.schedule.placement
     stage_of = placement.stage_of(np.arange(placement.num_virtual_stages))
-
-    def held(name: str) -> Held:
-        device, room = amounts.device[name].bytes, amounts.room[name].bytes
-        of_stages = np.bincount(stage_of, [amount.bytes * device / max(room, 1) for amount in amounts.own[name]])
-        return Held(tuple(np.minimum(of_stages, device).tolist()), device)  # less where others hold a part of its own
-
-    parameters, others = held("params"), [held(name) for name in step.plan.layouts if name != "params"]
-    room = memory.other_variables + memory.casts + memory.batch
-    everywhere = room - sum(each.room for each in others)
-    of_stages = everywhere + np.sum([each.own for each in others], axis=0) + np.zeros(placement.num_stages)
-    return parameters, parameters.scaled(memory.gradients), Held(tuple(of_stages.tolist()), room)
+    own = np.full(placement.num_stages, float(room))
+    for name in names:
+        device, whole = amounts.device[name].bytes, amounts.room[name].bytes
+        of_stages = np.bincount(stage_of, [amount.bytes * device / max(whole, 1) for amount in amounts.own[name]])
+        own += np.minimum(of_stages, device) - device  # less where others hold a part of its own
+    return {"own": own.tolist(), "room": room}
 
 
 def _entry(buffer: Buffer) -> int:
@@ -297,7 +257,7 @@ class Page:
 
 def page_of(facts: PipelineFacts | None = None) -> str:
     """The text of the page with a pipeline's numbers, or of that for any pipeline."""
-    data = json.dumps({"orders": orders_of_any()} if facts is None else asdict(facts))
+    data = json.dumps(facts or {"orders": orders_of_any()})
     data = data.replace("<", "\\u003c")  # which could end the element
     return PAGE.read_text(encoding="utf-8").replace(NO_FACTS, NO_FACTS.replace("null", data))
 
