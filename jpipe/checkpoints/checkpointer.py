@@ -262,7 +262,7 @@ class Checkpointer:
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         wanted = contents.description()
         origin = origin_of(about, wanted)
-        difference = first_difference(origin.renamed(about, wanted), wanted)
+        difference = first_difference(origin.saved, wanted)
         if difference is not None:
             tree, kind = ("tree", "model") if "model" in wanted else ("trees", "layer")
             raise ValueError(

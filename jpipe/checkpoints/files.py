@@ -22,9 +22,8 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, count, groupby
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -241,31 +240,18 @@ def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:
 PARAMS = "params"
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Says which array of a checkpoint each array of a state is.
 
     Attributes:
       names: path in the state -> path in the checkpoint, of each parameter that is frozen in one of the two alone.
       fresh: arrays of the optimiser for parameters that were frozen: they are those of a new state.
-      dropped: arrays of the checkpoint's optimiser for parameters that are frozen now.
+      saved: the checkpoint's description as if it had frozen the same parameters as the pipeline.
     """
 
     names: dict[Path, Path]
-    fresh: frozenset[Path]
-    dropped: frozenset[Path]
-
-    def renamed(self, saved: Json, wanted: Json) -> Json:
-        """The checkpoint's description as if it had frozen the same parameters as the pipeline.
-
-        Args:
-          saved: the checkpoint's description.
-          wanted: the pipeline's description.
-        """
-        state_names = {saved_name: name for name, saved_name in self.names.items()}
-        arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
-        kept = [[list(state_names.get(path, path)), *rest] for path, *rest in arrays if path not in self.dropped]
-        return saved | {"arrays": kept + [array for array in wanted["arrays"] if tuple(array[0]) in self.fresh]}
+    fresh: set[Path]
+    saved: Json
 
 
 def origin_of(saved: Json, wanted: Json) -> Origin:
@@ -316,7 +302,11 @@ def origin_of(saved: Json, wanted: Json) -> Origin:
             )
         if owner in names:
             (fresh if path in here else dropped).add(path)
-    return Origin(names, frozenset(fresh), frozenset(dropped))
+    state_names = {name: path for path, name in names.items()}
+    arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
+    kept = [[state_names.get(path, path), *rest] for path, *rest in arrays if path not in dropped]
+    new = [array for array in wanted["arrays"] if tuple(array[0]) in fresh]
+    return Origin(names, fresh, saved | {"arrays": kept + new})
 
 
 def _renamed_parameters(saved: Json, wanted: Json) -> dict[Path, Path]:
