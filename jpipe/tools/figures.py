@@ -327,12 +327,10 @@ def _height(draws: str, timeline: Timeline, num_timelines: int) -> float:
 
 def time_label(timelines: Sequence[Timeline], unit: str | None) -> str:
     """The label of the axis of time: the user's unit, or a forward where all take 1, or just "time"."""
-    if unit is not None:
-        return f"time ({unit})"
     forwards = [(s, t.schedule.num_chunks) for t in timelines for s in t.spans if s.action.kind == "F"]
-    if all(abs((span.end - span.start) * num_chunks - 1.0) < 1e-9 for span, num_chunks in forwards):
-        return "time (1 = the forward of one micro-batch on one stage)"
-    return "time (unit of the simulated times)"
+    is_one = all(abs((span.end - span.start) * num_chunks - 1.0) < 1e-9 for span, num_chunks in forwards)
+    own = "1 = the forward of one micro-batch on one stage" if is_one else "unit of the simulated times"
+    return f"time ({unit or own})"
 
 
 # --- figures of profiles ----------------------------------------------------------------------------------------------

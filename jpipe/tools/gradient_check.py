@@ -169,8 +169,8 @@ def check_gradients(
     with no_mesh(), jax.default_device(device):
         plain = _of_reference(reference, planner, model) if reference else _of_layers(planner, trees, batch, typed)
         sizes, narrowest = _compared(plain, (loss, grads), params, trees, batch, typed)
-    names = [("", "loss")]
-    for i, cut in ((i, planner.cut) for i in sorted(grads)):
+    names, cut = [("", "loss")], planner.cut
+    for i in sorted(grads):
         parts = jax.tree.leaves(cut.trees[i]["params"]) if cut else ()
         paths = [cut.parameter_names(i)[part] for part in parts] if cut else parameter_paths(grads[i])
         names += [(f"{i} ({planner.request.layers[i].name})", path) for path in paths]
