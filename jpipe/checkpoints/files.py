@@ -21,9 +21,10 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import accumulate, count, groupby
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -107,18 +108,16 @@ def if_all_can(work: Callable[[], Result]) -> Result:
       RuntimeError: it raised something in another process.
       DamagedError: it raised this in another process.
     """
-    result, raised = None, None
+    own = Future[Result]()
     try:
-        result = work()
+        own.set_result(work())
     except Exception as error:
-        raised = error
+        own.set_exception(error)
+    raised = own.exception()
     severity = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
-    worst = max(_of_all(severity))
-    if raised is not None and severity == worst:
-        raise raised
-    if worst:
+    if severity < (worst := max(_of_all(severity))):
         raise (DamagedError if worst == 1 else RuntimeError)("another process raised an error here; see what it says")
-    return cast("Result", result)
+    return own.result()
 
 
 def first_does(work: Callable[[], None]) -> None:

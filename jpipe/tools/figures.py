@@ -187,7 +187,7 @@ def draw_gantt(axes: Axes, timeline: Timeline, end: float, title: str) -> None:
     for bar in timeline.bars:
         alike[bar.action.kind, bar.action.chunk].append(bar)
     axes.set_xlim(0, end)
-    points = axes.bbox.width * 72 / axes.get_figure(root=True).dpi / end  # pyright: ignore[reportOptionalMemberAccess]
+    points = axes.bbox.width * 72 / axes.figure.dpi / end
     narrowest = min(bar.end - bar.start for bar in timeline.bars)
     needed = 0.75 * NUMBER * len(str(schedule.num_microbatches - 1)) / points
     for kind, chunk in sorted(alike, key=lambda each: [*ACTION_KINDS].index(each[0])):
