@@ -310,7 +310,7 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
     words = {
         **{name: str(value) for name, value in {**settings, **vars(request.options)}.items()},
         "schedule": f"{schedule.name} ({_digest(f'{schedule.actions}{schedule.slots}'.encode())})",
-        "remat": _name(request.remat),
+        "remat": remat_name(request.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
         "merge": str(dict(sorted(request.merge.items()))),
         "layers": str(plan.traced.num_layers),
@@ -341,7 +341,8 @@ def _is_on_own_devices(leaf: Leaf) -> TypeGuard[jax.Array]:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
 
 
-def _name(remat: Remat) -> str:
+def remat_name(remat: Remat) -> str:
+    """The name of a mode of rematerialisation, or of the user's policy."""
     names = [name for name, mode in MODES.items() if mode == remat]
     return names[0] if names else getattr(remat.policy, "__qualname__", type(remat.policy).__name__)
 

@@ -25,9 +25,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jpipe.checks import remat_name
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer
-from jpipe.model.remat import MODES
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.schedules.orders import SCHEDULES
@@ -97,7 +97,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         "orders": orders_of(schedule, num_examples / splits.num_shards, keeps_inputs=remat.keep_inputs),
         **schedule.sizes,
         "batch": num_examples,
-        "remat": next((name for name, mode in MODES.items() if mode is remat), "a policy"),
+        "remat": remat_name(remat),
         "keeps_inputs": remat.keep_inputs,
         "unit": "F",
         "times": "Times follow from what the layers cost: 1 F is the mean stage's forward of one micro-batch.",
