@@ -108,7 +108,7 @@ class Profile:
         Raises:
           ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
         """
-        from jpipe.tools.gantt import draw_profile
+        from jpipe.tools.figures import draw_profile
 
         return draw_profile(self.slices, self.stages, self.predicted, path)
 
@@ -177,10 +177,9 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
 def _measured(facts: PipelineFacts, stages: StageTimes, memory: Parts[int]) -> PipelineFacts:
     """A pipeline's numbers with times and an optimiser's bytes as measured."""
     unit = stages.in_ms
-    backward = tuple(map(sum, zip(unit.backward, unit.recompute, strict=True)))
-    facts = replace(facts, unit="ms", times="Times are measured, of each stage alone.", forward=unit.forward)
-    optimizer = facts.parameters.scaled(memory.optimizer)
-    return replace(facts, backward=backward, recompute=unit.recompute, optimizer=optimizer)
+    backward = list(map(sum, zip(unit.backward, unit.recompute, strict=True)))
+    times = {"unit": "ms", "times": "Times are measured, of each stage alone.", "forward": unit.forward}
+    return facts | times | {"backward": backward, "recompute": unit.recompute, "optimizer": memory.optimizer}
 
 
 def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> None:
