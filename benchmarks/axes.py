@@ -175,7 +175,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=names, default=names, help="(default: all)")
     parser.add_argument("--chip", choices=list(CHIPS), default="v5p", help="(default %(default)s)")
     parser.add_argument("--cpu", action="store_true", help="simulated devices and small sizes")
-    parser.add_argument("--no-rings", action="store_true", help="jpipe's layers wait for what they send")
     parser.add_argument("--json", type=Path, help="a file for what was found")
     for field in fields(Sizes):
         parser.add_argument(f"--{field.name}", type=type(field.default), help=f"(default {field.default})")
@@ -190,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     summary, waited, found, device = [], [], {}, None
     for row in (fitted(row, options.cpu) for row in ROWS if row.name in options.rows):
         devices = devices_of(row, None if options.cpu else options.chip)
-        case, device = Case.of(row, sizes, devices, rings=not options.no_rings), devices[0]
+        case, device = Case.of(row, sizes, devices), devices[0]
         try:
             plain, ours = compare(case)
         except Exception as error:  # a row that fails says so, and the others go on

@@ -27,19 +27,17 @@ class Case:
       row: the row.
       sizes: with what the row says of them.
       mesh: jpipe's, its first axis `stage`.
-      rings: jpipe's `rings=`.
     """
 
     row: Row
     sizes: Sizes
     mesh: Mesh
-    rings: bool = True
 
     @classmethod
-    def of(cls, row: Row, sizes: Sizes, devices: list[Any], *, rings: bool = True) -> "Case":
+    def of(cls, row: Row, sizes: Sizes, devices: list[Any]) -> "Case":
         """The row at these sizes, on the first of these devices."""
         devices = devices[: STAGES * row.num_devices]
-        return cls(row, row.sizes(sizes), jpipe.make_mesh(stage=STAGES, devices=devices, **row.axes), rings)
+        return cls(row, row.sizes(sizes), jpipe.make_mesh(stage=STAGES, devices=devices, **row.axes))
 
     @property
     def plain_mesh(self) -> Mesh:
@@ -80,7 +78,7 @@ def make_pipeline(case: Case, **options: Any) -> jpipe.Pipeline:
         layers = [table, *[jnp.tanh] * count, table.using("attend")]
     else:
         layers = [row.end, *[row.layer(case.sizes) for _ in range(count)], jnp.copy]
-    chosen = {"balance": [1 + BLOCKS, BLOCKS + 1], "gather": row.gather, "rings": case.rings} | options
+    chosen = {"balance": [1 + BLOCKS, BLOCKS + 1], "gather": row.gather} | options
     return jpipe.Pipeline(layers, loss_fn, num_stages=STAGES, num_microbatches=MICROBATCHES, mesh=case.mesh, **chosen)
 
 

@@ -24,7 +24,7 @@ from jpipe.memory.layout import StageTree, variables_to_place
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
-from jpipe.mesh.users_mesh import as_mesh, rings_of
+from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
 from jpipe.model.random_keys import as_key, key_shape
@@ -95,7 +95,6 @@ class Pipeline(Tabular):
       unroll: whether a virtual stage's layers are compiled one by one, not once for all alike, each with own arrays.
       ends: weights of the ends lie there ("own") or at rest on all stages ("spread"), or all compute both ("shared").
       offload: what lies in the hosts' memory: "residuals", "boundaries", "optimizer", several, or a share by word.
-      rings: whether products of TPUs run beside what they send along axes of weights (`jpipe.partitioner.rings`).
       loss_over: what a loss of one number is of. Default: the mini-batch, whose parts micro-batches compute; a loss
         that couples examples is an error. "batch": any loss, of all outputs at once (one more forward; arXiv
         2101.06983). "microbatch": each micro-batch has its own, and the mean is taken.
@@ -125,7 +124,6 @@ class Pipeline(Tabular):
         unroll: bool = False,
         ends: str = "own",
         offload: str | Sequence[str] | Mapping[str, float] = (),
-        rings: bool = True,
         loss_over: str | None = None,
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
@@ -149,8 +147,8 @@ class Pipeline(Tabular):
             balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
-            splits=make_splits(self.mesh, batch_axes, shard_over, gather, rings_of(self.mesh) if rings else ()),
-            options=Options(cast, unroll, ends, as_offload(offload), rings, loss_over),
+            splits=make_splits(self.mesh, batch_axes, shard_over, gather),
+            options=Options(cast, unroll, ends, as_offload(offload), loss_over),
         )
         self.planner = Planner(request)
         self.agreement = checks.Agreement(self.planner)

@@ -6,8 +6,9 @@ before it. So the traces of training and of evaluation, and those at other shape
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, permutations, product
@@ -119,6 +120,7 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
       NoSuchPlace: evaluation can't be cut as training is.
     """
     told_by = frozenset(training.used() & evaluation.used())
+    sizes = {part: math.prod(shapes[part.leaf][len(part.indices) :]) for part in training.used() | evaluation.used()}
     here, there = _described_places(training, told_by), dict[object, set[frozenset[Part]]]()
     for described, split in zip(_described_places(evaluation, told_by), evaluation.split, strict=True):
         there.setdefault(described, set()).add(split)
@@ -130,15 +132,14 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
         return training.is_inside_of_state(p) or not training.crossing[p] or not both
 
     def places_at(of: Traced) -> list[int]:
-        return _told_apart(training, _with_ties_alone(training, find_places(of, wanted, is_no_place)), told_by)
+        return _told_apart(training, _with_ties_alone(training, find_places(of, wanted, is_no_place), sizes), told_by)
 
     places = places_at(training)
     if len(places) + 1 < wanted:
         with suppress(TiedTogether):  # blocks may be norms, gates and recurrences, without any product
             places = max(places, places_at(replace(training, each_use=True)), key=len)
     ends = [0, *places, len(training.straight.main)]
-    used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]
-    _check_ties_alone(used)
+    used = _with_all_of_ties([frozenset(training.used(*pair)) for pair in pairwise(ends)], sizes)
     times = Counter(part for own in used for part in own)
     ties = frozenset(part for part, pieces in times.items() if pieces > 1)
     by_place = _used_before(training, told_by, ties)
@@ -148,13 +149,13 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     following = [len(own) - 1 - own.index(place) for own, place in zip(alike, places, strict=True)]
     cutting = Cutting(before, kinds, tuple(following), (), (), ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
-    parts = [own | evaluation.used(*pair) for own, pair in zip(used, pairwise(again), strict=True)]
+    both = [own | evaluation.used(*pair) for own, pair in zip(used, pairwise(again), strict=True)]
+    parts = _with_all_of_ties(both, sizes)
     if unused := unused_parts(frozenset().union(*parts), shapes):
         # The first piece whose variables are its own has them, or the first one with all that share its own: parameters
         # that nothing uses, a count of steps.
         home = next((i for i, own in enumerate(parts) if ties.isdisjoint(own)), 0)
         parts = [own | unused if i == home or ties & own & parts[home] else own for i, own in enumerate(parts)]
-    _check_ties_alone(parts)
     firsts = [parts.index(own) if own else i for i, own in enumerate(parts)]
     counts = Counter(firsts)
     tied = tuple(first if counts[first] > 1 else None for first in firsts)
@@ -191,7 +192,7 @@ def unused_parts(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> s
     return unused.difference(used)
 
 
-def _with_ties_alone(traced: Traced, places: Sequence[int]) -> list[int]:
+def _with_ties_alone(traced: Traced, places: Sequence[int], sizes: Mapping[Part, int]) -> list[int]:
     """The places, and others around each use of tied variables: pieces that share some have the same ones."""
     places, end = list(places), len(traced.straight.main)
     used = lambda pairs: [frozenset(traced.used(*pair)) for pair in pairs]
@@ -202,6 +203,8 @@ def _with_ties_alone(traced: Traced, places: Sequence[int]) -> list[int]:
         around = {at[0], at[-1] + 1} - {start, stop}
         state = (part for part, (first, last) in traced.spans.items() if any(first < p < last for p in around))
         if not around or any(map(traced.is_inside_of_state, around)):
+            if _mixed_piece(_in_parts(used(pairs), sizes)) is None:
+                return places
             raise TiedTogether(tied, frozenset(state))
         places = sorted({*places, *around})
     return places
@@ -219,9 +222,19 @@ def _mixed_piece(used: Sequence[frozenset[Part]]) -> tuple[int, frozenset[Part]]
     return None
 
 
-def _check_ties_alone(used: Sequence[frozenset[Part]]) -> None:
-    if (mixed := _mixed_piece(used)) is not None:
+def _in_parts(used: Sequence[frozenset[Part]], sizes: Mapping[Part, int]) -> list[frozenset[Part]]:
+    """The variables of each piece, where one that uses half of another's or more, as of a shared layer, has all."""
+    size = lambda own: sum(sizes[part] for part in own)
+    fits = lambda own, other: own and own < other and size(other) <= 2 * size(own)
+    return [max((other for other in used if fits(own, other)), key=size, default=own) for own in used]
+
+
+def _with_all_of_ties(used: Sequence[frozenset[Part]], sizes: Mapping[Part, int]) -> list[frozenset[Part]]:
+    """As `_in_parts`; pieces that still share some variables, and others not, are an error."""
+    parts = _in_parts(used, sizes)
+    if (mixed := _mixed_piece(parts)) is not None:
         raise TiedTogether(mixed[1], frozenset())
+    return parts
 
 
 def _used_before(traced: Traced, told_by: Collection[Part], ties: Collection[Part]) -> list[Before]:

@@ -37,10 +37,9 @@ from jpipe.jax.tracing import replayed, trace
 from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves, nested
 from jpipe.layers.base import AnyLayer, Context, Inputs, LayerError, LayerVariables, Shared, Specs, bind_by_call
 from jpipe.layers.calls import CACHE
-from jpipe.layers.fingerprint import ShownByTraces
 from jpipe.memory.layout import ModelTree
 from jpipe.model.alike import Kinds, PartJaxpr
-from jpipe.model.groups import EVALUATION, INIT, TRAIN
+from jpipe.model.groups import bits
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.types import Batch, Leaf, PyTree, Shapes
@@ -345,21 +344,19 @@ class _PieceLayer:
     def layer(self) -> AnyLayer:
         """The layer, whose variables are named as the model names them."""
         model, cutting = self.model.whole, self.model.cutting
-        parts = {TRAIN: self.training.part, EVALUATION: self.evaluation.part}
-        parts |= {} if model.init is None else {INIT: self.model.inits[self.index]}
-        scalars = {mode: part.scalars for mode, part in parts.items()}
-        numbers = str([(str(n.dtype), n.tobytes()) for of_mode in scalars.values() for n in of_mode])
+        parts = [
+            self.training.part,
+            self.evaluation.part,
+            *([] if model.init is None else [self.model.inits[self.index]]),
+        ]
+        numbers = [(part.kind, list(map(bits, part.closed.consts))) for part in parts]
         reads = [
             (piece.variables, piece.data, piece.num_given, piece.written) for piece in (self.training, self.evaluation)
         ]
-        kinds = [part.kind for part in parts.values()]
         tied = cutting.tied[self.index]
-        # In words, since layers that differ in numbers may be one function.
-        described = str((reads, kinds, self.tree, self.partition_specs({})))
         return AnyLayer(
             name=self.model.names[self.index],
-            made_of=("piece", described, ShownByTraces(numbers)),
-            scalars=scalars,
+            made_of=("piece", str((numbers, reads, self.tree, self.partition_specs({})))),
             init=self.init,
             apply=self.apply,
             bind=bind_by_call(self.apply, lambda item: item),

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.layers.fingerprint import differ_in_numbers, same_value
+from jpipe.layers.fingerprint import same_value
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Activation: TypeAlias = PyTree
@@ -87,8 +86,6 @@ class AnyLayer:
       ready: the values that the layer already has, or None if `init` makes them.
       reads_batch: whether it needs the micro-batch in its context.
       shared: the shared layer whose parameters it uses; None if they are its own.
-      scalars: by mode (`model.groups`) the last scalars in its traces, in order, if they are known before it is traced:
-        the traces of two layers that are made of the same but for numbers differ in these alone.
       has_model_key: whether its random keys are those of the whole model, of which it is a piece.
       repeats: the index of the first layer that is the same object, where one would think the two tied; else None.
       variable_types: the collection that variables of each type are in, for libraries in which types name collections.
@@ -108,7 +105,6 @@ class AnyLayer:
     ready: LayerVariables | None = None
     reads_batch: bool = False
     shared: Shared | None = None
-    scalars: Mapping[str, Sequence[np.ndarray]] | None = None
     has_model_key: bool = False
     repeats: int | None = None
     variable_types: Mapping[type, str] = field(default_factory=dict)
@@ -125,11 +121,6 @@ def is_same(a: AnyLayer, b: AnyLayer) -> bool:
     Such layers are compiled once. Callers ask it of layers that take inputs of the same shapes.
     """
     return a.shared is b.shared and same_value(a.made_of, b.made_of)
-
-
-def may_differ_in_numbers(a: AnyLayer, b: AnyLayer) -> bool:
-    """Whether both are the same but for numbers in `made_of`; their traces tell what these numbers do."""
-    return a.shared is b.shared and differ_in_numbers(a.made_of, b.made_of)
 
 
 def describe(tree: PyTree) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType, NoneType
 
@@ -20,10 +20,6 @@ import numpy as np
 
 LIBRARIES = ("jpipe", "optax", "jax", "flax", "chex", "numpy", "builtins")
 """Packages in which nothing changes while Python runs, so that their functions depend on their arguments alone."""
-
-
-class ShownByTraces(str):
-    """A part of a layer that its traces show too, so that `differ_in_numbers` ignores it."""
 
 
 def same_value(a: object, b: object) -> bool:
@@ -41,40 +37,27 @@ def same_value(a: object, b: object) -> bool:
     >>> same_value(*[lambda x: x + 1 for _ in range(2)])
     True
     """
-    return _same(a, b, lambda _: False)
+    return _same(a, b)
 
 
-def differ_in_numbers(a: object, b: object) -> bool:
-    """Whether two Python values are the same but for numbers, which are of the same types: Python's or NumPy's scalars.
-
-    >>> differ_in_numbers((1, {"rate": 0.1}), (2, {"rate": 0.2})), differ_in_numbers(1, 1.0), differ_in_numbers(0, True)
-    (True, False, False)
-    """
-    kinds = (int, float, np.integer, np.floating, ShownByTraces)
-    return _same(a, b, lambda value: isinstance(value, kinds) and not isinstance(value, bool))
-
-
-def _same(a: object, b: object, ignored: Callable[[object], bool], pending: frozenset = frozenset()) -> bool:
+def _same(a: object, b: object, pending: frozenset = frozenset()) -> bool:
     """Whether two values are the same, part by part.
 
     Args:
       a: one value.
       b: the other.
-      ignored: value -> whether one of the same type may stand in its place.
       pending: the pairs, by identity, that are being compared, for functions and containers that hold themselves.
     """
     if a is b or (id(a), id(b)) in pending:
         return True
     if type(a) is not type(b):
         return False
-    if ignored(a):
-        return True
     first, second = _parts(a, False), _parts(b, False)
     pending |= {(id(a), id(b))}
     if first is None or second is None:
-        return _Whole(a) == _Whole(b) and _same(_held(a), _held(b), ignored, pending)
+        return _Whole(a) == _Whole(b) and _same(_held(a), _held(b), pending)
     pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(_same(x, y, ignored, pending) for x, y in pairs)
+    return len(first) == len(second) and all(_same(x, y, pending) for x, y in pairs)
 
 
 @lru_cache(maxsize=32)

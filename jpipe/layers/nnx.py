@@ -25,7 +25,7 @@ from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
-from jpipe.layers.fingerprint import ShownByTraces, values_within
+from jpipe.layers.fingerprint import values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
@@ -96,10 +96,8 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
         raise TypeError(f"{fault}; make the array an attribute of the module, or make it in __call__")
     constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in closed.consts]
 
-    # Factories of unlike initial values make unlike layers, unless traces of `init` show that only numbers differ.
-    initial_values = ShownByTraces(f"{closed} {constants}")
     layer = _adapted(_NnxCalls(graphdef, template, method, writes), factory, index)
-    return replace(layer, made_of=("made", initial_values, layer.made_of))
+    return replace(layer, made_of=("made", f"{closed} {constants}", layer.made_of))  # by its initial values, too
 
 
 def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:

@@ -60,7 +60,6 @@ def stage_axes(
     *,
     jointly: bool = True,
     over_stages: bool = False,
-    rings: Sequence[tuple[str, tuple[int, ...]]] = (),
 ) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over: the data axes, and each of the others.
 
@@ -71,16 +70,14 @@ def stage_axes(
       batch_axes: its data axes.
       jointly: whether the data axes are one.
       over_stages: `stage` is one of the others, the last.
-      rings: the `Axis.ring` of some axes, by name.
     """
     of_several_devices = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
     data = of_several_devices(batch_axes)
     others = [name for name in mesh.axis_names if name not in (AXIS, *batch_axes)] + [AXIS] * over_stages
     together = [data] * bool(data) if jointly else [(name,) for name in data]
     along = [*((names, True) for names in together), *(((name,), False) for name in of_several_devices(others))]
-    orders = {(name,): order for name, order in rings if not (jointly and name in data)}  # as one, all goes once a step
     sizes = lambda names: tuple(mesh.shape[name] for name in names)
-    return tuple(Axis(names, sizes(names), is_data, ring=orders.get(names, ())) for names, is_data in along)
+    return tuple(Axis(names, sizes(names), is_data) for names, is_data in along)
 
 
 def spec_of(entries: Sequence[Sequence[str]]) -> PartitionSpec:

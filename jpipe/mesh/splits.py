@@ -34,8 +34,6 @@ class Splits:
       batch_axes: the mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly.
       shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
       gather: parameters are gathered along data axes once a "step", or at each "use".
-      rings: the axes along which products run beside transfers, each with its devices in the order of a ring
-        (`jpipe.partitioner.rings`).
       over_stages: all stages compute together, and their arrays may be split over `stage` too.
     """
 
@@ -43,7 +41,6 @@ class Splits:
     batch_axes: tuple[str, ...]
     shard_over: tuple[str, ...] = ()
     gather: str = "step"
-    rings: tuple[tuple[str, tuple[int, ...]], ...] = ()
     over_stages: bool = False
 
     @property
@@ -68,7 +65,7 @@ class Splits:
         The data axes are one, unless weights are gathered at each use: then some of them may split a layer's arguments.
         """
         jointly = self.gather == "step"
-        return stage_axes(self.mesh, self.batch_axes, jointly=jointly, over_stages=self.over_stages, rings=self.rings)
+        return stage_axes(self.mesh, self.batch_axes, jointly=jointly, over_stages=self.over_stages)
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
@@ -199,20 +196,14 @@ def check_when(name: str, value: str) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use one of {list(_WHEN)}")
 
 
-def make_splits(
-    mesh: Mesh,
-    batch_axes: object,
-    shard_over: str | Sequence[str] | None,
-    gather: str = "step",
-    rings: tuple[tuple[str, tuple[int, ...]], ...] = (),
-) -> Splits:
+def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] | None, gather: str = "step") -> Splits:
     """Checks the splits that the user asks for.
 
     Args:
       mesh: all devices.
       batch_axes: the axes that split examples, a name or several names.
       shard_over: None, a name or several names.
-      gather, rings: as of `Splits`.
+      gather: as of `Splits`.
 
     Raises:
       TypeError, ValueError: as `check_batch_axes`; an unknown `gather`; or `shard_over` names an axis that isn't one of
@@ -226,4 +217,4 @@ def make_splits(
             raise ValueError(
                 f"shard_over={names!r} names {name!r}; this mesh has the data axes {list(data)} (batch_axes=)"
             )
-    return Splits(mesh, data, names, gather, rings)
+    return Splits(mesh, data, names, gather)

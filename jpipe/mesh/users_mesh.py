@@ -153,26 +153,11 @@ TPUS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5": "v5p"} | {name: 
 """TPUs by a part of what JAX calls them, those first that begin like others, and JAX's own before others."""
 IN_CUBES = ("v4", "v5p")
 """TPUs whose ends are linked only in slices of whole cubes of as many chips along each dimension."""
-LARGEST_RING = 8
-"""The most devices of a ring of products: of more, pieces are too small."""
 
 
 def tpu_of(device: Device) -> str:
     """The version of a TPU, such as "v5e"; empty if it isn't known."""
     return next((name for word, name in TPUS.items() if word in device.device_kind.lower()), "")
-
-
-def rings_of(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The axes of a mesh of TPUs, but `stage`, whose devices lie on a ring of links, each with its devices in order.
-
-    A TPU waits in a permutation for its neighbours alone, so that a layer may have one. On GPUs and CPUs all devices of
-    a mesh have to carry out a permutation together, also those of stages that have no such layer.
-    """
-    device = mesh.devices.flat[0]
-    if device.platform != "tpu" or not tpu_of(device):
-        return ()
-    torus = Torus.of(tpu_of(device), mesh)
-    return tuple((name, order) for name in mesh.axis_names if name != AXIS and (order := torus.ring(name)))
 
 
 def _extents(group: np.ndarray) -> list[int]:
@@ -207,30 +192,6 @@ class Torus:
         along = [i for i, (name, _) in enumerate(self.sizes) if name in axes]
         numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), along, range(-len(along), 0))
         return numbers.reshape(-1, math.prod(sizes[i] for i in along))
-
-    def ring(self, axis: str) -> tuple[int, ...]:
-        """The devices of a mesh axis in an order in which each has a link to the next, and the last to the first.
-
-        Empty if there is none, or if it isn't known; of more than `LARGEST_RING` devices none is looked for.
-        """
-        size = dict(self.sizes)[axis]
-        if not self.coordinates or not 1 < size <= LARGEST_RING:
-            return ()
-        groups = np.asarray(self.coordinates)[self.groups([axis])]
-
-        def are_linked(i: int, j: int) -> bool:
-            """Whether the devices i and j of all groups are."""
-            distance = np.abs(groups[:, i] - groups[:, j])
-            linked = (distance == 1) | ((distance == np.asarray(self._closed) - 1) & (distance > 1))
-            return bool((linked.sum(-1) == 1).all() and ((distance > 0).sum(-1) == 1).all())
-
-        def go_on(order: tuple[int, ...]) -> tuple[int, ...]:
-            if len(order) == size:
-                return order if are_linked(order[-1], order[0]) else ()
-            nexts = (i for i in range(size) if i not in order and are_linked(order[-1], i))
-            return next(filter(None, (go_on((*order, i)) for i in nexts)), ())
-
-        return go_on((0,))
 
     @property
     def _closed(self) -> list[int]:

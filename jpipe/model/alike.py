@@ -1,17 +1,16 @@
-"""Decides whether a layer joins a group, compiled once: if it `is_same`, or by its trace is so but for numbers.
+"""Decides whether a layer joins a group, compiled once: by its traces, as it is initialised, trained and evaluated.
 
-Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
-rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
-evaluated. Where the traces are of one kind, the same but for scalars, the layers are one function, and the scalars are
-its `Constants`. Parts of one trace, such as the blocks of a model, are of one kind alike.
+Where the traces of two layers are of one kind, the same but for scalars, the layers are one function, and the scalars
+are its `Constants`. So a block may be written, or made, in any way: a rate of zero that leaves an operation out, or a
+width, makes another function, a residual scale doesn't. Parts of one trace, such as the blocks of a model, are of one
+kind alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -20,10 +19,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of
-from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.jax.tracing import depends_on, equations_in, trace
 from jpipe.jax.trees import is_float
-from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
+from jpipe.layers.base import AnyLayer
 from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.groups import (
@@ -33,78 +32,39 @@ from jpipe.model.groups import (
     TRAIN,
     Constants,
     LayerGroup,
+    LayerTrace,
     bits,
     differing,
     is_scalar,
+    same_type,
     scalar_places,
     scalars_of,
-    strong,
 )
 from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.types import Shapes
 
+MODES = (TRAIN, INIT, EVALUATION, DECODE)
+"""The functions by which layers are compared, one after the other."""
 
-@dataclass(frozen=True, eq=False)
-class LayerTraces:
-    """The traces of a layer, and the scalars in them.
+
+class _Function(NamedTuple):
+    """A function of a layer.
 
     Attributes:
-      jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.
-      scalars: by mode, the scalars of that trace.
-      results: by mode, the shapes of its results: (outputs, new variables by collection).
-      rest: everything besides scalars: layers that differ in scalars alone have the same.
+      kind: of its trace.
+      jaxpr: its trace without plain calls, with all scalars as constants.
+      collections: the collections of its last results, which are variables.
     """
 
-    jaxprs: Mapping[str, ClosedJaxpr]
-    scalars: Mapping[str, list[np.ndarray]]
-    results: Mapping[str, tuple[Shapes, dict[str, Shapes]]]
-    rest: object
+    kind: int
+    jaxpr: ClosedJaxpr
+    collections: Sequence[str]
 
-    def dependent(self, mode: str, constants: Constants) -> set[str]:
+    def dependent(self, constants: Constants) -> set[str]:
         """Finds the collections whose new values depend on constants."""
-        outputs, new = self.results[mode]
-        names = [name for name in sorted(new) for _ in jax.tree.leaves(new[name])]
-        depend = outputs_that_depend(self.jaxprs[mode], constants.places)[len(jax.tree.leaves(outputs)) :]
-        return {name for name, is_dependent in zip(names, depend, strict=True) if is_dependent}
-
-
-def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes, kinds: Kinds) -> LayerTraces:
-    """Traces a layer.
-
-    Args:
-      layer: the layer.
-      group: layers that take the same.
-      batch: the shapes of the micro-batch `[b, ...]`.
-      kinds: of the model's jaxprs so far.
-
-    Raises:
-      Exception: whatever the layer raises, but for evaluation, which it may refuse.
-    """
-    jaxprs: dict[str, ClosedJaxpr] = {}
-    # `ready` are values that the layer came with: it isn't initialised, so there is no INIT to compare.
-    made, results = layer.ready, dict[str, tuple[Shapes, dict[str, Shapes]]]()
-    if made is None:
-        jaxprs[INIT], made, _ = trace_init(layer, key_shape(), group.takes, batch)
-        results[INIT] = (), made
-    variables = strong(jax.eval_shape(lambda v: v, made if layer.shared is None else group.variables))
-    call = partial(trace_call, layer, variables, group.takes, batch)
-    jaxprs[TRAIN], results[TRAIN] = call(key_shape())
-    with suppress(Exception):
-        jaxprs[EVALUATION], results[EVALUATION] = call(None)
-    # Decode mode isn't traced in `generate`'s own trace, whose rules name `CACHE`: there the layers are in it already.
-    first = next(iter(jax.tree.leaves(group.takes)), None)
-    if first is not None and first.ndim > 1 and group.rules.get(CACHE) != CACHE and layer.keeps_cache:
-        with suppress(Exception):  # it can't decode such sequences, which `generate` will say
-            decoder = decoding(layer, group.takes, *first.shape[:2])
-            jaxprs[DECODE], made, _ = trace_init(decoder, key_shape(), group.takes, batch)
-            results[DECODE] = (), made
-    flat = {mode: flatten(jaxpr, calls=PLAIN_CALLS) for mode, jaxpr in jaxprs.items()}
-    found = {mode: kinds.part(one, one.equations, one.arguments, one.results).kind for mode, one in flat.items()}
-    jaxprs = {m: jaxpr_of(one, one.equations, one.arguments, one.results, [*one.constants]) for m, one in flat.items()}
-    scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
-    structures = jax.tree.structure(variables), {mode: jax.tree.structure(shapes) for mode, shapes in results.items()}
-    return LayerTraces(jaxprs, scalars, results, (found, structures, layer.partition_specs(variables)))
+        depend = outputs_that_depend(self.jaxpr, constants.places)
+        return {name for name, is_dependent in zip(self.collections[::-1], depend[::-1], strict=False) if is_dependent}
 
 
 class Alike:
@@ -113,11 +73,15 @@ class Alike:
     Args:
       layers: all layers.
       batch: the shapes of the micro-batch `[b, ...]`.
+      traces: by index, the layers' calls as traced so far.
+      same: by index, the first layer that `is_same` as one of those traced so far.
     """
 
-    def __init__(self, layers: Sequence[AnyLayer], batch: Shapes):
-        self._layers, self._batch, self._kinds = layers, batch, Kinds()
-        self._traces: dict[int, LayerTraces | None] = {}
+    def __init__(
+        self, layers: Sequence[AnyLayer], batch: Shapes, traces: Mapping[int, LayerTrace], same: Mapping[int, int]
+    ):
+        self._layers, self._batch, self._traces, self._same = layers, batch, traces, same
+        self._kinds, self._functions = Kinds(), dict[tuple[int, str], _Function | None]()
 
     def joined(self, group: LayerGroup, index: int, *, before: bool = False) -> LayerGroup | None:
         """Adds a layer that takes the same to a group; returns None if it is another function.
@@ -131,24 +95,22 @@ class Alike:
           before: whether they are one group at the shapes of the first batch.
         """
         first, together = group.indices[0], (*group.indices, index)
-        layer, other = self._layers[first], self._layers[index]
-        if is_same(layer, other) and not group.constants:
+        if {self._same[i] for i in together} == {self._same[first]}:
             return replace(group, indices=together)
-        if not may_differ_in_numbers(layer, other):
+        if not self._may_join(group, index):
             return None
-        traces = {i: layer_traces for i in together if (layer_traces := self._traced(group, i)) is not None}
-        if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
-            return None
+        functions = {mode: {i: self._function(group, i, mode) for i in together} for mode in MODES}
+        found = {mode: {i: one for i, one in of_mode.items() if one} for mode, of_mode in functions.items()}
+        known = {mode: group.constants.get(mode, Constants()) for mode in MODES if found[mode]}
         # `places` of a mode are the indices of the scalars in its trace that differ between these layers.
-        known = {mode: group.constants.get(mode, Constants()) for mode in traces[first].scalars}
         constants = {
-            mode: differing({i: layer_traces.scalars[mode] for i, layer_traces in traces.items()}, first, of_mode)
+            mode: differing({i: scalars_of(one.jaxpr) for i, one in found[mode].items()}, first, of_mode)
             for mode, of_mode in known.items()
         }
         if not before and not any(of_mode.places for of_mode in constants.values()):
-            return None  # at these shapes their numbers do nothing; at others they may
+            return None  # at these shapes what they differ in does nothing; at others it may
         depend = {
-            mode: traces[first].dependent(mode, of_mode)
+            mode: found[mode][first].dependent(of_mode)
             for mode, of_mode in constants.items()
             if of_mode.places != known[mode].places
         }
@@ -159,30 +121,46 @@ class Alike:
             return None
         return replace(group, indices=together, constants=constants)
 
-    def _traced(self, group: LayerGroup, index: int) -> LayerTraces | None:
-        """Traces a layer; None if it raises an error, which it raises again where it is run."""
-        if index not in self._traces:
-            layer = self._layers[index]
-            twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)
-            known = self._traces.get(twin) if twin is not None else self._with_scalars(layer, group.indices[0])
-            self._traces[index] = known
-            if known is None and twin is None:
-                with suppress(Exception):
-                    self._traces[index] = trace_modes(layer, group, self._batch, self._kinds)
-        return self._traces[index]
+    def _may_join(self, group: LayerGroup, index: int) -> bool:
+        """Whether a layer's functions are of the same kinds as those of a group; one after the other is traced."""
+        first, layer, trace = group.indices[0], self._layers[index], self._traces[index]
+        if layer.shared is not group.layer.shared or not same_type(trace[1:3], self._traces[first][1:3]):
+            return False
+        if layer.partition_specs(trace.variables) != group.layer.partition_specs(group.variables):
+            return False
+        pairs = ([self._function(group, i, mode) for i in (first, index)] for mode in MODES)
+        return all((a and a.kind) == (b and b.kind) for a, b in pairs)
 
-    def _with_scalars(self, layer: AnyLayer, first: int) -> LayerTraces | None:
-        """A layer's traces by those of another one, which is made of the same but for numbers, if both say these."""
-        traces, said = self._traces.get(first), self._layers[first].scalars
-        if traces is None or said is None or layer.scalars is None or said.keys() != traces.scalars.keys():
-            return None
-        scalars: dict[str, list[np.ndarray]] = {}
-        for mode, numbers in traces.scalars.items():
-            before = len(numbers) - len(said[mode])  # what a layer is called with has numbers, too
-            if before < 0 or list(map(bits, numbers[before:])) != list(map(bits, said[mode])):
+    def _function(self, group: LayerGroup, index: int, mode: str) -> _Function | None:
+        """A function of a layer that takes what a group takes; None if it has none."""
+        key = self._same[index], mode
+        if key not in self._functions:
+            self._functions[key] = None
+            with suppress(Exception):  # it refuses evaluation, or such sequences, which is told where it is run
+                if traced := self._traced(group, index, mode):
+                    flat = flatten(traced[0], calls=PLAIN_CALLS)
+                    kind = self._kinds.part(flat, flat.equations, flat.arguments, flat.results).kind
+                    own = jaxpr_of(flat, flat.equations, flat.arguments, flat.results, [*flat.constants])
+                    self._functions[key] = _Function(kind, own, traced[1])
+        return self._functions[key]
+
+    def _traced(self, group: LayerGroup, index: int, mode: str) -> tuple[ClosedJaxpr, Sequence[str]] | None:
+        """(The trace of a function of a layer, the collections of its last results); None if it has none."""
+        layer, trace, takes = self._layers[index], self._traces[index], group.takes
+        first = next(iter(jax.tree.leaves(takes)), None)
+        if mode == TRAIN:
+            return trace.jaxpr, trace.updated
+        if mode == EVALUATION:
+            return trace_call(layer, trace.variables, takes, self._batch, None)[0], ()
+        if mode == DECODE:
+            # It isn't traced in `generate`'s own trace, whose rules name `CACHE`: there the layers are in it already.
+            if first is None or first.ndim < 2 or group.rules.get(CACHE) == CACHE or not layer.keeps_cache:
                 return None
-            scalars[mode] = [*numbers[:before], *layer.scalars[mode]]
-        return replace(traces, scalars=scalars)
+            layer = decoding(layer, takes, *first.shape[:2])
+        elif layer.ready is not None:  # it came with its values, and isn't initialised
+            return None
+        made = trace_init(layer, key_shape(), takes, self._batch)
+        return made.jaxpr, [name for name in sorted(made.variables) for _ in jax.tree.leaves(made.variables[name])]
 
 
 # --- kinds of jaxprs ---
@@ -198,14 +176,6 @@ class PartJaxpr(NamedTuple):
 
     closed: ClosedJaxpr
     kind: int
-
-    @property
-    def scalars(self) -> list[np.ndarray]:
-        """Its scalars in the order in which they are read: those of a trace of it (`scalars_of`)."""
-        jaxpr = self.closed.jaxpr
-        scalars = {jaxpr.constvars[i]: np.asarray(self.closed.consts[i]) for i in scalar_places(self.closed)}
-        read = [*(v for equation in jaxpr.eqns for v in equation.invars), *jaxpr.outvars]
-        return [scalars[v] for v in read if not isinstance(v, Literal) and v in scalars]
 
 
 class Kinds:

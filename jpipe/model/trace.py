@@ -78,10 +78,21 @@ def trace_model(
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
     traces = {} if traces is None else traces
-    alike, earlier_groups = Alike(layers, batch), None if like is None else like.group_of
+    same: dict[int, int] = {}
+    alike, earlier_groups = Alike(layers, batch, traces, same), None if like is None else like.group_of
     takes, takes_at = (), []
+    taken: list[Shapes] = []
     for index, layer in enumerate(layers):
         last = index == len(layers) - 1  # it is alone in its group, because the loss follows it
+        seen = (i for i in dict.fromkeys(same.values()) if same_type(taken[i], takes) and is_same(layers[i], layer))
+        same[index] = next(seen, index)
+        taken.append(takes)
+        if index not in traces and same[index] != index:
+            traces[index] = traces[same[index]]
+        elif index not in traces:
+            sharing = (g for g in groups if layer.shared is not None and g.layer.shared is layer.shared)
+            way_here = partial(_way_here, layers[:index], inputs, tuple(groups))
+            traces[index] = _trace_layer((index, layer, way_here), takes, batch, next(sharing, None))
         for g, group in enumerate(() if last else groups):
             may_join = earlier_groups is None or earlier_groups[group.indices[0]] == earlier_groups[index]
             fits = may_join and same_type(group.takes, takes) and group.takes_at == takes_at
@@ -90,13 +101,7 @@ def trace_model(
                 break
         else:
             g = len(groups)
-            way_here = partial(_way_here, layers[:index], inputs, tuple(groups))
-            sharing = [] if layer.shared is None else [g for g in groups if g.layer.shared is layer.shared]
-            variables = sharing[0].variables if sharing else None
-            twins = (g.indices[0] for g in groups if same_type(g.takes, takes) and is_same(g.layer, layer))
-            if index not in traces and (twin := next(twins, None)) is not None:
-                traces[index] = traces[twin]
-            group = _trace_group((index, layer, way_here), takes, takes_at, batch, variables, splits, rules, traces)
+            group = _group_of((index, layer), traces[index], takes, takes_at, batch, splits, rules)
             # A PartitionSpec describes the model's outputs. It can't say that a device has several runs of elements.
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
@@ -127,26 +132,16 @@ def inputs_of(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
     return inputs
 
 
-def _trace_group(
-    place: tuple[int, AnyLayer, Callable[[], str]],
-    takes: Shapes,
-    takes_at: list[Sharding],
-    batch: Shapes,
-    shared: dict[str, Shapes] | None,
-    splits: Splits,
-    rules: Mapping[str, str],
-    traces: dict[int, LayerTrace],
-) -> LayerGroup:
-    """Traces a layer that is the first of its group, and makes the group.
+def _trace_layer(
+    place: tuple[int, AnyLayer, Callable[[], str]], takes: Shapes, batch: Shapes, sharing: LayerGroup | None
+) -> LayerTrace:
+    """Traces a layer, as it is initialised and trained.
 
     Args:
       place: the layer's index, the layer, and a function that tells for errors how its inputs came about.
-      takes, takes_at: its inputs, and their shardings.
+      takes: its inputs.
       batch: the shapes of the micro-batch `[b, ...]`.
-      shared: the shapes of its variables, if an earlier layer makes them (`jpipe.Shared`).
-      splits: the mesh axes that split arrays.
-      rules: what becomes of collections other than parameters, by name.
-      traces: by index, the traces that there are; this layer's is added.
+      sharing: an earlier group that makes its variables (`jpipe.Shared`), if there is one.
     """
     index, layer, way_here = place
     name = f"layer {index} ({layer.name})"
@@ -158,19 +153,41 @@ def _trace_group(
         return [way_here(), *filter(None, (parameters, again))]
 
     with telling(name, told):
-        if index not in traces:
-            made = layer.ready if shared is None else shared
-            if made is None:
-                made = trace_init(layer, key_shape(), takes, batch).variables
-            variables = strong(jax.eval_shape(lambda v: v, made))
-            _check_parameters(variables)
-            with layer.dropouts() as dropouts:
-                jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
-            written = check_updates(variables, updates, jaxpr)
-            updated = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
-            traces[index] = LayerTrace(jaxpr, variables, strong(gives), dropouts, updated, written)
-        jaxpr, variables, gives, dropouts, *_ = traces[index]
-        weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
+        made = layer.ready if sharing is None else sharing.variables
+        if made is None:
+            made = trace_init(layer, key_shape(), takes, batch).variables
+        variables = strong(jax.eval_shape(lambda v: v, made))
+        _check_parameters(variables)
+        with layer.dropouts() as dropouts:
+            jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
+        written = check_updates(variables, updates, jaxpr)
+    updated = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
+    return LayerTrace(jaxpr, variables, strong(gives), dropouts, updated, written)
+
+
+def _group_of(
+    place: tuple[int, AnyLayer],
+    trace: LayerTrace,
+    takes: Shapes,
+    takes_at: list[Sharding],
+    batch: Shapes,
+    splits: Splits,
+    rules: Mapping[str, str],
+) -> LayerGroup:
+    """Makes the group of which a layer is the first.
+
+    Args:
+      place: the layer's index, and the layer.
+      trace: of its call.
+      takes, takes_at: its inputs, and their shardings.
+      batch: the shapes of the micro-batch `[b, ...]`.
+      splits: the mesh axes that split arrays.
+      rules: what becomes of collections other than parameters, by name.
+    """
+    (index, layer), (jaxpr, variables, gives, dropouts, *_) = place, trace
+    name = f"layer {index} ({layer.name})"
+    weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
+    with telling(name, list):
         asked = layer.partition_specs(variables)
     needs_key = uses(jaxpr)[-1]
     decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
@@ -179,7 +196,7 @@ def _trace_group(
         warn_of_dropouts(name, dropouts)
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
     group = LayerGroup(
-        layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules, trace=traces[index]
+        layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules, trace=trace
     )
     # The partitioner's errors need the layer's name alone: such as that a `jax.shard_map` in the layer can't be carried
     # out on these axes.

@@ -321,8 +321,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
     remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [summed] * len(layer.remake.out_avals))
     residuals_at = _chosen(forward.results_at, forward.residual_indices)
     leaves_at = _picked(layer.sources, argument=shardings.arguments, remade=remake.shardings, residual=residuals_at)
-    late, lying = len(layer.gradients.params), [*leaves_at, *shardings.cotangents]
-    backward = jaxpr_per_device(layer.backward, axes, lying, shardings.gradients, late=late)
+    backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
     return DeviceLayer(
         forward=forward,
         remake=remake.jaxpr,
@@ -331,7 +330,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residual_indices)),
-        gradients_at=backward.shardings[:late],
+        gradients_at=backward.shardings[: len(layer.gradients.params)],
         split=None,
         unsplit=remake.unsplit + backward.unsplit,
     )

@@ -16,13 +16,10 @@ residual connection take their parts of the sequence:
     y partial -> replicated     cut to the sequence's parts     2 (p - 1) / p n bytes     what the rule says first
     y partial -> Shard(1)       as it is                          (p - 1) / p n bytes     taken
 
-A plan is then mended: some values are converted before any equation reads them, and the plan is kept if it is cheaper.
-What pays only for several readers together, or for one far behind, shows in a finished plan. `summed_twice`,
-`summed_wide` and `added_to_whole` each look for one such case, and return changes to try: how some values are to lie
-before their first reader. In the rows of benchmarks/axes.py, at their default sizes, the plans of a row together would
-send without them: by `summed_twice` 156 MiB and not 132 (sequence), by `summed_wide` 1,248 MiB and not 936 (fsdp-use).
-Looking ahead sees neither the end nor the choices on the way. So two plans are made (`ROUNDS`), by other prices and a
-shorter look ahead, and the cheaper one is taken.
+Alternatives are also tried where nothing is sent yet: for the one operand that stays a sum over devices, and for a
+table to which all devices add entries. So a sum is taken once before several readers, and a gradient's before its cast
+to a wider type. In the rows of benchmarks/axes.py, at their default sizes, the plans of a row together would send
+without this 144 MiB and not 132 (sequence), and 1,248 MiB and not 936 (fsdp-use).
 
 A mesh axis may be split into sub-axes. Sixteen devices along it can split the columns of a projection, but not the
 eight heads that a reshape makes of them. But seen as `[8, 2]` the devices are two axes, and each of them splits a
@@ -39,15 +36,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
 
-from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.jax.flat_jaxpr import FlatJaxpr, flatten
 from jpipe.jax.primitives import JaxprEqn
 from jpipe.jax.tracing import equations_in
-from jpipe.partitioner.conversions import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
-from jpipe.partitioner.find_rings import find_rings
+from jpipe.partitioner.conversions import NOTHING, Cost, cost_of_conversion, itemsize, price
 from jpipe.partitioner.rule import dims_of_entries, operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding, is_possible
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
@@ -109,61 +104,10 @@ def _shared(size: int, old: Shape, new: Shape) -> set[int]:
     return counts - {1, size}
 
 
-Early = dict[int, Sharding]
-"""The number of a value -> how it is to lie before any equation reads it."""
-
-
-def summed_twice(plan: DevicePlan) -> list[Early]:
-    """Finds partial values of which one reader takes the sum, and another goes on with the partial values.
-
-    The other reader's result is summed later, which sends as much again. The change is one sum before both.
-    """
-    sums = {c.value: c.wanted for e in plan.equations for c in e.conversions if PARTIAL in c.now}
-    operands = [pair for e in plan.equations for pair in zip(e.flat.reads, e.way.operands, strict=True)]
-    passed_on = {value for value, sharding in operands if PARTIAL in sharding}
-    return [{value: sharding} for value, sharding in sums.items() if value in passed_on and PARTIAL not in sharding]
-
-
-def summed_wide(plan: DevicePlan) -> list[Early]:
-    """Finds partial values that are cast to a wider type and then summed as results of the jaxpr.
-
-    Such values are gradients of parameters that a layer casts to another dtype to compute. The change is to sum all of
-    them before their casts.
-    """
-    takes_a_sum = lambda c: any(a == PARTIAL != b for a, b in zip(c.now, c.wanted, strict=True))
-    sums = {c.value: c.wanted for c in plan.conversions if takes_a_sum(c)}
-    casts = [e.flat for e in plan.equations if e.flat.equation.primitive.name == "convert_element_type"]
-    early: Early = {}
-    for (narrow,), (wide,) in [(cast.reads, cast.makes) for cast in casts]:
-        if wide in sums and itemsize(plan.flat.avals[narrow].dtype) < itemsize(plan.flat.avals[wide].dtype):
-            early[narrow] = sums[wide]
-    return [early] if early else []
-
-
-def added_to_whole(plan: DevicePlan) -> list[Early]:
-    """Finds constants, such as the zeros of a table's gradient, to which every device adds all entries.
-
-    The change is a split constant: each device has a part, and adds what belongs there.
-    """
-    constants = {e.flat.makes[0] for e in _called(plan, "broadcast_in_dim") if not operand_shape(e.flat.equation)}
-    changes: list[Early] = []
-    for flat, _, way in _called(plan, "scatter-add"):
-        value, lying, shape = flat.reads[0], way.operands[0], operand_shape(flat.equation)
-        for i in [i for i, along in enumerate(lying) if along == REPLICATED and value in constants]:
-            split = [(*lying[:i], Shard(dim), *lying[i + 1 :]) for dim in dims_of_entries(flat.equation)]
-            changes += [{value: sharding} for sharding in split if is_possible(shape, sharding, plan.axes)]
-    return changes
-
-
-def _called(plan: DevicePlan, name: str) -> list[PlannedEquation]:
-    """Lists the equations of a primitive."""
-    return [e for e in plan.equations if e.flat.equation.primitive.name == name]
-
-
-ROUNDS = (PRICES, 200), (SPLIT_SUMS, 50)
-"""The prices by which plans are made, and for how many equations an alternative is followed. Where rules do badly, a
-shorter look ahead is misled less. Both rounds are needed: in benchmarks/axes.py, at its default sizes, all plans of a
-row would send by the first alone 156 MiB and not 132 (sequence), by the second alone 139 MiB and not 122 (kv-heads)."""
+HORIZON = 140
+"""For how many equations an alternative is followed: about a layer's forward, or half of its backward. Rules do badly,
+so that a longer look ahead is misled more. In the rows of benchmarks/axes.py, at three widths, 120 would send up to
+1.06 times as much as 140 (fsdp-model), and 165 up to 1.3 times (sequence)."""
 
 Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""
@@ -186,7 +130,7 @@ def as_it_lies(sharding: Sharding) -> Sharding:
 def cheapest_plan(
     axes: Axes, handlers: Mapping[str, Handler], flat: FlatJaxpr, lie: Sequence[Sharding], wanted: Sequence[Wanted]
 ) -> DevicePlan:
-    """Makes plans in all `ROUNDS`, along the axes and along their sub-axes, and returns the cheapest.
+    """Makes a plan along the axes and one along their sub-axes, and returns the cheaper one.
 
     With sub-axes 16 devices are seen as `[8, 2]`, which can split eight heads. For arguments see `Chooser` and
     `Chooser.make_plan`; those of the jaxpr `lie` so. The plan speaks of its own axes.
@@ -194,11 +138,8 @@ def cheapest_plan(
     plans: list[DevicePlan] = []
     for own in dict.fromkeys([axes, with_sub_axes(flat, axes)]):
         lying, wishes = [along_sub_axes(s, axes, own) for s in lie], [_wish_along(own, axes, wish) for wish in wanted]
-        by_rule = cache(partial(way_by_rule, axes=own))
-        plans += [Chooser(own, handlers, *choices, by_rule).make_plan(flat, lying, wishes) for choices in ROUNDS]
-    if any(axis.ring for axis in axes):
-        plans = [replace(plan, rings=find_rings(plan)) for plan in plans]
-    return min(plans, key=lambda plan: price(PRICES, plan.cost - plan.rings.hidden))
+        plans.append(Chooser(own, handlers).make_plan(flat, lying, wishes))
+    return min(plans, key=lambda plan: price(plan.cost))
 
 
 def _wish_along(sub_axes: Axes, axes: Axes, wish: Wanted) -> Wanted:
@@ -213,9 +154,7 @@ class Chooser:
       axes: what arrays are split over.
       handlers: name of a primitive -> the handler of its equations (loops, branches, users' constraints); for all
         others there are rules.
-      prices: the worth of each quantity, as `PRICES`.
-      horizon: for how many equations an alternative is followed.
-      by_rule: an equation, how its operands lie -> its way by its rule. Choosers for the same axes may share it.
+      by_rule: an equation, how its operands lie -> its way by its rule.
       flat: a loop's body or a branch -> its flat jaxpr.
       cost_of_conversion: shape, bytes of an element, how an array lies, how it is to lie -> the cost of the conversion.
       way: a flat jaxpr, the number of an equation, how its operands lie -> its way by its handler or rule; the way may
@@ -224,16 +163,9 @@ class Chooser:
         Handlers of loops, branches and users' shardings ask it of their bodies, `results_by_rules` of whole layers.
     """
 
-    def __init__(
-        self,
-        axes: Axes,
-        handlers: Mapping[str, Handler],
-        prices: Cost = PRICES,
-        horizon: int = 200,
-        by_rule: Callable[..., Way] | None = None,
-    ):
-        self.axes, self.handlers, self.prices, self.horizon = axes, handlers, prices, horizon
-        self.by_rule = by_rule or cache(partial(way_by_rule, axes=axes))
+    def __init__(self, axes: Axes, handlers: Mapping[str, Handler], by_rule: Callable[..., Way] = way_by_rule):
+        self.axes, self.handlers = axes, handlers
+        self.by_rule = cache(partial(by_rule, axes=axes))
         # Each level of nested loops asks several times for what is in it.
         self.flat = cache(partial(flatten, is_body=True))
         self.cost_of_conversion = cache(partial(cost_of_conversion, axes))
@@ -247,28 +179,15 @@ class Chooser:
           arguments: how its arguments lie.
           wanted: for each result, from how it lies by itself how it has to lie.
         """
-        early: Early = {}
-        best = self.by_rules(flat, arguments, wanted)
-        if best.conversions or any(planned.conversions for planned in best.equations):  # else there is no other way
-            draft = _Draft(self, flat, arguments, early)
-            best = min(draft.plan(wanted, partial(draft.cheapest, wanted)), best, key=self._price)
-        # Each `find` looks for one flaw in the best plan so far and returns changes (`Early`) to try one by one.
-        # `summed_wide` comes first: a sum that it moves before a cast is one that `summed_twice` need no longer find.
-        for find in (summed_wide, summed_twice, added_to_whole):
-            for change in find(best):
-                draft = _Draft(self, flat, arguments, early | change)
-                mended = draft.plan(wanted, partial(draft.as_before_or_cheapest, wanted, best, change))
-                if self._price(mended) < self._price(best):
-                    best, early = mended, early | change
-        return best
-
-    def _price(self, plan: DevicePlan) -> float:
-        return price(self.prices, plan.cost)
+        by_rules, draft = self.by_rules(flat, arguments, wanted), _Draft(self, flat, arguments, wanted)
+        if not by_rules.conversions and not any(planned.conversions for planned in by_rules.equations):
+            return by_rules  # there is no other way
+        return min(draft.plan(draft.cheapest), by_rules, key=lambda plan: price(plan.cost))
 
     def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
         """Makes the plan of the rules alone, which don't look ahead; its arguments are those of `make_plan`."""
-        draft = _Draft(self, flat, arguments, {})
-        return draft.plan(wanted, draft.way)
+        draft = _Draft(self, flat, arguments, wanted)
+        return draft.plan(draft.way)
 
     def _results_at(self, flat: FlatJaxpr, arguments: tuple[Sharding, ...]) -> list[Sharding]:
         return list(self.by_rules(flat, arguments, [as_it_lies] * len(flat.results)).results)
@@ -288,35 +207,30 @@ class _Draft:
     """A plan in the making: equations get their ways from the first to the last.
 
     Attributes:
-      early: values that are converted before any equation reads them, and how they lie then.
       forms: the shardings in which a device has the values that the equations so far have made.
     """
 
-    def __init__(self, chooser: Chooser, flat: FlatJaxpr, arguments: Sequence[Sharding], early: Early):
-        self.chooser, self.flat, self.axes, self.early = chooser, flat, chooser.axes, early
-        self.arguments = tuple(arguments)
+    def __init__(self, chooser: Chooser, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]):
+        self.chooser, self.flat, self.axes = chooser, flat, chooser.axes
+        self.arguments, self.wanted = tuple(arguments), wanted
         self.forms: Forms = dict.fromkeys(flat.constants, ((REPLICATED,) * len(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
 
-    def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:
+    def plan(self, choose: Callable[[int], Way]) -> DevicePlan:
         """Makes the plan in which each equation has the way that `choose` gives for its number, asked in order.
 
-        `choose` may look at `forms`, which has then what the equations before have made. `wanted` says how the
-        results have to lie.
+        `choose` may look at `forms`, which has then what the equations before have made.
         """
         equations: list[PlannedEquation] = []
         cost = NOTHING
         for at, flat in enumerate(self.flat.equations):
-            # Before `choose`, which sees early values only as they lie after their conversion.
-            early, cost_of_early = self._convert_early(at, self.forms)
             way = choose(at)
             conversions, cost_of_way = self._take(at, way, self.forms)
-            equations.append(PlannedEquation(flat, (*early, *conversions), way))
-            cost = cost + cost_of_early + cost_of_way
-        results = [wish(self.forms[value][0]) for wish, value in zip(wanted, self.flat.results, strict=True)]
-        conversions, cost_of_results = self._convert(self.flat.results, results, self.forms)
-        fields = {"conversions": tuple(conversions), "results": tuple(results), "cost": cost + cost_of_results}
-        return DevicePlan(self.flat, self.axes, self.arguments, tuple(equations), **fields)
+            equations.append(PlannedEquation(flat, conversions, way))
+            cost = cost + cost_of_way
+        results, conversions, cost_of_results = self._give(self.forms)
+        cost = cost + cost_of_results
+        return DevicePlan(self.flat, self.axes, self.arguments, equations, conversions, results, cost)
 
     # --- which way to take: each of these may be the `choose` of `plan` ---
 
@@ -324,71 +238,59 @@ class _Draft:
         """Takes the way of an equation by the rules."""
         return self.chooser.way(self.flat, at, self._lying(at, self.forms))
 
-    def cheapest(self, wanted: Sequence[Wanted], at: int) -> Way:
+    def cheapest(self, at: int) -> Way:
         """Finds the way of an equation that is cheapest together with the equations after it."""
-        first, flat = self._best_by_rules(at, self.forms), self.flat.equations[at]
-        if self._is_handled(at) or not self._convert(flat.reads, first.operands, dict(self.forms))[1].any():
-            return first  # nothing is sent, or the handler alone knows how
+        first = self._best_by_rules(at, self.forms)
+        if self._is_handled(at):
+            return first  # the handler alone knows how
         ways = {(first.operands, first.results): first}
-        for lying in self._alternatives(flat, first):
+        for lying in self._alternatives(at, first):
             way = self.chooser.way(self.flat, at, lying)
             ways.setdefault((way.operands, way.results), way)
-        if len(ways) == 1:
-            return first
         best, least = first, math.inf
-        for way in ways.values():
-            if (cost := self._followed(at, way, wanted, least)) < least:
+        for way in ways.values() if len(ways) > 1 else ():
+            if (cost := self._followed(at, way, least)) < least:
                 best, least = way, cost
         return best
 
-    def as_before_or_cheapest(self, wanted: Sequence[Wanted], plan: DevicePlan, change: Early, at: int) -> Way:
-        """Takes an equation's way in a plan; or finds the cheapest, if the equation may feel a change to the plan.
-
-        It may if it reads a changed value, or comes less than `horizon` equations after one that does: the ways there
-        follow from what was read. The ways before were chosen by looking ahead as far, but they haven't the changed
-        values, and choosing all of them anew would take as long as a new plan.
-        """
-        near = self.flat.equations[max(0, at + 1 - self.chooser.horizon) : at + 1]
-        is_near = any(value in change for equation in near for value in equation.reads)
-        return self.cheapest(wanted, at) if is_near else plan.equations[at].way
-
     # --- looking ahead ---
 
-    def _alternatives(self, flat: FlatEquation, first: Way) -> Iterator[tuple[Sharding, ...]]:
-        """Yields other shardings of the operands.
+    def _alternatives(self, at: int, first: Way) -> Iterator[tuple[Sharding, ...]]:
+        """Yields other shardings of the operands, of which one at a time lies otherwise along one axis.
 
-        Along each axis along which the first way converts some operand, one operand at a time lies otherwise:
-        replicated, or if it is converted itself, split along a dimension that the axis divides.
+        Along axes along which the first way converts operands, at a price, each operand may be replicated, and those
+        that are converted may also be split along a dimension. So may, where none is converted, the one that stays
+        partial (of two the sum is smaller: it is left to the reader), or the table that entries are added to, along a
+        dimension that they choose from.
         """
-        lying = tuple(self.forms[value][0] for value in flat.reads)
-        for i, axis in enumerate(self.axes):
-            converted = [k for k, (a, b) in enumerate(zip(lying, first.operands, strict=True)) if a[i] != b[i]]
-            for k in range(len(lying)) if converted else ():
-                shape = self.flat.avals[flat.reads[k]].shape
-                others: list[AxisSharding] = [REPLICATED]
-                if k in converted:
-                    others += [Shard(dim) for dim, size in enumerate(shape) if size % axis.size == 0]
-                for other in others:
+        flat, lying = self.flat.equations[at], self._lying(at, self.forms)
+        shapes = [self.flat.avals[value].shape for value in flat.reads]
+        entries = dims_of_entries(flat.equation) if flat.equation.primitive.name == "scatter-add" else []
+        sends = self._convert(flat.reads, first.operands, dict(self.forms))[1].any()
+        for i in range(len(self.axes)):
+            along = [(now[i], taken[i]) for now, taken in zip(lying, first.operands, strict=True)]
+            converted = [k for k, (now, taken) in enumerate(along) if now != taken] if sends else []
+            sums = [k for k, pair in enumerate(along) if pair == (PARTIAL, PARTIAL)]
+            dims = {k: range(len(shapes[k])) for k in converted or (sums if len(sums) == 1 else [])}
+            dims = dims or ({0: entries} if entries else {})
+            for k in range(len(lying)) if dims else ():
+                for other in (REPLICATED, *map(Shard, dims.get(k, ()))):
                     sharding = (*lying[k][:i], other, *lying[k][i + 1 :])
-                    if sharding != lying[k] and is_possible(shape, sharding, self.axes):
+                    if sharding != lying[k] and is_possible(shapes[k], sharding, self.axes):
                         yield (*lying[:k], sharding, *lying[k + 1 :])
 
-    def _followed(self, at: int, way: Way, wanted: Sequence[Wanted], least: float) -> float:
+    def _followed(self, at: int, way: Way, least: float) -> float:
         """The price of a way, of the equations up to the horizon by the rules, and of results made by then.
 
         It is infinite, and not followed to the end, where it isn't less than `least`.
         """
-        forms, end = dict(self.forms), min(at + 1 + self.chooser.horizon, len(self.flat.equations))
+        forms, end = dict(self.forms), min(at + 1 + HORIZON, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):
-            if price(self.chooser.prices, cost) >= least:  # costs only grow
+            if price(cost) >= least:  # costs only grow
                 return math.inf
-            cost_of_early = self._convert_early(later, forms)[1]
-            cost = cost + cost_of_early + self._take(later, self._best_by_rules(later, forms), forms)[1]
-        made = [(value, wish) for value, wish in zip(self.flat.results, wanted, strict=True) if value in forms]
-        results = [wish(forms[value][0]) for value, wish in made]
-        cost = cost + self._convert([value for value, _ in made], results, forms)[1]
-        return price(self.chooser.prices, cost)
+            cost = cost + self._take(later, self._best_by_rules(later, forms), forms)[1]
+        return price(cost + self._give(forms)[2])
 
     def _best_by_rules(self, at: int, forms: Forms) -> Way:
         """Finds the cheapest way by the rules, where one operand may be taken in any form that a device has.
@@ -402,7 +304,7 @@ class _Draft:
             return first
 
         def price_of(way: Way) -> float:
-            return price(self.chooser.prices, self._convert(reads, way.operands, dict(forms))[1] + way.cost)
+            return price(self._convert(reads, way.operands, dict(forms))[1] + way.cost)
 
         return min([first, *(self.chooser.way(self.flat, at, other) for other in others)], key=price_of)
 
@@ -416,17 +318,18 @@ class _Draft:
         """Says how an equation's operands lie; of several forms it takes the first."""
         return tuple(forms[value][0] for value in self.flat.equations[at].reads)
 
-    def _convert_early(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:
-        """Converts those operands of an equation that are to lie otherwise before anything reads them."""
-        values = [value for value in self.flat.equations[at].reads if value in self.early]
-        return self._convert(values, [self.early[value] for value in values], forms)
-
     def _take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], Cost]:
         """Takes a way: the conversions that it needs, and its cost with them."""
         flat = self.flat.equations[at]
         conversions, cost = self._convert(flat.reads, way.operands, forms)
         forms.update((value, (sharding,)) for value, sharding in zip(flat.makes, way.results, strict=True))
         return conversions, cost + way.cost
+
+    def _give(self, forms: Forms) -> tuple[tuple[Sharding, ...], list[Conversion], Cost]:
+        """Gives the results that are made: how they lie in the end, the conversions to that, and the cost of these."""
+        made = [(value, wish) for value, wish in zip(self.flat.results, self.wanted, strict=True) if value in forms]
+        results = tuple(wish(forms[value][0]) for value, wish in made)
+        return results, *self._convert([value for value, _ in made], results, forms)
 
     def _convert(self, values: Sequence[int], to: Sequence[Sharding], forms: Forms) -> tuple[list[Conversion], Cost]:
         """Converts values to shardings, each from the form from which it is cheapest."""
@@ -437,7 +340,7 @@ class _Draft:
                 continue
             size = itemsize(aval.dtype)
             costs = [self.chooser.cost_of_conversion(aval.shape, size, form, sharding) for form in old]
-            cheapest = min(range(len(old)), key=lambda i: price(self.chooser.prices, costs[i]))
+            cheapest = min(range(len(old)), key=lambda i: price(costs[i]))
             conversions.append(Conversion(value, old[cheapest], sharding))
             cost = cost + costs[cheapest]
             # Rules are asked about the first form. A sum goes to the front, so that it isn't taken again; a gathered

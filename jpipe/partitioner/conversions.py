@@ -4,7 +4,7 @@ Collectives join devices along the axes of the sharding alone: others may be els
 
 A cost is an array `[4]` of four quantities that a device sends, computes and writes (bytes sent, bytes of
 reduce-scatters, operations, bytes written), so that the costs of equations can be added. Prices weigh the quantities,
-by how much of each is worth a byte sent: `price(prices, cost)` is the number that is minimised. What devices send each
+by how much of each is worth a byte sent: `price(cost)` is the number that is minimised. What devices send each
 other in a program, its collectives, is read from its jaxpr (`sent_in`).
 """
 
@@ -192,13 +192,11 @@ them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 
 AMONG_ZEROS = 16 * WRITTEN
 """The cost of a byte of a shard that is written among zeros, to be added to a partial sum: no other operation does that
 on its way. 16 MiB take 105,000 cycles on a v5p."""
-SPLIT_SUMS = SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8
-"""Prices that prefer a split sum to a whole one, because a later reader can use it split."""
 
 
-def price(prices: Cost, cost: Cost) -> float:
+def price(cost: Cost) -> float:
     """Weighs a cost in bytes sent, to the same last bit on all hosts: else they would choose other plans."""
-    a, b, c, d = (prices * cost).tolist()
+    a, b, c, d = (PRICES * cost).tolist()
     return a + b + c + d
 
 

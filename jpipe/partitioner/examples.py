@@ -153,7 +153,7 @@ class Examples:
         self.flat = replace(flat, equations=alone)
         # A `shard_map` has devices of its own.
         handlers = {name: handler for name, handler in HANDLERS.items() if name != "shard_map"}
-        self._chooser = Chooser((self.axis,), handlers, by_rule=partial(_by_rule, axes=(self.axis,)))
+        self._chooser = Chooser((self.axis,), handlers, _by_rule)
         self.at: dict[int, AxisSharding] = dict.fromkeys(self.flat.constants, REPLICATED)
         self.at |= dict(zip(self.flat.arguments, arguments, strict=True))
         self._late = {number for number, is_late in zip(self.flat.arguments, late, strict=True) if is_late}

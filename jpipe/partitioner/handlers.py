@@ -169,7 +169,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
         which = _agreed(index, chooser.axes, plans)
         return lax.switch(which, [plan.run for plan in plans], *parts)
 
-    cost = max((plan.cost for plan in plans), key=lambda cost: price(chooser.prices, cost))
+    cost = max((plan.cost for plan in plans), key=lambda cost: price(cost))
     return Way((whole, *shardings), tuple(results), run, cost, tuple((plan, 1.0) for plan in plans))
 
 
@@ -243,7 +243,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     operands = [pick(summed(sharding)) for sharding in lying]
     wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["in_specs"], operands, strict=True)]
     handlers = {**chooser.handlers, **_of_single_devices(alike, split_over)}
-    inner = Chooser(pick(axes), handlers, chooser.prices, chooser.horizon)
+    inner = Chooser(pick(axes), handlers)
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
     by_rules = inner.results_at(body, tuple(arguments))
     results = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["out_specs"], by_rules, strict=True)]

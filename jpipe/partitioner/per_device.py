@@ -9,9 +9,8 @@ devices along other axes don't run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -38,7 +37,6 @@ def per_device(
     out_specs: Specs,
     *,
     data_axes: Sequence[str] = (),
-    rings: Mapping[str, Sequence[int]] | None = None,
 ) -> Callable[..., PyTree]:
     """Makes the function of one device's parts that does as `function` does on whole arrays, for `jax.shard_map`.
 
@@ -56,25 +54,13 @@ def per_device(
       data_axes: the axes that examples are split over. Along them sums may be rounded to a narrower type before they
         are added up, random bits are split at once, and sharding constraints inside of `function` change nothing.
 
-      rings: mesh axes along which products may run beside the transfers that they wait for, each with its devices in
-        the order of a ring of links (`jpipe.partitioner.rings`). For TPUs: the transfers are permutations then, which
-        other devices make all devices of the mesh wait for, and products read float32 weights that are cast to
-        bfloat16 before their cast, which TPUs round all the same.
-
     Raises:
-      ValueError: a spec names an axis that the mesh lacks; `rings` one that the mesh lacks, or not each of its devices
-        once. When called, a spec of a result that doesn't divide it, or a call outside of such a
-        `jax.shard_map`.
+      ValueError: a spec names an axis that the mesh lacks. When called, a spec of a result that doesn't divide it, or
+        a call outside of such a `jax.shard_map`.
     """
     for name in sorted({*named(jax.tree.leaves((in_specs, out_specs))), *data_axes} - {*mesh.axis_names}):
         raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
-    rings = rings or {}
-    for name, order in rings.items():
-        if sorted(order) != list(range(mesh.shape.get(name, 0))):
-            fault = f"rings={{{name!r}: {tuple(order)}}} is no order of the devices 0, 1, ... of an axis"
-            raise ValueError(f"{fault} of the mesh {dict(mesh.shape)}; name each once")
-    axis_of = lambda name, size: Axis((name,), (size,), name in data_axes, ring=tuple(rings.get(name, ())))
-    axes = tuple(axis_of(*pair) for pair in mesh.shape.items() if pair[1] > 1)
+    axes = tuple(Axis((name,), (size,), name in data_axes) for name, size in mesh.shape.items() if size > 1)
 
     def on_parts(*parts: PyTree) -> PyTree:
         """Takes a device's parts of the arguments, and gives its parts of the results."""
@@ -124,7 +110,7 @@ class PerDeviceJaxpr(NamedTuple):
 
 
 def jaxpr_per_device(
-    jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding], wanted: Sequence[Wanted], *, late: int = 0
+    jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding], wanted: Sequence[Wanted]
 ) -> PerDeviceJaxpr:
     """Makes the jaxpr that one device runs from a jaxpr of whole arrays.
 
@@ -133,7 +119,6 @@ def jaxpr_per_device(
       axes: the mesh axes that arrays may be split over.
       shardings: for each argument how it lies.
       wanted: for each result a function: how it lies by itself -> how it has to lie.
-      late: the number of results, the first, that nothing waits for: the gradients of weights.
     """
     here = jax.sharding.get_abstract_mesh()
     # Where mesh axes could be named in tracing, a jaxpr may say so though arrays are split over none.
@@ -144,7 +129,7 @@ def jaxpr_per_device(
     parts = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
         results = [along_whole_axes(sharding, axes, plan.axes) for sharding in plan.results]
-        return PerDeviceJaxpr(with_named_axes(partial(plan.run, late=late), sizes)(*parts)[0], results, plan.unsplit)
+        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*parts)[0], results, plan.unsplit)
 
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:

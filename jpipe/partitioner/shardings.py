@@ -39,8 +39,6 @@ class Axis:
         constraints change nothing.
       sums_late: whether sums are added up after casts to wider types; along data axes they are, after any casts.
       outer, inner: of a part of a mesh axis, whose devices are seen as `[outer, size, inner]`.
-      ring: its devices in the order of a ring of links, round which they may send to neighbours beside products
-        (`jpipe.partitioner.rings`); empty if they don't.
     """
 
     names: tuple[str, ...]
@@ -49,7 +47,6 @@ class Axis:
     sums_late: bool = False
     outer: int = 1
     inner: int = 1
-    ring: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:

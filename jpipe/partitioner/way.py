@@ -32,13 +32,14 @@ from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of
 from jpipe.jax.inside import at_line_of, carry_out, scope_of
 from jpipe.jax.primitives import JaxprEqn
 from jpipe.partitioner.conversions import NOTHING, Cost, by_mesh_axis, collective_of, convert, cost_of_work, hops
-from jpipe.partitioner.rings import Arriving, OneByOne, Parts, Ring, Rings, Send, all_of
 from jpipe.partitioner.rule import Operation, RuleResult
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, part_shape
 
 Axes = tuple[Axis, ...]
 """The mesh axes that arrays are split over; a `Sharding` has an entry for each."""
+Parts = dict[tuple[int, Sharding], jax.Array]
+"""A device's part of each value so far, by the value's number in the `FlatJaxpr` and how it lies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ class PlannedEquation(NamedTuple):
     """An equation, how it is carried out, and the conversions before it."""
 
     flat: FlatEquation
-    conversions: tuple[Conversion, ...]
+    conversions: Sequence[Conversion]
     way: Way
 
     def unsplit_along(self, axes: Axes) -> tuple[str, ...]:
@@ -131,17 +132,15 @@ class DevicePlan:
       conversions: the conversions of the results, after all equations.
       results: how the results lie in the end.
       cost: the sum of the costs of all ways and conversions.
-      rings: the conversions that go by rings, beside products.
     """
 
     flat: FlatJaxpr
     axes: Axes
     arguments: tuple[Sharding, ...]
-    equations: tuple[PlannedEquation, ...]
-    conversions: tuple[Conversion, ...]
+    equations: Sequence[PlannedEquation]
+    conversions: Sequence[Conversion]
     results: tuple[Sharding, ...]
     cost: Cost
-    rings: Rings = field(default_factory=Rings)
 
     @property
     def unsplit(self) -> list[Unsplit]:
@@ -160,45 +159,25 @@ class DevicePlan:
         ways = [planned.way for planned in self.equations]
         return any(way.sends or any(plan.sends for plan, _ in way.plans) for way in ways)
 
-    def run(self, *parts: jax.Array, late: int = 0) -> list[jax.Array]:
-        """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program.
-
-        Of the first `late` results, which nothing waits for, what the others don't need leaves `OneByOne`.
-        """
+    def run(self, *parts: jax.Array) -> list[jax.Array]:
+        """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program."""
         parts_of: Parts = {(i, (REPLICATED,) * len(self.axes)): constant for i, constant in self.flat.constants.items()}
         parts_of |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
-        others, one_by_one = self.flat.results[late:], OneByOne()
-        urgent = {*others}.union(*(self.flat.equations[i].reads for i in self.flat.needed_for(others)))
-
-        def send_of(value: int) -> Send:
-            return Ring.send if value in urgent else one_by_one.send
-
-        for at, (flat, conversions, way) in enumerate(self.equations):
-            with at_line_of(flat.equation, flat.callers):
-                self.rings.depart(conversions, parts_of, send_of)
+        for flat, conversions, way in self.equations:
             with ExitStack() as scopes:
                 for caller in flat.callers:
                     scopes.enter_context(scope_of(caller))
                 with at_line_of(flat.equation, flat.callers):
                     self._convert(conversions, parts_of)
-                if at not in self.rings.readers and at not in self.rings.later:
-                    operands = [all_of(parts_of[form]) for form in zip(flat.reads, way.operands, strict=True)]
-                    parts_of.update(zip(zip(flat.makes, way.results, strict=True), way.run(*operands), strict=True))
-            if at in self.rings.readers:
-                step = self.rings.readers[at]
-                parts_of[step.makes] = step.as_pieces_arrive(parts_of)
-        self.rings.depart(self.conversions, parts_of, send_of)
+                operands = [parts_of[form] for form in zip(flat.reads, way.operands, strict=True)]
+                parts_of.update(zip(zip(flat.makes, way.results, strict=True), way.run(*operands), strict=True))
         self._convert(self.conversions, parts_of)
-        return [all_of(parts_of[form]) for form in zip(self.flat.results, self.results, strict=True)]
+        return [parts_of[form] for form in zip(self.flat.results, self.results, strict=True)]
 
     def _convert(self, conversions: Sequence[Conversion], parts_of: Parts) -> None:
         """Converts values of which a device has a part; each form of a value is converted once."""
         for value, now, wanted in conversions:
-            before, after = (value, now), (value, wanted)
-            if arrival := self.rings.arrivals.get((before, after)):
-                parts_of[after] = Arriving(*arrival, all_of(parts_of[before]))
-            elif after not in parts_of:  # a sum that has departed is
-                parts_of[after] = convert(all_of(parts_of[before]), self.axes, now, wanted)
+            parts_of[value, wanted] = convert(parts_of[value, now], self.axes, now, wanted)
 
 
 def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is_last: bool = False) -> Way:

@@ -94,19 +94,17 @@ class Options:
       unroll: each place of a layer on a virtual stage is compiled for itself, and has arrays of its own: variables then
         lie otherwise, and go to a pipeline without by `layer_variables` and `from_layer_variables`.
       offload: what lies in the memory of the hosts.
-      rings: products run beside what they gather and scatter, where the mesh has rings (`Splits.rings`).
       loss_over: what a loss of one number is taken over (`jpipe.model.loss.OVER`).
 
     Raises:
       ValueError: an unknown word.
-      TypeError: `unroll` or `rings` is no bool.
+      TypeError: `unroll` is no bool.
     """
 
     cast: str = "step"
     unroll: bool = False
     ends: str = "own"
     offload: Offload = ON_DEVICES
-    rings: bool = True
     loss_over: str | None = None
 
     def __post_init__(self) -> None:
@@ -119,8 +117,6 @@ class Options:
             raise TypeError(
                 f"unroll={self.unroll!r} is not a bool; True compiles a stage's layers one by one, False as a loop"
             )
-        if not isinstance(self.rings, bool):
-            raise TypeError(f"rings={self.rings!r} is not a bool; False makes products wait for what they send")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -271,7 +271,7 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
     spans: list[Span] = []
     width = len(schedule.slots)
     *beside, after = moves or [0.0] * (1 + width)
-    crossings = [_crossings(schedule, index) for index in range(width)]
+    crossings = [crossings_of(schedule, index) for index in range(width)]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
     for index, actions in _slots(schedule):
@@ -321,7 +321,7 @@ Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
 """A crossing along one route: the stages that send, those that receive, and whether the next slot runs beside it."""
 
 
-def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
+def crossings_of(schedule: Schedule, index: int) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     routes = [(np.array(route).T, flow) for flow in flows for route in schedule.placement.routes(flow)]

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.users_mesh import TPUS, Torus, tpu_of
 from jpipe.partitioner.conversions import Sent
-from jpipe.partitioner.rings import HIDDEN
 from jpipe.processes.runtime import register_gpu_compiler
 from jpipe.types import Device
 
@@ -432,17 +431,8 @@ class Network:
         return min(links, (1 if collective in ALONE else adapters) * self.chip.network_bandwidth)
 
     def seconds(self, sent: Iterable[Sent]) -> float:
-        """Seconds in which a device waits for what a program's collectives send, one after the other.
-
-        Those that go by rings are for the most part beside products. These are a layer's permutations: a user's own are
-        carried out as gathers (`jpipe.partitioner.handlers`).
-        """
-
-        def waited(one: Sent) -> float:
-            by_ring = one.collective == "permute" and AXIS not in one.axes
-            return math.prod(one.loops) * one.bytes * (1 - HIDDEN if by_ring else 1.0)
-
-        return sum(waited(one) / self.bandwidth(one.axes, one.collective) for one in sent)
+        """Seconds in which a device waits for what a program's collectives send, one after the other."""
+        return sum(math.prod(one.loops) * one.bytes / self.bandwidth(one.axes, one.collective) for one in sent)
 
 
 # --- a chip that isn't in the table -----------------------------------------------------------------------------------

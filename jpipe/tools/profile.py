@@ -117,7 +117,7 @@ class Profile:
         Raises:
           ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
         """
-        from jpipe.tools.gantt import draw_profile
+        from jpipe.tools.figures import draw_profile
 
         return draw_profile(self.slices, self.stages, self.predicted, path)
 
@@ -186,15 +186,15 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         processes=processes,
         findings=find(model, times, sizes, processes),
         predicted=stages.timeline(pipe.schedule),
-        facts=replace(
-            facts,
-            unit="ms",
-            times="Times are measured, of each stage alone.",
-            forward=in_ms.forward,
-            backward=tuple(map(sum, zip(in_ms.backward, in_ms.recompute, strict=True))),
-            recompute=in_ms.recompute,
-            optimizer=facts.parameters.scaled(cost.bytes.optimizer),
-        ),
+        facts=facts
+        | {
+            "unit": "ms",
+            "times": "Times are measured, of each stage alone.",
+            "forward": in_ms.forward,
+            "backward": list(map(sum, zip(in_ms.backward, in_ms.recompute, strict=True))),
+            "recompute": in_ms.recompute,
+            "optimizer": cost.bytes.optimizer,
+        },
     )
 
 

@@ -61,10 +61,25 @@ def test_tied_weights_are_alone_in_their_pieces():
     assert cutting.tied == (0, None, 0)
 
 
-def test_an_operation_of_tied_and_other_weights_is_told():
+def test_a_shared_layer_of_which_one_place_uses_half_has_all_of_it_there():
+    """As a `Shared` of a list has. It was an error."""
     mixed = lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ (ws[0] @ ws[1]))
+    cutting = decide_cutting(traced(mixed, num_weights=2), traced(mixed, num_weights=2), SHAPES[:2], 1)
+    assert cutting.parts[:2] == ((Part(0), Part(1)),) * 2
+    assert cutting.tied[:2] == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ (ws[0] @ ws[1] @ ws[2])),
+        lambda ws, x: jnp.tanh(jnp.tanh(x @ (ws[0] @ ws[1])) @ (ws[0] @ ws[2])),
+    ],
+    ids=["more of others", "each with others"],
+)
+def test_an_operation_of_tied_and_other_weights_is_told(mixed):
     with pytest.raises(TiedTogether) as error:
-        decide_cutting(traced(mixed, num_weights=2), traced(mixed, num_weights=2), SHAPES[:2], 1)
+        decide_cutting(traced(mixed, num_weights=3), traced(mixed, num_weights=3), SHAPES[:3], 1)
     assert error.value.args[0] == {Part(0)}
 
 

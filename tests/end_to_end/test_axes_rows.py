@@ -178,7 +178,7 @@ CHUNKS = {"num_chunks": 2, "balance": [2, 1, 1, 2]}
     ],
 )
 def test_stages_send_beside_work_where_layers_send_too(topology, name, options):
-    """A regression: activations had arrived before a backward began that has rings of permutations."""
+    """A regression: activations had arrived before a backward began that sends itself."""
     lowered = lower_row(name, tpu_devices(topology), **options)
     check_transfers(read(compile_with_text(lowered)[1]), 4 if options.get("schedule") == "v" else 2)
 

@@ -10,7 +10,6 @@ import pytest
 import jpipe
 from cases import VOCABULARY, WIDTH, assert_close, check_step, make_model, pipeline, tokens, weighted_cross_entropy
 from collectives import axes_of, in_loop, read
-from jpipe.partitioner import find_rings
 
 HIDDEN = 128  # a kernel of 8 x 128 has 1024 elements, so that it is split by `shard_over`
 
@@ -66,21 +65,6 @@ def test_gradients_of_split_parameters(make_mesh, split_model, gather, explicit)
         assert len(kernels) == 4
         for tree in (variables["params"], grads):
             assert spread({name: tree[name] for name in kernels}) == [1 / 8] * 4, "over stage, fsdp and tp"
-
-
-@pytest.mark.parametrize("remat", ["none", "layer", "stage"])
-def test_gradients_where_weights_arrive_by_rings(monkeypatch, make_mesh, split_model, remat):
-    """As on TPUs. On CPUs all devices of a mesh join in a permutation, so this is one stage, which runs all layers."""
-    for least in ("LEAST_FLOPS", "LEAST_IF_SHARED", "LEAST_OF_SUMS", "LEAST_OF_WEIGHTS"):
-        monkeypatch.setattr(find_rings, least, 0.0)
-    monkeypatch.setattr(jpipe.pipeline, "rings_of", lambda mesh: (("fsdp", (0, 1, 3, 2)), ("tp", (0, 1))))
-    with jax.enable_x64(True):
-        mesh = make_mesh((1, 4, 2), ("stage", "fsdp", "tp"))
-        pipe = pipeline(split_model, "1f1b", 1, 3, mesh=mesh, gather="use", remat=remat)
-        variables, _ = check_step(pipe, split_model)
-        text = jax.jit(pipe.value_and_grad).lower(variables, split_model.batch).compile().as_text()
-        over = {axes_of(one, mesh) for one in read(text) if one.kind == "collective-permute" and in_loop(one)}
-        assert ("fsdp",) in over
 
 
 @pytest.mark.parametrize("gather", [pytest.param("step", marks=pytest.mark.slow), "use"])

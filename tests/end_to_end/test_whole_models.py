@@ -385,11 +385,34 @@ class Mixed(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        first, second = (self.param(name, nn.initializers.lecun_normal(), (4, 4), x.dtype) for name in ("a", "b"))
+        first, *others = (self.param(name, nn.initializers.lecun_normal(), (4, 4), x.dtype) for name in "abc")
         x = jnp.tanh(x @ first)
-        x = jnp.tanh(x @ (first @ second))
+        x = jnp.tanh(x @ (first @ others[0] @ others[1]))
         x = jpipe.cut(x) if self.marked else x
         return nn.Dense(4, param_dtype=x.dtype)(x)
+
+
+class InParts(nn.Module):
+    """A layer is used whole, and later without its second half."""
+
+    @nn.compact
+    def __call__(self, x):
+        first, second = (self.param(name, nn.initializers.lecun_normal(), (4, 4), x.dtype) for name in "ab")
+        x = jnp.tanh(x @ jnp.concatenate([first, second], 1))[:, :4]
+        for _ in range(3):
+            x = x + jnp.tanh(nn.Dense(4, param_dtype=x.dtype)(x))
+        return x @ first.T
+
+
+def test_a_layer_of_which_another_place_uses_half():
+    with jax.enable_x64(True):
+        batch, model = np.random.default_rng(0).normal(size=(8, 4)), InParts()
+        variables = model.init(KEY, batch)
+        pipe = jpipe.Pipeline(model, square, num_stages=2, num_microbatches=2)
+        (loss, _), grads = pipe.value_and_grad(pipe.from_model_variables(variables, batch), batch)
+        expected = jax.value_and_grad(lambda v: square(model.apply(v, batch), batch))(variables)
+        found = loss, pipe.model_variables({"params": grads})
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
 
 
 def test_ties_that_cannot_be_told_apart_are_named():

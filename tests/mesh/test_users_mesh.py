@@ -1,17 +1,16 @@
 """Meshes whose axes lie along the links that suit them: stages across the slowest, other axes never across slices."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
 import jpipe
-from jpipe.mesh.users_mesh import Torus, as_mesh, check_context, rings_of
+from jpipe.mesh.users_mesh import Torus, as_mesh, check_context
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 
@@ -162,43 +161,3 @@ def on_torus(version, *shape, **sizes):
     """TPUs in a slice of this shape, in the order of their coordinates."""
     places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), -1)
     return Torus(version, tuple(sizes.items()), tuple(tuple(map(int, place)) for place in places))
-
-
-@pytest.mark.parametrize(
-    ("chip", "shape"), [("v5p", (2, 1, 1)), ("v5e", (2, 2)), ("v5e", (2, 4)), ("v5p", (2, 2, 2)), ("v5e", (3, 2))]
-)
-def test_neighbours_on_a_ring_have_a_link(chip, shape):
-    found = on_torus(chip, *shape, stage=1, model=math.prod(shape))
-    order = found.ring("model")
-    assert sorted(order) == list(range(math.prod(shape)))
-    places = np.asarray(found.coordinates)[[*order, order[0]]]
-    assert (np.abs(np.diff(places, axis=0)).sum(1) == 1).all()
-
-
-def test_a_ring_goes_round_the_torus():
-    cube = on_torus("v5p", 4, 4, 4, stage=16, model=4)
-    assert cube.ring("model") == (0, 1, 2, 3) and cube.ring("stage") == ()
-
-
-@pytest.mark.parametrize(("chip", "shape"), [("v5e", (4, 1)), ("v5e", (3, 3)), ("v5e", (4, 4)), ("h100", (4,))])
-def test_no_ring(chip, shape):
-    """A line, devices of which one is left over, too many; and GPUs."""
-    found = on_torus(chip, *shape, model=math.prod(shape))
-    assert (replace(found, coordinates=()) if chip == "h100" else found).ring("model") == ()
-
-
-def test_rings_are_those_of_tpus():
-    assert rings_of(jpipe.make_mesh(stage=2, model=4)) == ()
-
-
-@needs_tpu_compiler
-def test_a_pipeline_has_rings_along_axes_that_split_weights():
-    mesh = jpipe.make_mesh(stage=2, data=1, model=4, devices=tpu_devices("v5p:2x2x2"))
-
-    def rings(**options):
-        layers = [jnp.sin, jnp.cos]
-        pipe = jpipe.Pipeline(layers, None, num_stages=2, num_microbatches=2, mesh=mesh, **options)
-        return dict(pipe.planner.request.splits.rings)
-
-    assert rings().keys() == {"model"} and sorted(rings()["model"]) == [0, 1, 2, 3]
-    assert rings(rings=False) == {}

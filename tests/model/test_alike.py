@@ -17,10 +17,8 @@ from jpipe.cutting.module import make_whole
 from jpipe.cutting.whole import cut_model
 from jpipe.jax.flat_jaxpr import flatten, without_calls
 from jpipe.jax.primitives import PLAIN_CALLS
-from jpipe.jax.tracing import trace
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.fingerprint import same_value
-from jpipe.model import alike
 from jpipe.model.alike import Kinds, described, has_custom_derivatives, outputs_that_depend
 from jpipe.model.groups import scalars_of
 from jpipe.model.trace import trace_model
@@ -165,8 +163,10 @@ CASES = {
     "Python's branches": ([Drops(rate) for rate in (0.0, 0.1, 0.2, 0.0)], (0, 1, 1, 0)),
     "types": ([scaled(2.0), scaled(2)], (0, 1)),
     "NumPy's types": (each(lambda s, x: s.astype("float32") * x, np.float32(2), np.float64(2)), (0, 1)),
-    "booleans": (each(lambda s, x: x + 1.0 * s, True, False), (0, 1)),
-    "of several": ([nn.Dense(8, kernel_init=nn.initializers.normal(s)) for s in (1, 1.0, 2, 2.0)], (0, 1, 0, 1)),
+    "booleans": (each(lambda s, x: x + 1.0 * s, True, False), (0, 0)),
+    "other functions": ([lambda x: 2.0 * x, lambda y: y * 1.0 * 3.0, lambda z: 3.0 * z], (0, 1, 0)),
+    "other makers": ([lambda x: jnp.tanh(0.5 * x), jax.jit(lambda y: jnp.tanh(0.25 * y))], (0, 0)),
+    "of several": ([nn.Dense(8, kernel_init=nn.initializers.normal(s)) for s in (1, 1.0, 2, 2.0)], (0, 1, 0, 0)),
     "widths within": ([Hidden(width, 0.1 * width) for width in (4, 6, 5, 4, 6)], (0, 1, 2, 0, 1)),
     "widths and scales": (
         [Hidden(width, scale) for width, scale in [(4, 0.1), (6, 0.1), (4, 0.2), (6, 0.2)]],
@@ -227,7 +227,7 @@ def test_equal_layers_are_traced_once_and_others_once_each():
     calls.clear()
     layers = as_layers([jnp.sin, *each(layer, 2.0, 2.0, 3.0, 3.0, 2.0, 3.0), jnp.cos])
     trace_model(layers, lambda batch: batch, X)
-    assert calls == [2.0, 2.0, 2.0, 3.0, 3.0], "once for the group, then in training and in evaluation"
+    assert calls == [2.0, 3.0, 2.0, 3.0], "in training, and to be compared in evaluation"
 
 
 def test_skips_are_told_apart():
@@ -413,16 +413,9 @@ def turned(x, by: complex):
 def test_scalars_are_the_only_difference_within_a_kind():
     first, second, third = parts_of(lambda x: x * 2.0 + 3.0, lambda x: x * 4.0 + 5.0, lambda x: x * 2.0 - 3.0)
     assert first.kind == second.kind != third.kind
-    assert [s.tolist() for s in second.scalars] == [4.0, 5.0]
+    assert [s.tolist() for s in scalars_of(second.closed)] == [4.0, 5.0]
     run = jax.extend.core.jaxpr_as_fun
     np.testing.assert_array_equal(run(second.closed)(np.ones((2, 8), np.float32))[0], np.full((2, 8), 9.0))
-
-
-def test_scalars_are_those_of_a_trace():
-    (part,) = parts_of(lambda x: jnp.where(x > 0, x * 2.0, 0.5 * x) + jax.nn.gelu(x) ** 3)
-    call = jax.extend.core.jaxpr_as_fun(part.closed)
-    traced = scalars_of(without_calls(trace(call, X)[0], PLAIN_CALLS))
-    assert [s.tolist() for s in part.scalars] == [s.tolist() for s in traced] != []
 
 
 @pytest.mark.parametrize(
@@ -466,14 +459,9 @@ class Step(nn.Module):
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_one_block_of_many_is_traced(scanned, monkeypatch):
-    traced, trace_modes = [], alike.trace_modes
-    counted = lambda layer, *rest: traced.append(layer.name) or trace_modes(layer, *rest)
-    monkeypatch.setattr(alike, "trace_modes", counted)
+def test_blocks_of_a_model_are_one_group(scanned):
     layer, read = as_whole(Deep(scanned)), lambda x: x
     whole = make_whole(layer, read, X)
     whole, modes = whole.read_by(None, whole.trace(read, X), X)
-    cut = cut_model(whole, modes, 4)
-    groups = trace_model(cut.layers(modes), read, X).groups
+    groups = trace_model(cut_model(whole, modes, 4).layers(modes), read, X).groups
     assert sorted(len(group.indices) for group in groups)[-1] >= 18
-    assert len(traced) <= len(groups)

@@ -401,18 +401,14 @@ def test_a_forecast_says_which_part_of_a_step_waits_for_links():
             return x + nn.Dense(1024, use_bias=False, kernel_init=split("model", None), dtype=jnp.bfloat16)(h)
 
     batch = {"inputs": jax.ShapeDtypeStruct((4 * 2048, 1024), jnp.bfloat16)}
-    seconds = {}
-    for rings in (False, True):
-        mesh = jpipe.make_mesh(stage=2, model=4, devices=jax.devices()[:8])
-        layers, loss_fn = [Block() for _ in range(4)], lambda y, _: jnp.mean(y.astype(jnp.float32) ** 2)
-        pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh, rings=rings)
-        found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="v5p:2x2x2")
-        seconds[rings] = found.slices["links"]
-        assert "waits for links" in str(found)
-    # Without rings each layer sums its result and its input's cotangent, [2048, 1024] each, by 2 n 3/4 on two links.
+    mesh = jpipe.make_mesh(stage=2, model=4, devices=jax.devices()[:8])
+    layers, loss_fn = [Block() for _ in range(4)], lambda y, _: jnp.mean(y.astype(jnp.float32) ** 2)
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh)
+    found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="v5p:2x2x2")
+    assert "waits for links" in str(found)
+    # Each layer sums its result and its input's cotangent, [2048, 1024] each, by 2 n 3/4 on two links.
     each = 2 * 2048 * 1024 * 2 * 3 / 4 / (2 * CHIPS["v5p"].link_bandwidth)
-    assert seconds[False] == pytest.approx(4 * 2 * 2 * each, rel=0.3)
-    assert seconds[True] <= seconds[False]
+    assert found.slices["links"] == pytest.approx(4 * 2 * 2 * each, rel=0.3)
 
 
 # --- device groups ----------------------------------------------------------------------------------------------------

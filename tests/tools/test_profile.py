@@ -126,10 +126,10 @@ def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
 def test_its_page_has_what_was_measured(unbalanced, found, tmp_path):
     page, facts, pipe = found.view(path=tmp_path / "step.html"), found.facts, unbalanced[0]
     assert f'"title": "{pipe!r}"' in page.path.read_text()
-    assert facts.unit == "ms" and facts.forward == pytest.approx([1e3 * time for time in found.stages.forward])
-    total = np.add(facts.forward, facts.backward)
+    assert facts["unit"] == "ms" and facts["forward"] == pytest.approx([1e3 * time for time in found.stages.forward])
+    total = np.add(facts["forward"], facts["backward"])
     assert total == pytest.approx([1e3 * time for time in found.stages.total])
-    assert (facts.parameters.room, facts.optimizer.room) == (found.memory.parameters, found.memory.optimizer)
+    assert (facts["parameters"]["room"], facts["optimizer"]) == (found.memory.parameters, found.memory.optimizer)
 
 
 def test_a_trace_names_ticks_slots_actions_layers_and_the_update(tmp_path):
