@@ -402,8 +402,9 @@ def test_a_forecast_says_which_part_of_a_step_waits_for_links():
 
     batch = {"inputs": jax.ShapeDtypeStruct((4 * 2048, 1024), jnp.bfloat16)}
     mesh = jpipe.make_mesh(stage=2, model=4, devices=jax.devices()[:8])
-    layers, loss_fn = [Block() for _ in range(4)], lambda y, _: jnp.mean(y.astype(jnp.float32) ** 2)
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh)
+    layers = [jnp.copy, *(Block() for _ in range(4)), jnp.copy]
+    loss_fn = lambda y, _: jnp.mean(y.astype(jnp.float32) ** 2)
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh, balance=[3, 3])
     found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="v5p:2x2x2")
     assert "waits for links" in str(found)
     # Each layer sums its result and its input's cotangent, [2048, 1024] each, by 2 n 3/4 on two links.
