@@ -25,8 +25,7 @@ from axes_programs import BLOCKS, MICROBATCHES, Case, lower_pipeline, lower_plai
 from axes_traffic import PLACES, Counts, Program, per_step, total
 from common import console, on_cpu, settings, show, tpu_devices
 
-from jpipe.tools.chips import chip_of
-from jpipe.tools.time_model import Network
+from jpipe.tools.chips import Network, chip_of
 from tpu_program import compile_with_text
 
 CHIPS = {

@@ -13,8 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from collectives import Collective, axes_of, read
+from jpipe.tools.chips import Network
 from jpipe.tools.compiled_program import transfer_seconds, turn_in_time
-from jpipe.tools.time_model import Network
 from tpu_program import Loop
 from tpu_program import read as read_loops
 

@@ -111,7 +111,8 @@ def slices(times: StageTimes, num_microbatches: int) -> dict[str, float]:
     """Shares of the stages' time in a step, in percent, as `jpipe.profile` has them where only stages take time."""
     schedule = gpipe(times, num_microbatches)
     model = StepModel(schedule, times, measured=times.makespan(schedule), update=0.0, idle=0.0)
-    return {name: 100 * seconds / model.step() for name, seconds in zip(COMPARED, model.slices.values(), strict=False)}
+    cost = model.what_if()
+    return {name: 100 * seconds / cost.step for name, seconds in zip(COMPARED, cost.seconds.values(), strict=False)}
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -36,8 +36,7 @@ from common import (
 )
 
 import jpipe
-from jpipe.tools.chips import parse_topology
-from jpipe.tools.choices import mesh_of_nowhere
+from jpipe.tools.chips import mesh_of_nowhere, parse_topology
 from jpipe.tools.forecaster import Forecast
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.time_model import predict_time

@@ -45,9 +45,8 @@ import jpipe
 from compiled_transfers import counted
 from gpu_program import compile_with_text as compile_for_gpu
 from gpu_program import kernels
-from jpipe.tools.chips import CHIPS, Chip, parse_topology
+from jpipe.tools.chips import CHIPS, Chip, measure_chip, parse_topology
 from jpipe.tools.compiled_program import Loop, Operation, compile_with_text, count_cycles, read
-from jpipe.tools.search import measure_chip
 from jpipe.tools.time_model import predict_time
 from tpu_program import ARRAY
 
@@ -108,9 +107,8 @@ def compiled_ms(setting: Setting) -> float:
     _, text = compile_with_text(lowered_step(pipe, TX, batch))
     clock = CHIPS[setting.chip].clock
     assert clock is not None
-    return (
-        1e3 * count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text)).parts.total / clock
-    )
+    _, cycles, _ = count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text))
+    return 1e3 * cycles.total / clock
 
 
 # --- counted in programs for GPUs -------------------------------------------------------------------------------------

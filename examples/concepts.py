@@ -13,7 +13,7 @@ from typing import Any
 import published_orders
 
 import jpipe
-from jpipe.tools.gantt import write_beside
+from jpipe.tools.figures import write_beside
 
 WIDTH = 6  # inches: legible on a telephone
 

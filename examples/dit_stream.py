@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jpipe
-from jpipe.tools import palette
+from jpipe.tools import figures
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 0.1}
 console = Console(width=None if os.environ.get("COLUMNS") else 120)
@@ -196,12 +196,12 @@ def draw(rows: list[Row], path: Path) -> None:
     groups = {row.stages: [other for other in rows if other.stages == row.stages] for row in rows}
     for (stages, own), kind in zip(groups.items(), KINDS[: len(groups)], strict=True):
         depths = np.geomspace(1, own[-1].depth)
-        busy.plot(depths, 100 * depths / (depths + stages - 1), color=palette.COLOURS[kind])
+        busy.plot(depths, 100 * depths / (depths + stages - 1), color=figures.COLOURS[kind])
         for axes, name, style in ((busy, "busy, %", "o"), (speed, "images/s", "o-")):
-            curve(axes, own, name, style, palette.COLOURS[kind], f"{stages} stages")
+            curve(axes, own, name, style, figures.COLOURS[kind], f"{stages} stages")
     whole = [own for own in groups.values() if not any(np.isnan(row.measured.last) for row in own)]
     chosen = whole[-1] if whole else next(iter(groups.values()))
-    for name, colour in (("first out, ms", palette.COLOURS["I"]), ("last out, ms", palette.MEMORY)):
+    for name, colour in (("first out, ms", figures.COLOURS["I"]), ("last out, ms", figures.MEMORY)):
         curve(latency, chosen, name, "o-", colour, name.partition(",")[0])
     titles = (
         "Share of time for which stages work, %,\nand as lines B/(B+P-1)",
@@ -212,13 +212,13 @@ def draw(rows: list[Row], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks([row.depth for row in chosen], [row.depth for row in chosen])
         axes.set_ylim(0)
-        axes.set_title(title, fontsize=palette.TITLE)
-        axes.set_xlabel("B, requests in the queue (rings: simulated, diamonds: measured)", fontsize=palette.TEXT)
-        axes.legend(frameon=False, fontsize=palette.TEXT)
+        axes.set_title(title, fontsize=figures.TITLE)
+        axes.set_xlabel("B, requests in the queue (rings: simulated, diamonds: measured)", fontsize=figures.TEXT)
+        axes.legend(frameon=False, fontsize=figures.TEXT)
     figure.savefig(path, dpi=120)
 
 
-def curve(axes: Any, rows: list[Row], name: str, style: str, colour: palette.RGB, label: str) -> None:
+def curve(axes: Any, rows: list[Row], name: str, style: str, colour: figures.RGB, label: str) -> None:
     depths, of = [row.depth for row in rows], FIGURES[name]
     simulated, measured = ([of(row, getattr(row, how)) for row in rows] for how in Row._fields[-2:])
     axes.plot(depths, simulated, style, color=colour, markerfacecolor="white", label=label)

@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jpipe
-from jpipe.tools import palette
-from jpipe.tools.gantt import label_stages
+from jpipe.tools import figures
 
 TIMES = {"F": 1.0, "B": 2.0}
 PICTURE = Path(__file__).parents[1] / "docs" / "asynchronous.png"
@@ -250,9 +249,9 @@ def draw(path: str, num_stages: int = 4, num_microbatches: int = 6, steps: int =
         words = f"all update:\nw{step - 1} becomes w{step}"
         axes[2].text(end - 0.3, num_stages - 1, words, fontsize=7.5, ha="right", va="center")
     axes[3].set_xlabel("time (1 = the forward of one micro-batch on one stage)", fontsize=8)
-    entries = [Patch(facecolor=palette.COLOURS[kind], label=palette.NAMES[kind]) for kind in "FB"]
-    entries.append(Patch(facecolor=palette.BUBBLE, label="bubble: stage waits"))
-    entries.append(Patch(facecolor=palette.MEMORY, label="weight versions held"))
+    entries = [Patch(facecolor=figures.COLOURS[name[0].upper()], label=name) for name in ("forward", "backward")]
+    entries.append(Patch(facecolor=figures.BUBBLE, label="bubble: stage waits"))
+    entries.append(Patch(facecolor=figures.MEMORY, label="weight versions held"))
     words = (
         "In each bar the micro-batch, below it the version of the stage's weights that it uses (w3: after 3 updates)"
     )
@@ -265,12 +264,12 @@ def draw(path: str, num_stages: int = 4, num_microbatches: int = 6, steps: int =
 def _draw_bars(axes: Any, run: Run) -> None:
     limit = axes.get_xlim()[1]
     for stage in range(run.num_stages):
-        axes.barh(stage, limit, height=0.86, color=palette.BUBBLE, zorder=0.5)
+        axes.barh(stage, limit, height=0.86, color=figures.BUBBLE, zorder=0.5)
     for work in [work for work in run.works if work.start < limit]:
-        colour = palette.COLOURS[work.kind]
+        colour = figures.COLOURS[work.kind]
         width, middle = work.end - work.start, (work.start + work.end) / 2
         axes.barh(work.stage, width, left=work.start, height=0.86, color=colour, edgecolor="white", linewidth=0.7)
-        look = {"color": palette.text_colour(colour), "ha": "center", "va": "center", "clip_on": True}
+        look = {"color": figures.text_colour(colour), "ha": "center", "va": "center", "clip_on": True}
         axes.text(middle, work.stage - 0.17, str(work.microbatch), fontsize=7.5, fontweight="bold", **look)
         fits = 6 if width > 1 or work.version < 10 else 4.8
         axes.text(middle, work.stage + 0.23, f"w{work.version}", fontsize=fits, **look)
@@ -283,8 +282,8 @@ def _draw_versions(axes: Any, run: Run, scale: int) -> None:
         counts = [(time, count) for time, count in held if time < limit]
         base, times = stage + 0.43, [time for time, _ in counts]
         heights = [base - 0.86 * count / scale for _, count in counts]
-        axes.barh(stage, limit, height=0.86, color=palette.SCALE, zorder=0.5)
-        axes.stairs(heights, [*times, limit], baseline=base, fill=True, color=palette.MEMORY)
+        axes.barh(stage, limit, height=0.86, color=figures.SCALE, zorder=0.5)
+        axes.stairs(heights, [*times, limit], baseline=base, fill=True, color=figures.MEMORY)
         most = max(count for _, count in held)
         _beside(axes, stage, f"{most} version" + "s" * (most > 1))
     _finish(axes, run)
@@ -296,7 +295,7 @@ def _beside(axes: Any, stage: float, words: str) -> None:
 
 
 def _finish(axes: Any, run: Run) -> None:
-    label_stages(axes, run.num_stages)
+    figures.label_stages(axes, run.num_stages)
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(bottom=False)
 

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from flax import serialization
 from jax.core import Tracer
-from jax.sharding import Mesh
 
 from jpipe.jax.in_place import is_apart
 from jpipe.jax.trees import check_same_shapes, check_same_structure
@@ -277,7 +276,7 @@ class Agreement:
             agreed = facts(self._planner.known_plan(), batch, values=what != "init", key=key)
             words = "configurations with the other processes"
             with task(f"comparing {words}"), followed(f"the comparison of {words}", batch):
-                check_agreement({"call": what, **agreed}, processes_of(mesh))
+                check_agreement({"call": what, **agreed}, sorted({d.process_index for d in mesh.devices.flat}))
             self._known.add(step)
 
 
@@ -296,11 +295,6 @@ def check_placed(batch: Batch) -> None:
             )
 
 
-def processes_of(mesh: Mesh) -> tuple[int, ...]:
-    """The indices of the processes whose devices the mesh has."""
-    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
-
-
 def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = None) -> dict[str, str]:
     """The configuration by name, in words.
 
@@ -311,22 +305,19 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
       key: the random key of the step, if it has one.
     """
     request = plan.request
-    schedule, mesh, options, splits = request.schedule, request.mesh, request.options, request.splits
-    settings = splits.shard_over, splits.gather, options.cast, options.unroll, options.ends, options.offload
+    schedule, mesh, splits = request.schedule, request.mesh, request.splits
+    settings = {**schedule.sizes, **{name: getattr(splits, name) for name in ("batch_axes", "shard_over", "gather")}}
     words = {
-        **{name: str(size) for name, size in schedule.sizes.items()},
+        **{name: str(value) for name, value in {**settings, **vars(request.options)}.items()},
         "schedule": f"{schedule.name} ({_digest(f'{schedule.actions}{schedule.slots}'.encode())})",
-        "remat": _name(request.remat),
+        "remat": remat_name(request.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
-        "batch_axes": str(request.splits.batch_axes),
-        "shard_over, gather, cast, unroll, ends, offload": str(settings),
-        "loss_over": str(options.loss_over),
         "merge": str(dict(sorted(request.merge.items()))),
         "layers": str(plan.traced.num_layers),
     }
     for index in range(plan.traced.num_layers):
         group = plan.traced.group_at(index)
-        split = f", split by {_shortened(group.specs)}" if request.splits.axes else ""
+        split = f", split by {_shortened(group.specs)}" if splits.axes else ""
         words[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}{split}"
     words |= {"cuts": _shortened(plan.partition.cuts), "costs of layers": _shortened(plan.partition.layer_costs)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -350,7 +341,8 @@ def _is_on_own_devices(leaf: Leaf) -> TypeGuard[jax.Array]:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
 
 
-def _name(remat: Remat) -> str:
+def remat_name(remat: Remat) -> str:
+    """The name of a mode of rematerialisation, or of the user's policy."""
     names = [name for name, mode in MODES.items() if mode == remat]
     return names[0] if names else getattr(remat.policy, "__qualname__", type(remat.policy).__name__)
 
@@ -386,37 +378,28 @@ def check_agreement(facts: Mapping[str, str], processes: Sequence[int]) -> None:
       RuntimeError: a process didn't come within `SECONDS`.
     """
     store, process = shared_store(), jax.process_index()
-    if store is None or len(processes) < 2:  # without a service there is nobody to ask
+    first, *others = sorted(processes)
+    if store is None or not others:  # without a service there is nobody to ask
         return
     turn = next(_turns.setdefault(tuple(processes), itertools.count()))
-    folder, first = f"jpipe/agreement/{','.join(map(str, processes))}/{turn}", min(processes)
+    folder = f"jpipe/agreement/{','.join(map(str, processes))}/{turn}"
     if process == first:
-        verdict = _verdict(store, folder, processes, dict(facts))
+        deadline = time.monotonic() + SECONDS
+        texts = {p: wait_for(store, f"{folder}/{p}", deadline - time.monotonic()) for p in others}
+        came = {p: text for p, text in texts.items() if text is not None}
+        for p in came:
+            store.key_value_delete(f"{folder}/{p}")
+        late = _late([p for p in others if p not in came])
+        verdict = late, late or differences({first: facts} | {p: json.loads(text) for p, text in came.items()})
         store.key_value_set(f"{folder}/verdict", json.dumps(verdict))
     else:
         store.key_value_set(f"{folder}/{process}", json.dumps(dict(facts)))
         # The others wait a little longer, so that the first process says who is missing.
         answer = wait_for(store, f"{folder}/verdict", SECONDS + 5)
-        verdict = ["late", _late([first])] if answer is None else json.loads(answer)
-    kind, message = verdict
-    if message:
-        raise (RuntimeError if kind == "late" else ValueError)(message)
-
-
-def _verdict(store, folder: str, processes: Sequence[int], facts: dict[str, str]) -> list[str]:
-    """The first process' verdict, from its facts and those of the others, which it waits for.
-
-    Returns:
-      `[kind, message]`: "differ" or "late", and a message, which is empty if all agree.
-    """
-    first, *others = sorted(processes)
-    deadline = time.monotonic() + SECONDS
-    answers = {p: wait_for(store, f"{folder}/{p}", deadline - time.monotonic()) for p in others}
-    if missing := [p for p, answer in answers.items() if answer is None]:
-        return ["late", _late(missing)]
-    for p in others:
-        store.key_value_delete(f"{folder}/{p}")
-    return ["differ", differences({first: facts} | {p: json.loads(answer or "{}") for p, answer in answers.items()})]
+        verdict = [_late([first])] * 2 if answer is None else json.loads(answer)
+    late, fault = verdict
+    if fault:
+        raise (RuntimeError if late else ValueError)(fault)
 
 
 def differences(facts_of: Mapping[int, Mapping[str, str]]) -> str:
@@ -439,8 +422,6 @@ def differences(facts_of: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _late(missing: Sequence[int]) -> str:
-    """The message that names the processes that didn't come."""
-    return (
-        f"process {', '.join(map(str, missing))} did not come to the same step within {SECONDS:g} s; all processes "
-        "have to make the same pipelines and take the same steps, in the same order"
-    )
+    """The message that names the processes that didn't come; empty if all did."""
+    who = f"process {', '.join(map(str, missing))} did not come to the same step within {SECONDS:g} s; all processes "
+    return who + "have to make the same pipelines and take the same steps, in the same order" if missing else ""

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _view(options: argparse.Namespace) -> None:
     """Writes the page, and opens it unless it is to be saved."""
-    page = write_page(options.save, argument="--save ")
+    page = write_page(options.save)
     if options.save is None:
         open_page(page, "jpipe view --save FILE")
     else:

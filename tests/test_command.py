@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
     [
         (["veiw"], "invalid choice: 'veiw'"),
         (["view", "--save", "no/such/folder/page.html"], "there is no folder no/such/folder; make it first"),
-        (["view", "--save", "."], "--save . is a folder; name a file in it, as pipeline.html"),
+        (["view", "--save", "."], "jpipe view: . is a folder; name a file in it, as pipeline.html"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, capsys):

@@ -32,43 +32,6 @@ from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
 from jpipe.users_numbers import as_integer
 
-
-class Preemption:
-    """A context in which SIGTERM doesn't end the process but is noted.
-
-    In a cluster JAX's preemption service notes it, from `jpipe.initialize` on, and tells all processes. Elsewhere a
-    signal handler notes it, if this is the main thread; it also calls the handler that was there before.
-    """
-
-    def __init__(self) -> None:
-        self._told, self._at_exit = False, ExitStack()
-
-    def __enter__(self) -> Preemption:
-        if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGTERM)
-
-            def note(number: int, frame: FrameType | None) -> None:
-                self._told = True
-                if callable(before):
-                    before(number, frame)
-
-            signal.signal(signal.SIGTERM, note)
-            self._at_exit.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if before is None else before)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._at_exit.close()
-
-    def reached(self, step: int) -> bool:
-        """Whether the job was told to end: in a cluster at the same step in all processes, which all have to ask."""
-        if jax.distributed.is_initialized():
-            return bool(multihost_utils.reached_preemption_sync_point(step))
-        return self._told
-
-
-# --- the end of a job -------------------------------------------------------------------------------------------------
-
-
 Value = TypeVar("Value")
 
 
@@ -115,19 +78,31 @@ class Checkpointer:
         self._done = set[int]()  # steps restored or saved by this object
         self._damaged: list[int] = []
         self._waiting = "waiting for the last checkpoint"
-        self._preemption, self._is_closed = Preemption(), False
+        self._is_closed, self._was_told, self._at_exit = False, False, ExitStack()
         before_threads_end(self.close)
 
     def __enter__(self) -> Checkpointer:
-        self._preemption.__enter__()
+        """From now on SIGTERM is noted, and doesn't end the process; the handler that was there is called too.
+
+        In a cluster JAX's preemption service notes it, from `jpipe.initialize` on, and tells all processes. Elsewhere a
+        signal handler does, if this is the main thread.
+        """
+        if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGTERM)
+
+            def note(number: int, frame: FrameType | None) -> None:
+                self._was_told = True
+                if callable(before):
+                    before(number, frame)
+
+            signal.signal(signal.SIGTERM, note)
+            self._at_exit.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if before is None else before)
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Waits until all is written; until then SIGTERM is held off."""
-        try:
+        with self._at_exit:
             self.close()
-        finally:
-            self._preemption.__exit__(*exception)
 
     def preempted(self, step: int) -> bool:
         """Whether this job was told to end (SIGTERM), and should save and leave.
@@ -137,7 +112,10 @@ class Checkpointer:
         Args:
           step: the number of steps done.
         """
-        return self._preemption.reached(as_integer("step", step, "pass the number of steps done", least=0))
+        step = as_integer("step", step, "pass the number of steps done", least=0)
+        if jax.distributed.is_initialized():
+            return bool(multihost_utils.reached_preemption_sync_point(step))
+        return self._was_told
 
     def close(self) -> None:
         """Waits until all is written, and ends orbax's threads; after that nothing can be saved or restored."""
@@ -284,7 +262,7 @@ class Checkpointer:
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         wanted = contents.description()
         origin = origin_of(about, wanted)
-        difference = first_difference(origin.renamed(about, wanted), wanted)
+        difference = first_difference(origin.saved, wanted)
         if difference is not None:
             tree, kind = ("tree", "model") if "model" in wanted else ("trees", "layer")
             raise ValueError(

@@ -21,9 +21,10 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from itertools import accumulate, count, groupby
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,18 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
     Raises:
       OSError: the directory can't be written, or not all processes see it.
     """
+    probe = directory / ".jpipe_probe"
+
+    def make() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+
     try:
-        _check_shared(directory)
+        first_does(make)
+        seen = all(_of_all(probe.exists()))
+        first_does(lambda: probe.unlink(missing_ok=True))
+        if not seen:
+            raise FileNotFoundError("not all processes see it; it has to be on a file system that they share")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         return ocp.CheckpointManager(directory, options=options, item_names=(LAYERS, MODEL, OPTIMIZER, ABOUT))
     except (OSError, RuntimeError) as error:
@@ -79,21 +90,6 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
             f"checkpoints can't be written to {directory}: {error}; choose another directory (jpipe.load_layers reads "
             "one that can't be written)"
         ) from error
-
-
-def _check_shared(directory: epath.Path) -> None:
-    """Makes the directory, and checks by a file in it that all processes see the same one."""
-    probe = directory / ".jpipe_probe"
-
-    def make() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-
-    first_does(make)
-    seen = all(_of_all(int(probe.exists())))
-    first_does(lambda: probe.unlink(missing_ok=True))
-    if not seen:
-        raise FileNotFoundError("not all processes see it; it has to be on a file system that they share")
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -112,18 +108,16 @@ def if_all_can(work: Callable[[], Result]) -> Result:
       RuntimeError: it raised something in another process.
       DamagedError: it raised this in another process.
     """
-    results, raised = [], None
+    own = Future[Result]()
     try:
-        results.append(work())
+        own.set_result(work())
     except Exception as error:
-        raised = error
+        own.set_exception(error)
+    raised = own.exception()
     severity = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
-    worst = max(_of_all(severity))
-    if raised is not None and severity == worst:
-        raise raised
-    if worst:
+    if severity < (worst := max(_of_all(severity))):
         raise (DamagedError if worst == 1 else RuntimeError)("another process raised an error here; see what it says")
-    return results[0]
+    return own.result()
 
 
 def first_does(work: Callable[[], None]) -> None:
@@ -217,8 +211,8 @@ def steps_in(directory: epath.Path) -> list[int]:
     In a cluster these are the steps that process 0 sees.
     """
     steps = listed(directory)
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    as_many = np.array([*steps, *[0] * count][:count], np.int32)  # process 0's, or of the same shape
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+    as_many = np.array([*steps, *[0] * length][:length], np.int32)  # process 0's, or of the same shape
     return multihost_utils.broadcast_one_to_all(as_many).tolist()
 
 
@@ -233,11 +227,8 @@ def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:
 
     def rename() -> None:
         for step in steps:
-            number, target = 0, directory / f"damaged-{step}"
-            while target.exists():
-                number += 1
-                target = directory / f"damaged-{step}-{number}"
-            (directory / str(step)).rename(target)
+            targets = (directory / (f"damaged-{step}" + f"-{number}" * (number > 0)) for number in count())
+            (directory / str(step)).rename(next(target for target in targets if not target.exists()))
 
     first_does(rename)
 
@@ -248,31 +239,18 @@ def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:
 PARAMS = "params"
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Says which array of a checkpoint each array of a state is.
 
     Attributes:
       names: path in the state -> path in the checkpoint, of each parameter that is frozen in one of the two alone.
       fresh: arrays of the optimiser for parameters that were frozen: they are those of a new state.
-      dropped: arrays of the checkpoint's optimiser for parameters that are frozen now.
+      saved: the checkpoint's description as if it had frozen the same parameters as the pipeline.
     """
 
     names: dict[Path, Path]
-    fresh: frozenset[Path]
-    dropped: frozenset[Path]
-
-    def renamed(self, saved: Json, wanted: Json) -> Json:
-        """The checkpoint's description as if it had frozen the same parameters as the pipeline.
-
-        Args:
-          saved: the checkpoint's description.
-          wanted: the pipeline's description.
-        """
-        state_names = {saved_name: name for name, saved_name in self.names.items()}
-        arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
-        kept = [[list(state_names.get(path, path)), *rest] for path, *rest in arrays if path not in self.dropped]
-        return saved | {"arrays": kept + [array for array in wanted["arrays"] if tuple(array[0]) in self.fresh]}
+    fresh: set[Path]
+    saved: Json
 
 
 def origin_of(saved: Json, wanted: Json) -> Origin:
@@ -323,7 +301,11 @@ def origin_of(saved: Json, wanted: Json) -> Origin:
             )
         if owner in names:
             (fresh if path in here else dropped).add(path)
-    return Origin(names, frozenset(fresh), frozenset(dropped))
+    state_names = {name: path for path, name in names.items()}
+    arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
+    kept = [[state_names.get(path, path), *rest] for path, *rest in arrays if path not in dropped]
+    new = [array for array in wanted["arrays"] if tuple(array[0]) in fresh]
+    return Origin(names, fresh, saved | {"arrays": kept + new})
 
 
 def _renamed_parameters(saved: Json, wanted: Json) -> dict[Path, Path]:
@@ -435,13 +417,7 @@ def _new_state(contents: Contents, params: Buffers) -> Arrays:
 
 
 def _portions(records: list[NamedRecord]) -> list[list[NamedRecord]]:
-    """Cuts records into runs of about `AT_ONCE` of their bytes each."""
-    total = sum(record.num_bytes for record in records)
-    portions, room = [], 0.0
-    for record in records:
-        if not portions or record.num_bytes > room:
-            portions.append([])
-            room = AT_ONCE * total
-        portions[-1].append(record)
-        room -= record.num_bytes
-    return portions
+    """Cuts records into runs of about `AT_ONCE` of their bytes each: by which of these parts their middles are in."""
+    ends = list(accumulate((record.num_bytes for record in records), initial=0))
+    part = lambda i: int((ends[i] + ends[i + 1]) / 2 / max(1, AT_ONCE * ends[-1]))
+    return [[records[i] for i in run] for _, run in groupby(range(len(records)), part)]

@@ -106,8 +106,8 @@ def _shared(size: int, old: Shape, new: Shape) -> set[int]:
 
 HORIZON = 140
 """For how many equations an alternative is followed: about a layer's forward, or half of its backward. Rules do badly,
-so that a longer look ahead is misled more. In the rows of benchmarks/axes.py, at six sizes, 120 would send up to 1.2
-times as much as 140 (fsdp-use), and 165 up to 1.7 times (sequence)."""
+so that a longer look ahead is misled more. In the rows of benchmarks/axes.py, at three widths, 120 would send up to
+1.06 times as much as 140 (fsdp-model), and 165 up to 1.3 times (sequence)."""
 
 Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""

@@ -260,44 +260,18 @@ def _best_bounds(sums: np.ndarray, num_stages: int, limits: Limits, combine: Com
     best = np.where(np.arange(len(sums)) == 0, 0.0, np.inf)
     choices = []
     for _ in range(num_stages):
-        choice, best = _row_minima(sums, best, np.asarray(first), combine)
+        choice, least = [0], [np.inf]
+        for j in range(1, len(sums)):
+            values = combine(best[first[j] : j], sums[j] - sums[first[j] : j])
+            at = int(np.argmin(values))  # of equals the first, so that the last stage is as long as it can be
+            choice.append(first[j] + at)
+            least.append(values[at])
         choices.append(choice)
+        best = np.asarray(least)
     bounds = [len(sums) - 1]
     for choice in reversed(choices):
-        bounds.append(int(choice[bounds[-1]]))
+        bounds.append(choice[bounds[-1]])
     return bounds[::-1]
-
-
-def _row_minima(
-    sums: np.ndarray, best: np.ndarray, first: np.ndarray, combine: Combine
-) -> tuple[np.ndarray, np.ndarray]:
-    """For each j, the first i from `first[j]` to j-1 at which `combine(best[i], cost(i, j))` is least, and the least.
-
-    The i sought grow with j, as both ends of their interval do and costs are convex, so that those of solved j bound
-    those of the j between them. The j are solved at ever smaller strides, all of a stride at once, which is O(N) work
-    a stride.
-
-    Args:
-      sums: `[N + 1]`, the cost of the first layers.
-      best: `[N + 1]`, the least with one stage less; infinite where there is nothing.
-      first: `[N + 1]`, for each j the smallest i allowed.
-      combine: as for `_best_bounds`.
-
-    Returns:
-      `[N + 1]`, the i, and `[N + 1]`, the least there; without meaning and infinite for j=0.
-    """
-    low, high, least = first, np.arange(len(sums)) - 1, np.full(len(sums), np.inf)
-    for power in reversed(range((len(sums) - 1).bit_length())):
-        low, high = np.maximum.accumulate(low), np.minimum.accumulate(high[::-1])[::-1]
-        rows = np.arange(1 << power, len(sums), 2 << power)
-        lengths = high[rows] - low[rows] + 1
-        offsets = np.cumsum(lengths) - lengths
-        splits = np.arange(lengths.sum()) + np.repeat(low[rows] - offsets, lengths)
-        values = combine(best[splits], np.repeat(sums[rows], lengths) - sums[splits])
-        least[rows] = np.minimum.reduceat(values, offsets)
-        hits = np.flatnonzero(values == np.repeat(least[rows], lengths))
-        low[rows] = high[rows] = splits[hits[np.searchsorted(hits, offsets)]]
-    return low, least
 
 
 Balance = str | tuple[int, ...] | tuple[float, ...]

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
+from typing import cast
 
 import jax
 
@@ -141,17 +142,29 @@ def gather(port: int, num_processes: int, timeout: float) -> None:
       ValueError: two processes came with one index, or one that was given another number of processes.
       RuntimeError: the port is taken, or not all processes came within the timeout.
     """
-    came, word = dict[socket.socket, int](), "it was interrupted"
-    with ExitStack() as opened:
+    came, word, deadline = dict[socket.socket, int](), "it was interrupted", time.monotonic() + timeout
+    with ExitStack() as opened, selectors.DefaultSelector() as selector:
         listener = opened.enter_context(_listen(port))
+        selector.register(listener, selectors.EVENT_READ)
         try:
-            _wait(listener, opened, num_processes, came, time.monotonic() + timeout)
-            if len(came) < num_processes - 1:
-                missing = sorted(set(range(1, num_processes)) - set(came.values()))
-                raise RuntimeError(
-                    f"processes {missing} of {num_processes} did not come to port {port} within {timeout:g} s; "
-                    "start them with the same coordinator, or give a longer timeout"
-                )
+            while len(came) < num_processes - 1:
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(1, num_processes)) - set(came.values()))
+                    raise RuntimeError(
+                        f"processes {missing} of {num_processes} did not come to port {port} within {timeout:g} s; "
+                        "start them with the same coordinator, or give a longer timeout"
+                    )
+                for key, _ in selector.select(deadline - time.monotonic()):  # each connection that has sent something
+                    if (other := cast("socket.socket", key.fileobj)) is listener:
+                        with suppress(OSError):  # the other side has gone again
+                            new = opened.enter_context(listener.accept()[0])
+                            new.setblocking(False)
+                            selector.register(new, selectors.EVENT_READ)
+                    elif other in came or not _welcome(other, num_processes, came):
+                        # A stranger (a scanner of ports, say), or one that came and has left since.
+                        came.pop(other, None)
+                        selector.unregister(other)
+                        other.close()
             word = GO
         except (RuntimeError, ValueError) as error:
             word = str(error)
@@ -160,36 +173,6 @@ def gather(port: int, num_processes: int, timeout: float) -> None:
             for other in came:
                 with suppress(OSError):
                     other.send(ANSWER + word.encode()[: LONGEST - len(ANSWER)])
-
-
-def _wait(
-    listener: socket.socket, opened: ExitStack, num_processes: int, came: dict[socket.socket, int], deadline: float
-) -> None:
-    """Reads from all connections, each when it has sent something, until all processes are in `came` or it is too late.
-
-    Args:
-      listener: the socket that others connect to.
-      opened: closes their sockets at its end.
-      num_processes: of the program, this one among them.
-      came: the index of the process behind each socket, which is filled here.
-      deadline: by `time.monotonic`.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while len(came) < num_processes - 1 and time.monotonic() < deadline:
-            for key, _ in selector.select(deadline - time.monotonic()):
-                other = key.fileobj
-                assert isinstance(other, socket.socket)
-                if other is listener:
-                    with suppress(OSError):  # the other side has gone again
-                        new = opened.enter_context(listener.accept()[0])
-                        new.setblocking(False)
-                        selector.register(new, selectors.EVENT_READ)
-                elif other in came or not _welcome(other, num_processes, came):
-                    # A stranger (a scanner of ports, say), or one that came and has left since.
-                    came.pop(other, None)
-                    selector.unregister(other)
-                    other.close()
 
 
 def _listen(port: int) -> socket.socket:
@@ -227,15 +210,17 @@ def come(host: str, port: int, num_processes: int, process_id: int, timeout: flo
       RuntimeError: nobody listens there within the timeout, another program answers, or process 0 gave up.
     """
     deadline, answer, trouble = time.monotonic() + timeout, b"", ""
-    greeting = f"jpipe: process {process_id} of {num_processes}\n".encode()
     while not answer:
-        if time.monotonic() > deadline:
+        if (left := deadline - time.monotonic()) < 0:
             raise RuntimeError(
                 f"process {process_id} found nobody listening at coordinator={host}:{port} within {timeout:g} s "
                 f"({trouble}); start process 0 there, or correct the address"
             )
         try:
-            answer, trouble = _ask(host, port, greeting, deadline), "it hung up"
+            with socket.create_connection((host, port), timeout=min(5.0, left + 0.01)) as first:
+                first.sendall(f"jpipe: process {process_id} of {num_processes}\n".encode())
+                first.settimeout(left + 5)  # process 0 may have begun to wait later than this one
+                answer, trouble = first.recv(LONGEST), "it hung up"
         except OSError as error:
             trouble = str(error)
         if not answer:
@@ -248,15 +233,3 @@ def come(host: str, port: int, num_processes: int, process_id: int, timeout: flo
     word = answer.removeprefix(ANSWER).decode(errors="replace")
     if word != GO:
         raise RuntimeError(f"process 0 gave up: {word}")
-
-
-def _ask(host: str, port: int, greeting: bytes, deadline: float) -> bytes:
-    """Returns process 0's answer to a greeting; empty if it hangs up."""
-    left = lambda: max(0.01, deadline - time.monotonic())
-    with socket.create_connection((host, port), timeout=min(5.0, left())) as first:
-        first.sendall(greeting)
-        first.settimeout(left() + 5)  # process 0 may have begun to wait later than this one
-        try:
-            return first.recv(LONGEST)
-        except TimeoutError:
-            return b"nothing"

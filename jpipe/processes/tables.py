@@ -58,19 +58,17 @@ class Table:
 
     def html(self) -> str:
         """A `<table>` that needs nothing but itself; all texts are escaped, rows with marks are bold."""
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.header)
-        body = "".join(self._html_row(index, row) for index, row in enumerate(self.rows))
+        head, rows = "".join(f"<th>{escape(name)}</th>" for name in self.header), []
+        for index, row in enumerate(self.rows):
+            mark = self.marks.get(index)
+            style = "text-align: right" + ("; font-weight: bold" if mark else "")
+            cells = "".join(f'<td style="{style}">{escape(text)}</td>' for text in row)
+            rows.append(f'<tr title="{escape(mark)}">{cells}</tr>' if mark else f"<tr>{cells}</tr>")
         notes = "".join(f"<div>{escape(note)}</div>" for note in self.notes)
         return (
             f'<div><div style="font-weight: bold">{escape(self.title)}</div>'
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}</div>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{notes}</div>"
         )
-
-    def _html_row(self, index: int, row: Sequence[str]) -> str:
-        mark = self.marks.get(index)
-        style = "text-align: right" + ("; font-weight: bold" if mark else "")
-        title = f' title="{escape(mark)}"' if mark else ""
-        return f"<tr{title}>" + "".join(f'<td style="{style}">{escape(text)}</td>' for text in row) + "</tr>"
 
 
 def folded(text: str) -> str:

@@ -1,9 +1,9 @@
 """`jpipe.watch`: ends a program whose steps have stopped ending, and says where each process stands.
 
 A process that hangs holds up all others, and from outside all look alike: each waits in a collective (JAX issue
-38503). The main thread can say nothing, as it waits in native code. So two other threads look on. One watches the
-clock. The other tells the processes of a cluster, by the key-value store of `jax.distributed`, how many steps each has
-entered; steps themselves don't get slower. Here process 1 sleeps before step 812:
+38503). The main thread can say nothing, as it waits in native code. So another thread looks on. It watches the clock,
+and tells the processes of a cluster, by the key-value store of `jax.distributed`, how many steps each has entered;
+steps themselves don't get slower. Here process 1 sleeps before step 812:
 
     process 0, main   | 811 | 812 ...................................
                clock   ended  not ended, not ended, seconds are over -> tells all -> stacks, who is missing -> exit
@@ -102,31 +102,25 @@ class Watch:
 
     def __init__(self, seconds: float):
         self._seconds, self._pause = seconds, min(seconds / 20, LONGEST_PAUSE)
-        self._lock, self._over, self._told = threading.Lock(), threading.Event(), threading.Event()
+        self._lock, self._over = threading.Lock(), threading.Event()
         self._host, self._running = socket.gethostname(), list[Call]()
         self._entered, self._last, self._progress = 0, "", 0.0
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._look_on, daemon=True)
 
     def __enter__(self) -> Watch:
-        if self._threads:
+        if self._progress:
             raise RuntimeError("this watch was entered before; call jpipe.watch again for another block")
         self._store, self._folder = shared_store(), f"jpipe/watch/{next(_blocks)}"
         self._process, self._count = (0, 1) if self._store is None else (jax.process_index(), jax.process_count())
-        loops = [self._watch_clock, self._exchange] if self._count > 1 else [self._watch_clock]
-        self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
         self._progress = time.monotonic()
         followers.append(self._follow)
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         followers.remove(self._follow)
         self._over.set()
-        clock, *exchange = self._threads
-        clock.join()  # for ever, if it is ending the process: the error that leads here may be another process's end
-        for thread in exchange:
-            thread.join(GRACE)
+        self._thread.join()  # for ever, if it is ending the process: the error that leads here may be another one's end
 
     def steps_of(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Makes each call of a function a step: for functions under a `jax.jit` of one's own.
@@ -178,24 +172,33 @@ class Watch:
             self._running = running
             return Standing(self._host, self._entered, self._entered - len(running), self._last, is_compiling)
 
-    # --- in the thread of the clock ---
+    # --- in a thread of its own ---
 
-    def _watch_clock(self) -> None:
+    def _look_on(self) -> None:
         """Ends the process once no step has ended for too long, or another process says so."""
         while not self._over.wait(self._pause):
-            self._standing()
-            if self._told.is_set() or time.monotonic() - self._progress > self._seconds:
-                self._end()
+            standing, is_told = self._standing(), False
+            if self._count > 1:
+                is_told = _within(GRACE, lambda own=standing: self._exchange(own)) or False
+            if is_told or time.monotonic() - self._progress > self._seconds:
+                self._end(is_told)
+        if self._count > 1:
+            _within(GRACE, lambda: self._store.key_value_delete(f"{self._folder}/steps/{self._process}"))
 
-    def _end(self) -> None:
-        """Ends the process; returns only if another one compiles."""
+    def _exchange(self, standing: Standing) -> bool:
+        """Tells the other processes how far this one has come; returns whether one of them ends."""
+        self._store.key_value_set(f"{self._folder}/steps/{self._process}", json.dumps(asdict(standing)), True)
+        return bool(self._read("told"))
+
+    def _end(self, is_told: bool) -> None:
+        """Ends the process; returns only if another one compiles, and none has told this one to end."""
         standings = _within(GRACE, self._standings) or {self._process: self._standing()}
-        if not self._told.is_set() and any(standing.is_compiling for standing in standings.values()):
+        if not is_told and any(standing.is_compiling for standing in standings.values()):
             self._progress = time.monotonic()
             return
         _within(GRACE, lambda: self._tell(standings))
         if self._count > 1:
-            _within(2 * self._pause + GRACE, self._wait_for_others)
+            _within(2 * (self._pause + GRACE), self._wait_for_others)
         os._exit(EXIT_CODE)
 
     def _standings(self) -> dict[int, Standing]:
@@ -217,22 +220,6 @@ class Watch:
                 time.sleep(0.1)
         if self._process == 0:  # the store ends with it, and JAX ends the processes that have it open
             time.sleep(1)
-
-    # --- in the thread of the exchange ---
-
-    def _exchange(self) -> None:
-        """Tells the other processes how far this one has come, and hears whether one of them ends."""
-        key, sent, is_over = f"{self._folder}/steps/{self._process}", None, False
-        while not is_over:
-            with suppress(jax.errors.JaxRuntimeError):
-                if (standing := self._standing()) != sent:
-                    self._store.key_value_set(key, json.dumps(asdict(standing)), True)
-                    sent = standing
-                if self._read("told"):
-                    self._told.set()
-            is_over = self._over.wait(self._pause)
-        with suppress(jax.errors.JaxRuntimeError):
-            self._store.key_value_delete(key)
 
     def _read(self, what: str) -> dict[int, str]:
         """The values that processes have put under this word, by their indices."""

@@ -26,22 +26,24 @@ class ActionKind:
     """A kind of action: which actions it depends on, and where it sends its result.
 
     Attributes:
+      name: its name in pictures, in words.
       flow: the direction in which results of this kind cross boundaries. +1: from each virtual stage to the one after
         it (activations). -1: to the one before it (cotangents). 0: they cross none.
       after: the kinds that must have run before it on its own virtual stage, for the same micro-batch, if they are
         there at all.
     """
 
+    name: str
     flow: int
     after: str
 
 
 ACTION_KINDS = {
-    "F": ActionKind(flow=+1, after=""),
-    "R": ActionKind(flow=0, after="F"),
-    "B": ActionKind(flow=-1, after="FR"),
-    "I": ActionKind(flow=-1, after="FR"),
-    "W": ActionKind(flow=0, after="I"),
+    "F": ActionKind("forward", flow=+1, after=""),
+    "R": ActionKind("recomputation", flow=0, after="F"),
+    "B": ActionKind("backward", flow=-1, after="FR"),
+    "I": ActionKind("input gradient", flow=-1, after="FR"),
+    "W": ActionKind("weight gradient", flow=0, after="I"),
 }
 """F: the forward. Then either B, the whole backward, or it in two parts: I, the gradients of the inputs, for which the
 stage before waits, and W, the gradients of the weights, for which nobody does (arXiv 2401.10241). R is recomputation

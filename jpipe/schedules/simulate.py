@@ -226,16 +226,21 @@ def simulate(
 
 @dataclass(frozen=True)
 class Work:
-    """The times of a schedule's actions, by kind and virtual stage.
+    """The times of a schedule's actions, by kind: a row for each virtual stage, or for each layer.
 
     Attributes:
-      times: by kind, the time on each virtual stage `[K*V]`, without what B and I compute anew. W may take no time, and
-        I as long as B.
-      anew: `[K*V]`, the time in which B and I compute the forward anew, where no R does it for them.
+      times: by kind, the time on each virtual stage `[K*V]`, or of each layer `[N]`, without what B and I compute anew.
+        W may take no time, and I as long as B.
+      anew: the same of what B and I compute anew of the forward, where no R does it for them.
     """
 
     times: Mapping[str, Sequence[float]]
     anew: Sequence[float]
+
+    def summed(self, bounds: Sequence[tuple[int, int]]) -> "Work":
+        """The work of virtual stages, from that of layers; `bounds` has the first layer and the end of each."""
+        sums = lambda times: [float(np.sum(times[start:stop])) for start, stop in bounds]
+        return Work({kind: sums(times) for kind, times in self.times.items()}, sums(self.anew))
 
     @staticmethod
     def of(schedule: Schedule, forward: Times, backward: Times, weight: Times | None, recompute: Times) -> "Work":
@@ -266,7 +271,7 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
     spans: list[Span] = []
     width = len(schedule.slots)
     *beside, after = moves or [0.0] * (1 + width)
-    crossings = [_crossings(schedule, index) for index in range(width)]
+    crossings = [crossings_of(schedule, index) for index in range(width)]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
     for index, actions in _slots(schedule):
@@ -315,7 +320,7 @@ Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
 """A crossing along one route: the stages that send, those that receive, and whether the next slot runs beside it."""
 
 
-def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
+def crossings_of(schedule: Schedule, index: int) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     routes = [(np.array(route).T, flow) for flow in flows for route in schedule.placement.routes(flow)]

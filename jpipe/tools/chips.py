@@ -1,4 +1,4 @@
-"""A table of chips (speeds, memory, links), and slices of them, by names such as "v5e:4x4".
+"""A table of chips (speeds, memory, links), slices of them by names such as "v5e:4x4", and the networks of meshes.
 
 GPUs are described to their compiler, which compiles for a GPU whether or not it is there. The description is a
 `GpuTargetConfigProto` as text. The numbers are those of OpenXLA's own files, at `xla/backends/gpu/target_config/specs`
@@ -10,11 +10,19 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+import timeit
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jpipe.mesh.users_mesh import TPUS, tpu_of
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.users_mesh import TPUS, Torus, tpu_of
+from jpipe.partitioner.conversions import Sent
 from jpipe.processes.runtime import register_gpu_compiler
 from jpipe.types import Device
 
@@ -153,9 +161,20 @@ class Chip:
 
     @property
     def fuses(self) -> bool:
-        """Whether elementwise operations become part of the products that read them, as on a TPU."""
+        """Whether elementwise operations become part of the products that read them, as on a TPU.
+
+        Such products read slices as they lie, and one that nothing else reads is added to the sum that it is for.
+        """
         return self.tile > 1
 
+    @property
+    def in_place(self) -> bool:
+        """Whether elementwise results take the place of what they read last, and products read operands as they lie."""
+        return self.fuses or self.gpu is not None
+
+
+UNKNOWN = Chip("unknown", 1.0, 0, 1.0, 1.0, None)
+"""A device of which nothing is known; its compiler is taken for a CPU's."""
 
 # "How to Scale Your Model", 'TPU specs', has the links of TPUs: typically 15 GB/s a chip (two cores of v2 and v3; v2 is
 # assumed to be as v3), of v6e 32 GB/s. Those of GPUs are the peaks of PCI Express x16, generations 4 and 5. Memory by
@@ -239,22 +258,22 @@ class Topology:
           ImportError: the compiler for TPUs, or that for GPUs, is not installed.
           ValueError: the compiler knows no slice of this shape.
         """
-        if self.chip.gpu is not None:
-            if not _cuda_versions():
-                remedy = "pip install 'jpipe[gpu-compiler]' (Linux)"
-                raise ImportError(f"topology='{self}' needs the GPU compiler; {remedy}")
-            hosts, number = (1, *self.shape)[-2:]
-            where = {"platform": "cuda", "target_config": self.chip.gpu.description, "topology": f"1x{hosts}x{number}"}
-        else:
-            if importlib.util.find_spec("libtpu") is None:
-                raise ImportError(f"topology='{self}' needs the TPU compiler; pip install 'jpipe[tpu]' (Linux, x86-64)")
+        gpu, compiler, remedy = self.chip.gpu, "TPU", "jpipe[tpu]' (Linux, x86-64)"
+        if gpu is not None:
+            compiler, remedy = "GPU", "jpipe[gpu-compiler]' (Linux)"
+        if not (importlib.util.find_spec("libtpu") if gpu is None else _cuda_versions()):
+            raise ImportError(f"topology='{self}' needs the {compiler} compiler; pip install '{remedy}")
+        if gpu is None:
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             where = {"platform": "tpu", "topology_name": str(self), **dict(self.chip.config)}
+        else:
+            hosts, number = (1, *self.shape)[-2:]
+            where = {"platform": "cuda", "target_config": gpu.description, "topology": f"1x{hosts}x{number}"}
         try:
             return _devices(**where)
         except Exception as error:  # its type differs by what is wrong
-            compiler, why = "TPU" if self.chip.gpu is None else "GPU", str(error).splitlines()[0]
+            why = str(error).splitlines()[0]
             raise ValueError(f"the {compiler} compiler refuses topology='{self}': {why}") from error
 
 
@@ -338,3 +357,116 @@ def stand_ins_of(devices: Sequence[Device]) -> list[Device]:
 def chip_of(device: Device) -> Chip | None:
     """The chip of a device of JAX; None if it isn't known."""
     return CHIPS.get(GPUS.get(device.device_kind.lower()) or tpu_of(device))
+
+
+def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
+    """Refuses a topology beside devices."""
+    if topology is not None and devices is not None:
+        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
+
+
+def mesh_of_nowhere(axes: Mapping[str, int]) -> Mesh:
+    """A mesh of these sizes on devices that aren't there: one CPU stands for all of them. Nothing can run on it."""
+    shape = tuple(axes.values())
+    return Mesh(np.full(shape, jax.local_devices(backend="cpu")[0]), tuple(axes))
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+ALONE = frozenset(["permute", "all_to_all"])
+"""Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between the devices of a mesh, and the network between hosts.
+
+    GPUs of a host are joined by links. A TPU has a link to each neighbour on a torus. A collective goes both ways round
+    a ring, so it sends over two links at once where the devices of an axis lie on a ring:
+
+        2 in a line                   o-o             1 link
+        4 in a line, no wraparound    o-o-o-o         1 link     the device at an end has no other
+        4 in a square                 o-o             2 links
+                                      o-o
+        4 or more, wraparound         (o-o-o-o)       2 links
+
+    Attributes:
+      chip: the kind of the devices.
+      torus: the axes of the mesh; of TPUs, where they are on their torus.
+      hosts: the number of each device's host, in the order of the mesh; empty if links join all devices.
+    """
+
+    chip: Chip
+    torus: Torus
+    hosts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, chip: Chip, mesh: Mesh) -> "Network":
+        """The network of a mesh of such chips.
+
+        JAX calls a host of GPUs that are at hand a slice, and takes one process for each host of GPUs that aren't.
+        """
+        devices, torus = mesh.devices.flatten().tolist(), Torus.of(chip.name, mesh)
+        if not chip.network_bandwidth:
+            return cls(chip, torus)
+        at_hand = devices[0] in jax.devices()
+        hosts = (getattr(device, "slice_index", 0) if at_hand else device.process_index for device in devices)
+        return cls(chip, torus, tuple(hosts))
+
+    def bandwidth(self, axes: Collection[str], collective: str = "all_reduce") -> float:
+        """bytes/s one way that a device has along mesh axes: those of its links, if all devices along them share one.
+
+        Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
+        """
+        links = self.chip.link_bandwidth
+        if not self.chip.network_bandwidth:
+            return links * (1 if AXIS in axes and collective == "permute" else self.torus.links(axes))
+        groups = self.torus.groups(axes)
+        hosts = np.broadcast_to(self.hosts or 0, groups.size)[groups]
+        counts = [np.unique(of_group, return_counts=True)[1] for of_group in hosts]
+        adapters = min((int(count.min()) for count in counts if len(count) > 1), default=0)
+        if not adapters:
+            return links
+        return min(links, (1 if collective in ALONE else adapters) * self.chip.network_bandwidth)
+
+    def seconds(self, sent: Iterable[Sent]) -> float:
+        """Seconds in which a device waits for what a program's collectives send, one after the other."""
+        return sum(math.prod(one.loops) * one.bytes / self.bandwidth(one.axes, one.collective) for one in sent)
+
+
+# --- a chip that isn't in the table -----------------------------------------------------------------------------------
+
+
+WIDTH, COPIED, ROUNDS = 1024, 2**24, 3
+
+
+def measure_chip(devices: Sequence[Device]) -> Chip:
+    """Measures one of several equal devices: the best times of float32 matrix products, of copies and of passes.
+
+    A pass is one that takes an exponential of each number, as those of softmax and activations do. All devices work at
+    the same time, as in a pipeline: those that a host simulates have its cores in common, and its memory. A transfer
+    is taken to go at the speed of a copy.
+    """
+    product = _seconds(lambda x: x @ x, WIDTH, devices)
+    copied, passed = (_seconds(function, COPIED // WIDTH, devices) for function in (lambda x: x + 1, jnp.exp))
+    reported = (devices[0].memory_stats() or {}).get("bytes_limit")
+    memory = reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    flops, speed, counted = 2 * WIDTH**3 / product, 8 * COPIED / copied, 8 * COPIED / passed
+    return Chip(devices[0].device_kind, flops, memory, speed, speed, clock=None, counted=counted)
+
+
+def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Sequence[Device]) -> float:
+    """Times a function of an array `[rows, WIDTH]` a device, in place; the least of some rounds after the first counts.
+
+    Outputs that are allocated anew would be timed with what their pages take.
+    """
+    place = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
+    run = jax.jit(jax.vmap(function), donate_argnums=0, out_shardings=place)
+    x = jax.device_put(jnp.zeros((len(devices), rows, WIDTH), jnp.float32), place)
+
+    def turn() -> None:
+        nonlocal x
+        x = jax.block_until_ready(run(x))
+
+    return min(timeit.repeat(turn, repeat=ROUNDS + 1, number=1)[1:])

@@ -26,10 +26,9 @@ from jpipe.planning.step import Step
 from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.simulate import Timeline, Work, in_time
 from jpipe.schedules.ticks import Run
-from jpipe.tools.chips import Chip
+from jpipe.tools.chips import Chip, Network
 from jpipe.tools.communication import TURNS
 from jpipe.tools.step_cost import Parts
-from jpipe.tools.time_model import Network
 
 PERMUTE, RAGGED = "collective-permute", "ragged-all-to-all"
 COLLECTIVES = (PERMUTE, "all-gather", "all-reduce", "all-to-all", RAGGED, "reduce-scatter")
@@ -64,6 +63,10 @@ class Operation:
         return match[1] if match else None
 
 
+Trips = Callable[["Loop"], float]
+"""How often a loop turns."""
+
+
 @dataclass(frozen=True)
 class Loop:
     """A `while` of the program, or the program itself, or a branch of a `conditional`.
@@ -91,6 +94,10 @@ class Loop:
     def own(self) -> int:
         """Cycles of one trip, without the loops inside."""
         return sum(operation.cycles for operation in self.operations)
+
+    def turn(self, trips: Trips) -> float:
+        """Cycles of one trip, with those of the loops inside, by how often each turns."""
+        return self.own + sum(trips(loop) * loop.turn(trips) for loop in self.inner)
 
     def walk(self) -> Iterator[Loop]:
         """This loop and all loops inside."""
@@ -139,12 +146,12 @@ def _operation(line: str, name: str, kind: str, opcode: str, rest: str) -> Opera
 
 def loop_of(computations: dict[str, list[Operation]], body: str, scope: str, trips: int | None = None) -> Loop:
     """The loop, the program or the branch whose body is the computation of that name."""
-    operations, inner = list(_flat(computations, body)), []
-    for operation in operations:
-        if operation.opcode == "while":
-            name = operation.attribute("body")
-            assert name is not None
-            inner.append(loop_of(computations, name, operation.op_name, _trips(computations, operation)))
+    operations = list(_flat(computations, body))
+    inner = [
+        loop_of(computations, operation.attribute("body") or "", operation.op_name, _trips(computations, operation))
+        for operation in operations
+        if operation.opcode == "while"
+    ]
     return Loop(scope, operations, inner, computations, trips)
 
 
@@ -187,8 +194,7 @@ def groups_of(line: str) -> Groups:
     Raises:
       ValueError: they are written in another way.
     """
-    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\s*\d+\},?\s*)*)\}", line)
-    listed = pairs or re.search(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}", line)
+    listed = re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,\s]*\},?\s*)*)\}", line)
     if listed:
         return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]*)\}", listed[1]))
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line)
@@ -272,11 +278,11 @@ def with_waits(program: Loop, network: Network, mesh: Mesh) -> Loop:
       mesh: the devices that it runs on.
     """
     takes, clock = transfer_seconds(program, network, mesh), network.chip.clock or 0.0
-    waits = {one.at: one.waited for loop in program.walk() for one in turn_in_time(loop, takes, network.chip)[1]}
 
     def later(loop: Loop) -> Loop:
-        operations = [replace(o, cycles=o.cycles + round(waits.get(o.name, 0.0) * clock)) for o in loop.operations]
-        return replace(loop, operations=operations, inner=[later(inner) for inner in loop.inner])
+        waits = {one.at: round(one.waited * clock) for one in turn_in_time(loop, takes, network.chip)[1]}
+        operations = [replace(o, cycles=o.cycles + waits.get(o.name, 0)) for o in loop.operations]
+        return replace(loop, operations=operations, inner=list(map(later, loop.inner)))
 
     return later(program)
 
@@ -384,40 +390,30 @@ def type_bytes(text: str) -> int:
 # --- cycles -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepCycles:
-    """Cycles of a step.
+def count_cycles(step: Step, program: Loop) -> tuple[Work, Parts[float], Timeline]:
+    """Counts the cycles of a training step in its compiled program; raises ValueError if that has no ticks.
 
-    Attributes:
-      actions: by kind, the cycles of one action of each virtual stage `[K*V]`.
-      parts: the cycles of the step: of a stage's actions ("layers") and those in which it idles ("bubble"), each the
-        mean of all stages; of all ticks beyond their actions ("ticks"); of the first and the last layer where all
-        stages compute them together ("ends"); and those outside of ticks, of the optimiser's update above all.
-      timeline: the schedule with these actions, in cycles.
+    Returns:
+      The cycles of one action of each virtual stage; those of the step; and the schedule with these actions. The parts
+      of a step are its stages' actions ("layers") and what they idle ("bubble"), each the mean of all stages; all ticks
+      beyond their actions ("ticks"); the first and the last layer where all stages compute them together ("ends"); and
+      what is outside of ticks, the optimiser's update above all.
     """
-
-    actions: dict[str, tuple[float, ...]]
-    parts: Parts[float]
-    timeline: Timeline
-
-
-def count_cycles(step: Step, program: Loop) -> StepCycles:
-    """Counts the cycles of a training step in its compiled program; raises ValueError if that has no ticks."""
     outside, bodies = _bodies(step, program)
-    schedule, virtual_stages = step.schedule, range(step.schedule.placement.num_virtual_stages)
-    actions = {kind: tuple(_action(step, bodies, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
-    ends = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in TURNS}
-    takes = {name: _mean(bodies, name, _turned) for name, turns in ends.items() if turns}
+    schedule = step.schedule
+    trips = [_trips_of(step, s) for s in range(schedule.placement.num_virtual_stages)]
+    actions = {kind: [_mean(bodies, kind, of_stage) for of_stage in trips] for kind in sorted(schedule.kinds)}
+    work = Work(actions, [0.0] * len(trips))
+    timeline = in_time(schedule, work)
+    layers = sum(timeline.busy) / len(timeline.busy)
+    turns = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in TURNS}
+    ends = sum(count * _mean(bodies, name, _noted) for name, count in turns.items() if count)
     # Of parts that run in place of whole backwards there may be no actions.
     beyond = lambda body: body.own - sum(_unlooped(body, name) for name in (*ACTION_KINDS, *TURNS))
     # Runs of one tick lie one after the other, so that what they take is that of all of them.
-    between = sum(beyond(body) * max([run.stop - run.start for run in runs], default=1) for body, runs in bodies)
-    timeline = in_time(schedule, Work(actions, [0.0] * len(virtual_stages)))
-    layers = sum(timeline.busy) / len(timeline.busy)
-    parts = {"layers": layers, "bubble": timeline.makespan - layers, "ticks": float(between)}
-    parts["ends"] = float(sum(ends[name] * takes[name] for name in takes))
-    parts["update"] = float(outside.own + sum(map(_turned, outside.inner)))
-    return StepCycles(actions, Parts(parts), timeline)
+    ticks = sum(beyond(body) * max([run.stop - run.start for run in runs], default=1) for body, runs in bodies)
+    parts = {"layers": layers, "bubble": timeline.makespan - layers, "ticks": ticks, "ends": ends}
+    return work, Parts(parts, update=outside.turn(_noted)), timeline
 
 
 Bodies = list[tuple[Loop, list[Run]]]
@@ -428,7 +424,6 @@ def _bodies(step: Step, program: Loop) -> tuple[Loop, Bodies]:
     """The program without its ticks, and these. Runs of one tick are no loops: they lie in the program itself."""
     in_ticks = lambda scope: "ticks" in scope.split("/")
     loops = [loop for loop in program.inner if loop.name == "ticks"]
-    own = [operation for operation in program.operations if not in_ticks(operation.op_name)]
     single = [op for op in program.operations if in_ticks(op.op_name) and op.opcode != "while"]
     others = [loop for loop in program.inner if in_ticks(loop.scope) and loop.name != "ticks"]
     if not (loops or others or single):
@@ -437,34 +432,37 @@ def _bodies(step: Step, program: Loop) -> tuple[Loop, Bodies]:
     bodies = [(loop, [run]) for loop, run in zip(loops, runs(True), strict=False)]
     bodies.sort(key=lambda body: body[1][0].start - body[1][0].stop)
     bodies.append((replace(program, operations=single, inner=others), runs(False)))
-    return replace(program, operations=own, inner=[loop for loop in program.inner if not in_ticks(loop.scope)]), bodies
+    outside = [operation for operation in program.operations if not in_ticks(operation.op_name)]
+    apart = [loop for loop in program.inner if not in_ticks(loop.scope)]
+    return replace(program, operations=outside, inner=apart), bodies
 
 
-def _action(step: Step, bodies: Bodies, kind: str, virtual_stage: int) -> float:
-    """Cycles of one action, the mean of the slots that have it; 0 of a W that has nothing to do."""
+def _noted(loop: Loop) -> float:
+    """How often a loop turns, by its condition; once, if that doesn't say."""
+    return 1 if loop.trips is None else loop.trips
+
+
+def _trips_of(step: Step, virtual_stage: int) -> Trips:
+    """How often loops turn in an action: those over layers as often as a virtual stage has these."""
     names = {group.scope(g): g for g, group in enumerate(step.model.groups)}
     layers = (step.ranges.stop - step.ranges.start)[virtual_stage].sum(axis=0)
     passes = int(step.ranges.passes_of[virtual_stage])
 
-    def turned(loop: Loop) -> float:
+    def trips(loop: Loop) -> float:
         if loop.name in names:
-            trips = layers[names[loop.name]] / passes
-        elif any(inner.name in names for inner in loop.walk()):
-            trips = passes
-        else:
-            return _turned(loop)
-        return float(trips * (loop.own + sum(map(turned, loop.inner))))
+            return float(layers[names[loop.name]] / passes)
+        return passes if any(inner.name in names for inner in loop.walk()) else _noted(loop)
 
-    return _mean(bodies, kind, turned)
+    return trips
 
 
-def _mean(bodies: Bodies, name: str, turned: Callable[[Loop], float]) -> float:
-    """Cycles of what has a name, in the longest run of ticks that has it: the mean of its slots."""
+def _mean(bodies: Bodies, name: str, trips: Trips) -> float:
+    """Cycles of what has a name, in the longest run of ticks that has it: the mean of its slots; 0 if none has."""
     for body, runs in bodies:
         if loops := body.find(name):
-            return sum(loop.own + sum(map(turned, loop.inner)) for loop in loops) / len(loops)
+            return sum(loop.turn(trips) for loop in loops) / len(loops)
         inner = [loop for loop in body.inner if name in loop.scope.split("/")]
-        if cycles := _unlooped(body, name) + sum(map(turned, inner)):
+        if cycles := replace(body, operations=[], inner=inner).turn(trips) + _unlooped(body, name):
             return cycles / max(1, sum(name in kinds for run in runs for kinds in run.together))
     return 0.0
 
@@ -474,8 +472,3 @@ def _unlooped(body: Loop, name: str) -> float:
     if body.find(name):
         return 0.0
     return sum(operation.cycles for operation in body.operations if name in operation.op_name.split("/"))
-
-
-def _turned(loop: Loop) -> float:
-    """Cycles of a loop whose condition says how often it turns; once, if it doesn't."""
-    return (1 if loop.trips is None else loop.trips) * (loop.own + sum(map(_turned, loop.inner)))

@@ -1,6 +1,8 @@
-"""Shows timelines: as a picture (`Timeline.plot`, `jpipe.compare`), as HTML, as a trace of Chrome's format.
+"""Draws timelines (`Timeline.plot`, `jpipe.compare`) and profiles, and shows timelines as HTML and as Chrome's traces.
 
-matplotlib is imported when something is drawn.
+A picture has a row of bars for each stage, over what the stages hold. matplotlib is imported when something is drawn.
+Colours are those that people with any colour vision tell apart (Okabe and Ito, jfly.uni-koeln.de/color). They differ in
+lightness too, so that they also do in print.
 """
 
 from __future__ import annotations
@@ -8,50 +10,106 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64encode
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from jpipe.schedules.actions import ACTION_KINDS, Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Span, Timeline, simulate
-from jpipe.tools.palette import NAMES
 from jpipe.users_numbers import as_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from jpipe.tools.measure import StageTimes
+
 MOST_SPANS = 4096
 """The most actions of a timeline that a notebook draws by itself: some seconds."""
+HEIGHT = 0.86
+"""The height of a stage's bars; stages are 1 apart."""
+TITLE, TEXT, NUMBER = 10.0, 8.5, 6.0
+"""Points of what is written: above bars, beside them, and in them. Legible where a picture of 6 inches is as wide as a
+telephone."""
+
+Target = str | os.PathLike[str] | BytesIO | None
+"""Where a picture is saved; None for a figure of pyplot's, which isn't."""
+
+# --- colours ----------------------------------------------------------------------------------------------------------
+
+RGB = tuple[float, float, float]
+
+COLOURS: dict[str, RGB] = {
+    "F": (0.000, 0.447, 0.698),  # blue
+    "R": (0.337, 0.706, 0.914),  # sky blue, hatched: the forward once more
+    "B": (0.902, 0.624, 0.000),  # orange
+    "I": (0.600, 0.150, 0.000),  # vermillion, darker: its own is near to orange
+    "W": (0.000, 0.620, 0.451),  # bluish green
+}
+"""The colours of kinds of action; "R" is also what a backward computes anew, and "W" what else is done to weights."""
+BUBBLE: RGB = (0.90, 0.90, 0.90)
+MEMORY: RGB = (0.800, 0.475, 0.655)  # reddish purple
+SCALE: RGB = (0.96, 0.94, 0.95)  # behind memory, as high as the scale
+HATCH = {"R": "////"}
+LATER = "darker: later chunks"
+DARKEST = 0.45
+"""The part by which the last of many chunks is darker than the first."""
+
+
+def shade(kind: str, chunk: int, num_chunks: int) -> RGB:
+    """The colour of a kind on a chunk: the later the chunk, the darker."""
+    darker = DARKEST * chunk / max(1, num_chunks - 1)
+    red, green, blue = COLOURS[kind]
+    return red * (1 - darker), green * (1 - darker), blue * (1 - darker)
+
+
+def text_colour(background: RGB) -> str:
+    """Black or white, whichever is easier to read on a background (WCAG's contrast of luminances)."""
+    return "white" if (relative_luminance(background) + 0.05) ** 2 < 1.05 * 0.05 else "black"
+
+
+def relative_luminance(colour: RGB) -> float:
+    """WCAG 2.2's, from 0 for black to 1 for white.
+
+    >>> round(relative_luminance((1.0, 1.0, 1.0)), 3), round(relative_luminance((0.0, 0.0, 0.0)), 3)
+    (1.0, 0.0)
+    """
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+# --- what users call --------------------------------------------------------------------------------------------------
 
 
 def plot(
     timeline: Timeline, path_or_ax: str | os.PathLike[str] | Axes | None = None, *, unit: str | None = None
 ) -> Axes:
     """Draws one timeline; see `Timeline.plot`."""
-    from jpipe.tools.gantt import draw_alone, draw_timelines
-
-    if path_or_ax is None or isinstance(path_or_ax, (str, os.PathLike)):
+    if path_or_ax is None or isinstance(path_or_ax, str | os.PathLike):
         return draw_timelines([timeline], path_or_ax, unit).axes[0]
-    draw_alone(path_or_ax, timeline, unit)
+    draw_gantt(path_or_ax, timeline, timeline.makespan, str(timeline))
+    path_or_ax.set_xlabel(time_label([timeline], unit))
+    draw_legend(path_or_ax, [path_or_ax], loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return path_or_ax
 
 
 def to_html(what: Schedule | Timeline) -> str:
     """The HTML for a notebook: the timeline's picture; its text without matplotlib, or if it takes long to draw."""
     timeline = simulate(what) if isinstance(what, Schedule) else what
+    picture = BytesIO()
     try:
-        from jpipe.tools.gantt import draw_timelines
-
         if len(timeline.spans) > MOST_SPANS:
             raise ValueError(f"{len(timeline.spans):,} actions take long to draw; Timeline.plot() does")
+        figure = draw_timelines([timeline], picture, None)
     except (ImportError, ValueError) as why_not:
         return f"<pre>{escape(str(timeline))}\n{escape(str(timeline.schedule))}\n{escape(str(why_not))}</pre>"
-    picture = BytesIO()
-    figure = draw_timelines([timeline], picture, None)
     style = f"width: {100 * figure.get_figwidth():.0f}px; max-width: 100%"
     source = b64encode(picture.getvalue()).decode()
     return f'<img alt="{escape(str(timeline))}" style="{style}" src="data:image/png;base64,{source}">'
@@ -92,8 +150,6 @@ def compare(
       TypeError: `schedules` is no sequence, or something in it neither a name, a schedule nor a timeline.
       ValueError: there are none, or a name without `num_stages` and `num_microbatches`.
     """
-    from jpipe.tools.gantt import draw_timelines
-
     remedy = 'pass names, schedules or timelines, as ["gpipe", "1f1b"]'
     if isinstance(schedules, str) or not isinstance(schedules, Sequence):
         raise TypeError(f"schedules={schedules!r} is no list; {remedy}")
@@ -113,6 +169,237 @@ def compare(
     return draw_timelines(list(map(timeline_of, schedules)), path, unit, width=width, memory=memory)
 
 
+# --- panels -----------------------------------------------------------------------------------------------------------
+
+
+def draw_gantt(axes: Axes, timeline: Timeline, end: float, title: str) -> None:
+    """Draws the bars of all stages on grey lines, the first stage on top; what stays grey is the bubble.
+
+    Bars have the numbers of their micro-batches where the longest number fits.
+
+    Args:
+      axes: where.
+      timeline: what is drawn.
+      end: the end of the axis of time.
+      title: the text above.
+    """
+    schedule, alike = timeline.schedule, defaultdict[tuple[str, int], list[Span]](list)
+    for bar in timeline.bars:
+        alike[bar.action.kind, bar.action.chunk].append(bar)
+    axes.set_xlim(0, end)
+    points = axes.bbox.width * 72 / axes.figure.dpi / end
+    narrowest = min(bar.end - bar.start for bar in timeline.bars)
+    needed = 0.75 * NUMBER * len(str(schedule.num_microbatches - 1)) / points
+    for kind, chunk in sorted(alike, key=lambda each: [*ACTION_KINDS].index(each[0])):
+        bars, colour = alike[kind, chunk], shade(kind, chunk, schedule.num_chunks)
+        starts, lengths = [bar.start for bar in bars], [bar.end - bar.start for bar in bars]
+        look = {"color": colour, "edgecolor": "white", "linewidth": np.clip(0.08 * points * narrowest, 0.1, 0.8)}
+        look |= {"hatch": HATCH.get(kind), "label": LATER if chunk else ACTION_KINDS[kind].name}
+        drawn = axes.barh([bar.stage for bar in bars], lengths, HEIGHT, starts, **look)
+        numbers = [str(bar.action.microbatch) if bar.end - bar.start > needed else "" for bar in bars]
+        for text in axes.bar_label(drawn, numbers, label_type="center", fontsize=NUMBER) if kind != "R" else ():
+            text.set(color=text_colour(colour), va="center_baseline", in_layout=False)
+    grey = {"color": BUBBLE, "zorder": 0.5, "label": "bubble: stage waits"}
+    axes.barh(range(schedule.num_stages), timeline.makespan, HEIGHT, **grey)
+    label_stages(axes, schedule.num_stages)
+    _title(axes, title)
+
+
+def draw_memory(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
+    """Draws an area for each stage, the first stage on top; beside it how much its peak is.
+
+    Args:
+      axes: where.
+      timeline: the timeline of a schedule that trains.
+      end: the end of the axis of time.
+      scale: the number of micro-batches that are as high as the line of a stage.
+    """
+    num_stages, num_chunks = timeline.schedule.num_stages, timeline.schedule.num_chunks
+    axes.set_xlim(0, end)
+    axes.barh(range(num_stages), timeline.makespan, HEIGHT, color=SCALE)
+    for stage in range(num_stages):
+        base = stage + HEIGHT / 2
+        times, counts = zip(*timeline.in_flight(stage), strict=True)
+        heights = [base - HEIGHT * count / num_chunks / scale for count in counts]
+        look = {"fill": True, "color": MEMORY, "snap": False, "label": "micro-batches in flight"}
+        axes.stairs(heights, [*times, timeline.makespan], baseline=base, **look)
+        most = timeline.peak_in_flight[stage] / num_chunks
+        write_beside(axes, f"peak {most:g}" if stage == 0 else f"{most:g}", (timeline.makespan, stage))
+    axes.set_ylabel("memory", fontsize=TEXT)
+    label_stages(axes, num_stages)
+
+
+def label_stages(axes: Axes, num_stages: int) -> None:
+    """A tick for each stage, the first on top, and no frame: it would touch the bars."""
+    axes.set_yticks(range(num_stages), [f"stage {stage}" for stage in range(num_stages)])
+    axes.tick_params(left=False, labelsize=TEXT)
+    axes.set_ylim(num_stages - 0.5, -0.5)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+
+
+def write_beside(axes: Axes, text: str, end: tuple[float, float]) -> None:
+    """Writes to the right of a bar's end, which may be at the edge of the axes."""
+    look = {"va": "center_baseline", "fontsize": TEXT, "annotation_clip": False}
+    axes.annotate(text, end, xytext=(4, 0), textcoords="offset points", **look)
+
+
+def draw_legend(where: Axes | Figure, panels: Sequence[Axes], **look: Any) -> None:
+    """Says what is in these panels, each thing once."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    where.legend([*handles.values()], [*handles], frameon=False, fontsize=TEXT, **look)
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize=TITLE, fontweight="bold", loc="left", pad=4)
+    axes.tick_params(labelsize=TEXT)
+
+
+# --- figures of timelines ---------------------------------------------------------------------------------------------
+
+
+def draw_timelines(
+    timelines: Sequence[Timeline], path: Target, unit: str | None, *, width: float | None = None, memory: bool = True
+) -> Figure:
+    """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
+    end = max(timeline.makespan for timeline in timelines)
+    scale = max(1.0, *(max(timeline.peak_in_flight) / timeline.schedule.num_chunks for timeline in timelines))
+    panels = [(t, draws) for t in timelines for draws in ("bars", *["memory"] * (memory and t.schedule.trains))]
+    heights = [_height(draws, timeline, len(timelines)) for timeline, draws in panels]
+    room = 0.25 * len(timelines) + 0.06 * len(panels) + 0.7
+    figure, column = _column(path, width or _width(timelines), heights, room, sharex=True)
+    for axes, (timeline, draws) in zip(column, panels, strict=True):
+        if draws == "bars":
+            draw_gantt(axes, timeline, end, f"{timeline.schedule.title}; {timeline.in_numbers}")
+        else:
+            draw_memory(axes, timeline, end, scale)
+        axes.spines["bottom"].set_visible(axes is column[-1])
+        axes.tick_params(bottom=axes is column[-1])
+    column[-1].set_xlabel(time_label(timelines, unit), fontsize=TEXT)
+    return _finish(figure, column, path)
+
+
+def _column(
+    path: Target, width: float, heights: Sequence[float], room: float, *, sharex: bool
+) -> tuple[Figure, list[Axes]]:
+    """A figure of panels below each other; one of pyplot's, for a window or a notebook, unless it is to be saved.
+
+    Args:
+      path: where it will be saved.
+      width, heights: inches of the panels.
+      room: inches for all texts above and below them.
+      sharex: whether they have one axis of time.
+    """
+    try:
+        from matplotlib import pyplot
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
+    layout = ConstrainedLayoutEngine(h_pad=0.04, w_pad=0.06, hspace=0.0)
+    figure = (pyplot.figure if path is None else Figure)(figsize=(width, sum(heights) + room), layout=layout)
+    return figure, list(figure.subplots(len(heights), sharex=sharex, squeeze=False, height_ratios=heights)[:, 0])
+
+
+def _finish(figure: Figure, panels: Sequence[Axes], path: Target) -> Figure:
+    """The figure with a legend of these panels below it; saved, if it has a path."""
+    draw_legend(figure, panels, loc="outside lower center", ncols=5 if figure.get_figwidth() > 7.5 else 2)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _width(timelines: Sequence[Timeline]) -> float:
+    """Inches: bars as wide as two digits; at least half a page, and at most a screen (a page, for several)."""
+    lengths = [span.end - span.start for timeline in timelines for span in timeline.spans]
+    narrowest = min(length for length in lengths if length > 0)  # a W may take no time
+    longest = max(timeline.makespan for timeline in timelines)
+    return 1.2 + min(8.0 if len(timelines) > 1 else 13.0, max(5.0, 0.11 * longest / narrowest))
+
+
+def _height(draws: str, timeline: Timeline, num_timelines: int) -> float:
+    """Inches of a panel; the more stages and the more timelines, the less for each stage."""
+    num_stages = timeline.schedule.num_stages
+    most, least = (0.25, 0.165) if draws == "bars" else (0.23, 0.15)
+    return num_stages * (least if num_timelines > 2 else max(least, most - 0.01 * max(0, num_stages - 4)))
+
+
+def time_label(timelines: Sequence[Timeline], unit: str | None) -> str:
+    """The label of the axis of time: the user's unit, or a forward where all take 1, or just "time"."""
+    forwards = [(s, t.schedule.num_chunks) for t in timelines for s in t.spans if s.action.kind == "F"]
+    is_one = all(abs((span.end - span.start) * num_chunks - 1.0) < 1e-9 for span, num_chunks in forwards)
+    own = "1 = the forward of one micro-batch on one stage" if is_one else "unit of the simulated times"
+    return f"time ({unit or own})"
+
+
+# --- figures of profiles ----------------------------------------------------------------------------------------------
+
+
+SLICE_COLOURS: dict[str, RGB] = {
+    "computation": COLOURS["F"],
+    "recomputation": COLOURS["R"],
+    "bubble": BUBBLE,
+    "imbalance": (0.62, 0.62, 0.62),
+    "transfer and set-up": MEMORY,
+    "weight update": COLOURS["W"],
+}
+NARROWEST = 0.045
+"""The share of the step from which on a slice has its number in it."""
+
+
+def draw_profile(slices: Mapping[str, float], stages: StageTimes, timeline: Timeline, path: Target) -> Figure:
+    """Draws a profile; see `Profile.plot`.
+
+    Args:
+      slices: seconds of the step by `SLICES`.
+      stages: seconds of the stages.
+      timeline: the timeline that follows from these.
+      path: where to save the picture; None draws into a new pyplot figure.
+    """
+    num_stages = len(stages.forward)
+    high = max(0.16, 0.3 - 0.02 * num_stages) * num_stages
+    figure, (step, alone, gantt) = _column(path, 7.0, [0.6, high, high], 2.5, sharex=False)
+    _draw_slices(step, slices)
+    _draw_stages(alone, stages.in_ms)
+    in_numbers = f"{timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}"
+    draw_gantt(gantt, timeline, timeline.makespan, f"Timeline, predicted from the stages' times: {in_numbers}")
+    gantt.set_xlabel("ms", fontsize=TEXT)
+    return _finish(figure, [gantt], path)
+
+
+def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
+    """One bar as long as the step, in its slices."""
+    left, step = 0.0, sum(slices.values())
+    for name, colour in SLICE_COLOURS.items():
+        width, share = slices[name] * 1e3, slices[name] / step
+        bar = axes.barh(0, width, left=left, color=colour, edgecolor="white", lw=0.6, label=f"{name} {share:.1%}")
+        number = f"{share:.0%}" if share >= NARROWEST else ""
+        axes.bar_label(bar, [number], label_type="center", color=text_colour(colour), fontsize=TEXT)
+        left += width
+    label_stages(axes, 1)
+    axes.set_yticks([])
+    axes.set_xlim(0, left)
+    _title(axes, f"A step of {left:.3g} ms, by what its time goes into")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize=TEXT)
+
+
+def _draw_stages(axes: Axes, stages: StageTimes) -> None:
+    """A bar for each stage: forward, what is computed anew, backward; a line at the mean."""
+    num_stages = len(stages.forward)
+    ends = np.zeros(num_stages)
+    for kind, times in (("F", stages.forward), ("R", stages.recompute), ("B", stages.backward)):
+        look = {"color": COLOURS[kind], "hatch": HATCH.get(kind), "edgecolor": "white", "linewidth": 0.6}
+        axes.barh(range(num_stages), times, HEIGHT, ends, **look)
+        ends += times
+    axes.axvline(ends.mean(), color="black", linewidth=0.8, linestyle=":")
+    for stage, end in enumerate(ends):
+        write_beside(axes, f"{end / ends.mean():.2f} of the mean", (end, stage))
+    label_stages(axes, num_stages)
+    axes.set_xlim(0, 1.15 * ends.max())
+    _title(axes, "Stages alone: ms for one micro-batch (dotted: the mean)")
+
+
 # --- traces that ui.perfetto.dev and chrome://tracing open ------------------------------------------------------------
 
 
@@ -127,34 +414,28 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None, unit_i
     """
     # The format counts in microseconds.
     scale = 1e6 * as_number("unit_in_seconds", unit_in_seconds, "give how long a unit of time is", positive=True)
-    drawn = list(timeline.bars)
-    tracks = [kind for kind in NAMES if any(bar.action.kind == kind for bar in drawn)]
+    schedule, bars = timeline.schedule, list(timeline.bars)
+    tracks = [kind for kind in ACTION_KINDS if any(bar.action.kind == kind for bar in bars)]
     events: list[Json] = []
-    for stage in range(timeline.schedule.num_stages):
-        events += _names(stage, tracks)
-        events += [_slice(bar, tracks, scale) for bar in drawn if bar.stage == stage]
-        counter = {"ph": "C", "name": "in flight", "pid": stage}
-        held = timeline.in_flight(stage)
-        events += [{**counter, "ts": time * scale, "args": {"micro-batches": count}} for time, count in held]
-    schedule = timeline.schedule
+
+    def add(phase: str, name: str, stage: int, args: Json, **more: object) -> None:
+        events.append({"ph": phase, "name": name, "pid": stage, "args": args, **more})
+
+    for stage in range(schedule.num_stages):
+        add("M", "process_name", stage, {"name": f"stage {stage}"})
+        add("M", "process_sort_index", stage, {"sort_index": stage})
+        for thread, kind in enumerate(tracks):
+            add("M", "thread_name", stage, {"name": ACTION_KINDS[kind].name}, tid=thread)
+            add("M", "thread_sort_index", stage, {"sort_index": thread}, tid=thread)
+        for time, count in timeline.in_flight(stage):
+            add("C", "in flight", stage, {"micro-batches": count}, ts=time * scale)
+    for stage, (kind, microbatch, chunk), start, end, _ in bars:
+        place = {"tid": tracks.index(kind), "cat": ACTION_KINDS[kind].name}
+        times = {"ts": start * scale, "dur": (end - start) * scale}
+        name = str(Action(kind, microbatch, chunk))
+        add("X", name, stage, {"micro-batch": microbatch, "chunk": chunk}, **place, **times)
     others = {"schedule": schedule.name, **schedule.sizes, "bubble_fraction": timeline.bubble_fraction}
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
     if path is not None:
         Path(path).write_text(json.dumps(trace))
     return trace
-
-
-def _names(stage: int, tracks: list[str]) -> list[Json]:
-    """The names of a stage and its tracks in the viewer, and their order."""
-    named = [("process_name", 0, {"name": f"stage {stage}"}), ("process_sort_index", 0, {"sort_index": stage})]
-    for thread, kind in enumerate(tracks):
-        named += [("thread_name", thread, {"name": NAMES[kind]}), ("thread_sort_index", thread, {"sort_index": thread})]
-    return [{"ph": "M", "name": name, "pid": stage, "tid": thread, "args": args} for name, thread, args in named]
-
-
-def _slice(bar: Span, tracks: list[str], scale: float) -> Json:
-    """Makes the event of a bar, on its kind's track; times are scaled to microseconds."""
-    action, times = bar.action, {"ts": bar.start * scale, "dur": (bar.end - bar.start) * scale}
-    place = {"pid": bar.stage, "tid": tracks.index(action.kind), **times}
-    args = {"micro-batch": action.microbatch, "chunk": action.chunk}
-    return {"ph": "X", "name": str(action), "cat": NAMES[action.kind], **place, "args": args}

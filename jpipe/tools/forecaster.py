@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -21,19 +21,17 @@ from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
 from jpipe.planning.planner import Planner
-from jpipe.planning.request import Request
-from jpipe.planning.step import Step
 from jpipe.processes.progress import task
 from jpipe.processes.runtime import found_no_room, found_no_tiles
 from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.simulate import Timeline
-from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, chip_of, parse_topology
+from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, Network, check_one, chip_of, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
-from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read, with_waits
-from jpipe.tools.memory_model import on_device
+from jpipe.tools.compiled_program import compile_with_text, count_cycles, read, with_waits
+from jpipe.tools.memory_model import bytes_at_rest
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.tools.summary import remedies, room_on
-from jpipe.tools.time_model import Network, predict_time
+from jpipe.tools.time_model import predict_time
 from jpipe.types import Batch, Device
 
 if TYPE_CHECKING:
@@ -144,10 +142,11 @@ class Forecast(Tabular):
         return self.timeline.plot(path_or_ax, unit="s" if self.cycles is None else "cycles")
 
     def _table(self) -> Table:
-        rows = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host(), ("FLOPs of a device", f"{self.flops:.3g}")]
+        held = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host()]
+        rows = [*(row[:2] for row in held), ("FLOPs of a device", f"{self.flops:.3g}")]
         rows += [(f"sent along {', '.join(axes)}", bytes_in_words(n)) for axes, n in self.collectives.items()]
         rows += [(f"cycles: {name}", f"{count:,.0f}") for name, count in (self.cycles or {}).items()]
-        rows += self.cost.rows_of_seconds()
+        rows += [row[:2] for row in self.cost.rows_of_seconds()]
         if self.cost.seconds:
             rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
             rows.append(("waits for links", f"{self.cost.seconds.links / (self.cost.step or 1.0):.1%}"))
@@ -184,51 +183,59 @@ def forecast(
     targets = parse_topology(topology).devices() if topology is not None else devices
     there = pipe if targets is None else _moved(pipe, targets, topology)
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
-    device, planner = there.mesh.devices.flat[0], there.planner
-    state = there.abstract_state(shapes, tx)
-    others = {name: tree for name, tree in state.variables.items() if name != "params"}
-    parts = {"parameters": state.variables["params"], "optimizer": state.opt_state, "other_variables": others}
-    held = Parts({name: on_device(tree) for name, tree in parts.items()})
-    title = f"A step of {pipe!r} on {topology or device.device_kind}"
-    sent = _collectives(planner, shapes, title)
-    cost = StepCost("compiled", Parts(), held)
-    predicted = Forecast(title, True, cost, _flops(planner, shapes), None, sent)
-    with task(f"compiling for {topology or device.device_kind}"):
+    device, planner, smaller = there.mesh.devices.flat[0], there.planner, remedies(there.planner.request)
+    state, where = there.abstract_state(shapes, tx), topology or device.device_kind
+    title, cost = f"A step of {pipe!r} on {where}", StepCost("compiled", Parts(), bytes_at_rest(state))
+    known = Forecast(title, True, cost, _flops(planner, shapes), None, _collectives(planner, shapes, title))
+    with task(f"compiling for {where}"):
         lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
         try:
             compiled, text = _compiled(lowered, device)
         except jax.errors.JaxRuntimeError as error:
             if not found_no_room(error):
                 raise
-            return _without_room(predicted, planner.request, str(error))
-    if memory := compiled.memory_analysis():
-        beyond = {
-            "batch": max(0, memory.argument_size_in_bytes - held.total),
-            "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        }
-        new = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
-        hosted = {"optimizer": memory.host_argument_size_in_bytes, "temporaries": memory.host_temp_size_in_bytes + new}
-        on_host = Parts({name: size for name, size in hosted.items() if size})
-        predicted = replace(predicted, cost=replace(cost, bytes=Parts(held, **beyond), host=on_host))
+            return _refused(known, smaller, str(error))
+    known = replace(known, cost=_with_bytes(cost, compiled))
     chip = chip_of(device)
-    if chip is not None and 0 < chip.host.memory < predicted.cost.host.total:
-        return _without_room_on_hosts(predicted, chip.host.memory)
+    if chip is not None and 0 < chip.host.memory < known.cost.host.total:
+        return _too_large_for_hosts(known, chip.host.memory)
     if chip is not None and chip.gpu is not None:
-        return _on_gpus(predicted, there, shapes, tx, chip)
-    if not text:
-        return predicted
-    step = planner.training_step(planner.for_training(shapes))
-    predicted = _with_cycles(predicted, step, read(text), chip, there.mesh)
-    if chip is None or not predicted.cost.host:
-        return predicted
-    time = predict_time(planner, shapes, chip, tx=tx)  # the compiler's cycles have nothing of the host's link
-    seconds = _with_moves(predicted.cost.seconds, time) if predicted.cost.seconds else Parts()
-    return replace(predicted, cost=replace(predicted.cost, seconds=seconds, notes=time.notes))
+        room = room_on(there.mesh) or chip.room
+        if known.total_bytes > room:
+            used, most = bytes_in_words(known.total_bytes), bytes_in_words(room)
+            return _too_large(known, smaller, f"the step takes {used}, and JAX has at most {most} of a GPU's memory")
+        share = known.total_bytes / chip.memory
+        told = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
+        known = replace(known, message=told)
+    elif text:
+        known = _with_cycles(known, planner, shapes, text, chip)
+    if chip is None or not (chip.gpu or known.cost.host):
+        return known
+    return replace(known, cost=_with_prediction(known.cost, predict_time(planner, shapes, chip, tx=tx)))
 
 
-def _with_moves(seconds: Parts, time: StepCost) -> Parts:
-    """Seconds with those in which a predicted step waits for moves to and from its host, if it has any."""
-    return Parts(seconds, host=time.seconds.host) if "host" in time.seconds else seconds
+def _with_bytes(cost: StepCost, compiled: Compiled) -> StepCost:
+    """The cost with what the compiler says of bytes besides those at rest, if it says something."""
+    memory = compiled.memory_analysis()
+    if not memory:
+        return cost
+    beyond = {
+        "batch": max(0, memory.argument_size_in_bytes - cost.bytes.total),
+        "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    }
+    new = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+    hosted = {"optimizer": memory.host_argument_size_in_bytes, "temporaries": memory.host_temp_size_in_bytes + new}
+    return replace(cost, bytes=Parts(cost.bytes, **beyond), host=Parts({k: n for k, n in hosted.items() if n}))
+
+
+def _with_prediction(cost: StepCost, time: StepCost) -> StepCost:
+    """The cost with predicted seconds where the compiler says none: of the host's link, and of GPUs all."""
+    seconds, timeline, parts = cost.seconds, cost.timeline, time.seconds
+    if not seconds:
+        seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
+        timeline = time.timeline
+    waits = {"host": parts.host} if "host" in parts else {}
+    return replace(cost, seconds=Parts(seconds, **waits), timeline=timeline, notes=time.notes)
 
 
 def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
@@ -244,70 +251,44 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
         return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 
 
-def _on_gpus(known: Forecast, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip) -> Forecast:
-    """Says whether there is room on GPUs, whose compiler refuses nothing, and predicts seconds."""
-    held, room = known.cost.bytes, room_on(pipe.mesh) or chip.room
-    if held.total > room:
-        used, most = bytes_in_words(held.total), bytes_in_words(room)
-        message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
-        return _too_large(known, message, pipe.planner.request)
-    share = held.total / chip.memory
-    message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
-    time = predict_time(pipe.planner, batch, chip, tx=tx)
-    parts = time.seconds
-    seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
-    cost = replace(known.cost, seconds=_with_moves(seconds, time), timeline=time.timeline, notes=time.notes)
-    return replace(known, cost=cost, message=message)
-
-
-def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
-    """Refuses a topology beside devices."""
-    if topology is not None and devices is not None:
-        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
-
-
-def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | None, mesh: Mesh) -> Forecast:
-    """Adds cycles, and seconds if the chip's clock is known; transfers take as long as the chip waits for them."""
-    cycles = count_cycles(step, program)
-    by_kind, parts = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}, cycles.parts
-    others = {name: parts[name] for name in ("ticks", "ends", "update")}
-    seconds, timeline = Parts(), cycles.timeline
+def _with_cycles(known: Forecast, planner: Planner, batch: Batch, text: str, chip: Chip | None) -> Forecast:
+    """Adds cycles, and seconds if the chip is known; transfers take as long as the chip waits for them."""
+    step, program, mesh = planner.training_step(planner.for_training(batch)), read(text), planner.request.mesh
+    work, parts, timeline = count_cycles(step, program)
+    cycles = {kind: max(of_stages) for kind, of_stages in work.times.items()}
+    cycles |= {name: parts[name] for name in ("ticks", "ends", "update")}
+    seconds = Parts[float]()
     if chip is not None and chip.clock is not None:
-        waits = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
-        timeline, bubble = waits.timeline, waits.parts.bubble
-        slices = {"layers": parts.layers, "bubble": bubble, "between layers": parts.ticks + parts.ends}
-        slices |= {"update": parts.update, "links": waits.parts.total - bubble - (parts.total - parts.bubble)}
+        _, waits, timeline = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
+        slices = {"layers": parts.layers, "bubble": waits.bubble, "between layers": parts.ticks + parts.ends}
+        slices |= {"update": parts.update, "links": waits.total - waits.bubble - (parts.total - parts.bubble)}
         seconds = Parts({name: count / chip.clock for name, count in slices.items()})
-    cost = replace(predicted.cost, seconds=seconds, timeline=timeline)
-    return replace(predicted, cycles=by_kind | others, cost=cost)
+    return replace(known, cycles=cycles, cost=replace(known.cost, seconds=seconds, timeline=timeline))
 
 
-def _without_room(predicted: Forecast, request: Request, error: str) -> Forecast:
-    """The forecast of a step that doesn't fit, as its compiler says."""
+def _refused(known: Forecast, smaller: Mapping[str, list[str]], error: str) -> Forecast:
+    """The forecast of a step for which there is no room, as its compiler says."""
     message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
-    held = predicted.cost.bytes
+    held = known.cost.bytes
     used = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", error)  # the first number before one of these words
     left = max(0, int(float(used[1]) * UNITS[used[2]]) - held.total) if used else 0
-    cost = replace(predicted.cost, bytes=Parts(held, temporaries=left))
-    return _too_large(replace(predicted, cost=cost), message, request)
+    return _too_large(replace(known, cost=replace(known.cost, bytes=Parts(held, temporaries=left))), smaller, message)
 
 
-def _too_large(predicted: Forecast, message: str, request: Request) -> Forecast:
+def _too_large(known: Forecast, smaller: Mapping[str, list[str]], message: str) -> Forecast:
     """The forecast of a step that doesn't fit: advises what makes temporaries smaller first, if they are most of it."""
-    smaller, temporaries = remedies(request), predicted.cost.bytes.temporaries
-    parts = ["residuals"] * (2 * temporaries > predicted.total_bytes) + ["parameters", "casts"]
+    parts = ["residuals"] * (2 * known.cost.bytes.temporaries > known.total_bytes) + ["parameters", "casts"]
     advice = dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part])
-    return replace(predicted, fits=False, message=message, advice=tuple(advice))
+    return replace(known, fits=False, message=message, advice=tuple(advice))
 
 
-def _without_room_on_hosts(predicted: Forecast, room: int) -> Forecast:
+def _too_large_for_hosts(known: Forecast, room: int) -> Forecast:
     """The forecast of a step whose host has less memory for a device than would lie there."""
-    hosted = predicted.cost.host
+    hosted = known.cost.host
     used, most = bytes_in_words(hosted.total), bytes_in_words(room)
     message = f"{used} would lie on the host, which has {most} for each of its devices"
-    of_rows = hosted.get("temporaries", 0) > hosted.total / 2
-    remedy = "a share of the residuals in offload=, or more" if of_rows else "more"
-    return replace(predicted, fits=False, message=message, advice=(f"would help: {remedy} devices",))
+    remedy = "a share of the residuals in offload=, or more" * (hosted.get("temporaries", 0) > hosted.total / 2)
+    return replace(known, fits=False, message=message, advice=(f"would help: {remedy or 'more'} devices",))
 
 
 def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:

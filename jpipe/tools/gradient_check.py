@@ -16,11 +16,11 @@ import numpy as np
 from jpipe.execution.before_ticks import joined_outputs, listed_known
 from jpipe.jax.inside import raised
 from jpipe.jax.primitives import ClosedJaxpr, shapes_of
-from jpipe.jax.tracing import equations_in, no_mesh, replay, trace
+from jpipe.jax.tracing import equations_in, no_mesh, replay, replayed, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths
-from jpipe.memory.batches import MicroBatch, split_microbatches
+from jpipe.memory.batches import MicroBatch, cut_batch, split_microbatches
 from jpipe.memory.records import LayerTrees, to_items
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, trace_loss
@@ -38,6 +38,8 @@ Reference = Callable[[PyTree, Batch], jax.Array]
 variables of a model that is one module, as `model_variables` has them."""
 Plain = Callable[[Params, LayerTrees, Batch, jax.Array], tuple[jax.Array, Params]]
 """`(parameters, all variables, batch, key) -> (loss, gradients)`."""
+Sizes = tuple[float, float, float]
+"""The largest number of a leaf, the largest difference from it, and how much of that may be rounding."""
 
 SAMPLES, FACTOR = 4, 8
 """How often the plain model is computed from parameters that are off by a bit; by how many times as much as it changes
@@ -114,8 +116,8 @@ class GradientCheck(Tabular):
         shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
         rows = [self.loss, *shown]
         texts = [(leaf.layer, leaf.path, *(f"{x:.2g}" for x in (leaf.size, leaf.off, leaf.rounding))) for leaf in rows]
-        kinds = [("zero" if leaf.is_zero else "") if leaf.agrees else "differs" for leaf in rows]
-        marks = {i: kind for i, kind in enumerate(kinds) if kind}
+        unlike = [(i, leaf) for i, leaf in enumerate(rows) if leaf.is_zero or not leaf.agrees]
+        marks = {i: "zero" if leaf.agrees else "differs" for i, leaf in unlike}
         hidden, zeros = len(self.leaves) - len(shown), sum(leaf.is_zero and leaf.agrees for leaf in self.leaves)
         notes = [
             f"{self._verdict()}{f'; {hidden} that are nearer are left out here' if hidden else ''}.",
@@ -162,20 +164,18 @@ def check_gradients(
     model = planner.model(planner.for_training(batch))
     trees, batch, (loss, grads) = jax.device_get((trees, batch, computed))
     params, grads = _made_params(model, trees), _made_params(model, grads)
-    typed = jax.random.key(0) if key is None else as_key(key)
-    with no_mesh(), jax.default_device(planner.request.mesh.devices.flat[0]):
-        typed = jax.random.wrap_key_data(jax.device_get(jax.random.key_data(typed)), impl=jax.random.key_impl(typed))
+    device = planner.request.mesh.devices.flat[0]
+    typed = jax.device_put(jax.random.key(0) if key is None else as_key(key), device)
+    with no_mesh(), jax.default_device(device):
         plain = _of_reference(reference, planner, model) if reference else _of_layers(planner, trees, batch, typed)
-        results, narrowest = _with_rounding(plain, params, trees, batch, typed)
-    layers = {i: f"{i} ({planner.request.layers[i].name})" for i in sorted(grads)}
-    paths = {i: parameter_paths(grads[i]) for i in layers}
-    if (cut := planner.cut) is not None:
-        of_params = {i: jax.tree.leaves(cut.trees[i]["params"]) for i in layers}
-        paths = {i: [cut.parameter_names(i)[part] for part in of_params[i]] for i in layers}
-    names: list[tuple[str, str]] = [("", "loss"), *((layer, path) for i, layer in layers.items() for path in paths[i])]
-    sizes = _compared((loss, grads), results, float(jnp.finfo(narrowest).eps))
+        sizes, narrowest = _compared(plain, (loss, grads), params, trees, batch, typed)
+    names, cut = [("", "loss")], planner.cut
+    for i in sorted(grads):
+        parts = jax.tree.leaves(cut.trees[i]["params"]) if cut else ()
+        paths = [cut.parameter_names(i)[part] for part in parts] if cut else parameter_paths(grads[i])
+        names += [(f"{i} ({planner.request.layers[i].name})", path) for path in paths]
     of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip(names, sizes, strict=True)]
-    return GradientCheck(title, of_loss, tuple(leaves), narrowest.name, _couples(planner, planner.for_training(batch)))
+    return GradientCheck(title, of_loss, tuple(leaves), narrowest, _couples(planner, planner.for_training(batch)))
 
 
 def _couples(planner: Planner, micro: MicroBatch) -> tuple[str, ...]:
@@ -240,14 +240,12 @@ def _of_layers(planner: Planner, trees: LayerTrees, batch: Batch, key: jax.Array
     They take the whole mini-batch, as does the loss. If they draw random numbers, each micro-batch draws its own: then
     they take one after the other, and the loss takes all outputs.
     """
-    micro, request = planner.for_training(batch), planner.request
-    model, loss, cut, count = planner.model(micro), planner.loss(micro), planner.cut, micro.count
+    micro, request, cut = planner.for_training(batch), planner.request, planner.cut
+    model, loss = planner.model(micro), planner.loss(micro)
     own = request.layers if cut is None else [replace(cut.whole.layer, has_model_key=True)]
     layers = with_inputs(own, request.read_inputs)
     assert loss is not None, "without one there are no gradients"
-    draws = loss.needs_key or any(group.needs_key for group in model.groups)
     key_of = lambda key, i, m: layer_key(key, i, m, of_model=layers[i].has_model_key)
-    total = lambda terms: jnp.sum(jnp.stack(terms))
 
     def outputs(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: Key) -> PyTree:
         x, variables = (), _whole(model, params, trees)
@@ -256,50 +254,46 @@ def _of_layers(planner: Planner, trees: LayerTrees, batch: Batch, key: jax.Array
             x, _ = layer.apply(of_layer, positional(x), Context(key_of(key, i, m), True, part))
         return x if cut is None else cut.wanted(x)
 
-    def of_loss(outputs: PyTree, batch: Batch, key: Key) -> jax.Array:
-        return total(loss.sums_at_once(outputs, batch, key_of(key, len(layers) - 1, 0))[: len(loss.terms)])
+    def traced(count: int) -> tuple[int, Callable[..., PyTree]]:
+        shapes = _made_params(model, trees), trees, cut_batch(batch, count).shapes, np.int32(0), key_shape(key)
+        with planner.tracing():
+            jaxpr, given = trace(outputs, *shapes)
+        return count, replay(_on_one_device(jaxpr), given)
 
-    whole = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
-    params, number = _made_params(model, trees), jax.ShapeDtypeStruct((), np.int32)
-    with planner.tracing():
-        traced = lambda shapes: trace(outputs, params, trees, shapes, number, key_shape(key))
-        try:
-            jaxpr, given = traced(micro.shapes if draws else whole)
-        except Exception:  # a model of one batch size, or an error that comes again
-            jaxpr, given, draws = *traced(micro.shapes), True
-        run = replay(_on_one_device(jaxpr), given)
+    try:
+        draws = loss.needs_key or any(group.needs_key for group in model.groups)
+        count, run = traced(micro.count if draws else 1)
+    except Exception:  # a model of one batch size, or an error that comes again
+        count, run = traced(micro.count)
 
     def value(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> jax.Array:
-        if not draws or count == 1:
-            return of_loss(run(params, trees, batch, 0, key), batch, key)
         parts, indices = split_microbatches(batch, count), jnp.arange(count, dtype=jnp.int32)
         one = jax.checkpoint(lambda at: run(params, trees, at[1], at[0], key))
-        all_outputs = jax.lax.map(one, (indices, parts))
-        if loss.needs_key and loss.at_once is None:
-            keys = [key_of(key, len(layers) - 1, m) for m in range(count)]
-            return total(_parts(loss, all_outputs, parts, jax.tree.leaves(batch), keys))
-        leaves, structure = jax.tree.flatten(all_outputs)
-        whole = joined_outputs(leaves, planner.outputs_lie(micro))
-        return of_loss(jax.tree.unflatten(structure, whole), batch, key)
+        of_all = jax.lax.map(one, (indices, parts))
+        keys = [key_of(key, len(layers) - 1, m) for m in range(count)]
+        if count > 1 and loss.needs_key and loss.at_once is None:
+            terms = _parts(loss, of_all, parts, batch, keys)
+        else:
+            leaves, structure = jax.tree.flatten(of_all)
+            whole = joined_outputs(leaves, planner.outputs_lie(micro)) if count > 1 else [leaf[0] for leaf in leaves]
+            terms = loss.sums_at_once(jax.tree.unflatten(structure, whole), batch, keys[0])[: len(loss.terms)]
+        return jnp.sum(jnp.stack(terms))
 
     return jax.value_and_grad(value)
 
 
-def _parts(
-    loss: TracedLoss, outputs: PyTree, parts: Batch, leaves: list[jax.Array], keys: list[Key]
-) -> list[jax.Array]:
+def _parts(loss: TracedLoss, outputs: PyTree, parts: Batch, batch: Batch, keys: Sequence[Key]) -> list[jax.Array]:
     """Computes the parts of a loss that draws random numbers: each micro-batch draws its own.
 
     Args:
       loss: the loss.
       outputs, parts: of all micro-batches, `[M, b, ...]`.
-      leaves: those of the mini-batch, `[B, ...]`.
+      batch: the mini-batch, `[B, ...]`.
       keys: the last layer's for each micro-batch.
     """
     of_each = [jax.tree.map(lambda a, m=m: a[m], (outputs, parts)) for m in range(len(keys))]
-    ahead = loss.numbers.ahead if loss.numbers else None
-    values = replay(ahead, [0] * len(ahead.out_avals))(leaves) if ahead else []
-    weights = [replay(loss.weights, [*loss.terms])(part, key) for (_, part), key in zip(of_each, keys, strict=True)]
+    values = replayed(loss.numbers.ahead, batch) if loss.numbers else []
+    weights = [replayed(loss.weights, part, key) for (_, part), key in zip(of_each, keys, strict=True)]
     totals = [] if loss.total_weights else list(map(sum, zip(*weights, strict=True)))
     known = listed_known(loss, len(keys), values, totals)
     of_part = lambda m: [a[m] if each else a for a, each in zip(known, loss.stacked, strict=True)]
@@ -320,52 +314,37 @@ def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 # --- differences ------------------------------------------------------------------------------------------------------
 
 
-def _with_rounding(plain: Plain, params: Params, *others: PyTree) -> tuple[list[PyTree], np.dtype]:
-    """Computes the plain model's results, first with these parameters, then with some that are off by a bit.
+def _compared(plain: Plain, computed: PyTree, params: Params, *others: PyTree) -> tuple[list[Sizes], str]:
+    """Compares with the plain model, with these parameters and with some that are off by a bit.
 
     Args:
       plain: the plain model.
+      computed: loss and gradients of the pipeline.
       params: the parameters, on the host.
       others: the plain model's other arguments.
 
     Returns:
-      The results, and the narrowest type of numbers that the plain model computes with.
+      The sizes of the loss and of each leaf, and the narrowest type of numbers that the plain model computes with.
     """
     traced = jax.jit(plain).trace(params, *others)
     dtypes = {shape.dtype for e in equations_in(traced.jaxpr.jaxpr.eqns) for shape in shapes_of(e.outvars)}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     narrowest = jnp.dtype(max(floats, key=lambda dtype: jnp.finfo(dtype).eps))
     run, random, eps = traced.lower().compile(), np.random.default_rng(0), float(jnp.finfo(narrowest).eps)
-
-    def off_by_a_bit(leaf: np.ndarray) -> np.ndarray:
-        return (leaf * (1 + eps * random.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
-
+    off_by_a_bit = lambda leaf: (leaf * (1 + eps * random.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
     variants = [params, *(jax.tree.map(off_by_a_bit, params) for _ in range(SAMPLES))]
-    return [jax.device_get(run(variant, *others)) for variant in variants], narrowest
-
-
-def _compared(computed: PyTree, results: Sequence[PyTree], eps: float) -> list[tuple[float, float, float]]:
-    """The size of the loss and of each leaf, the distance from the right value, and how much of it may be rounding.
-
-    Args:
-      computed: loss and gradients of the pipeline.
-      results: loss and gradients of the plain model, as `_with_rounding` returns them.
-      eps: the spacing of numbers around 1.
-    """
-    wanted, *others = results
-
-    def largest(a: np.ndarray) -> float:
-        return float(np.max(np.abs(a), initial=0))
+    wanted, *noisy = [jax.device_get(run(variant, *others)) for variant in variants]
+    largest = lambda a: float(np.max(np.abs(a), initial=0))
 
     def distances(tree: PyTree) -> list[float]:
         """The largest difference of each leaf from the wanted one, in at least 64 bits."""
         pairs = zip(*map(jax.tree.leaves, (tree, wanted)), strict=True)
         return [largest(np.asarray(a, np.promote_types(a.dtype, np.float64)) - b) for a, b in pairs]
 
-    noise = np.max(list(map(distances, others)), axis=0).tolist()
+    noise = np.max(list(map(distances, noisy)), axis=0).tolist()
     loss, grads = wanted
     by_layer = [list(map(largest, jax.tree.leaves(tree))) for tree in (loss, *grads.values())]
     # A layer's gradients are sums. The largest of them tells how much all of them are rounded.
     scales = [(size, max(sizes)) for sizes in by_layer for size in sizes]
     rows = zip(scales, distances(computed), noise, strict=True)
-    return [(size, distance, FACTOR * noisy + 4 * eps * scale) for (size, scale), distance, noisy in rows]
+    return [(size, off, FACTOR * noisy + 4 * eps * scale) for (size, scale), off, noisy in rows], narrowest.name

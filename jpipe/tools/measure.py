@@ -18,34 +18,36 @@ share cores, so it is more. A stage's V chunks count as equally long.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
+from statistics import median_low
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jpipe.execution import programs
 from jpipe.memory.batches import cut_batch, on_all, on_mesh
-from jpipe.model.groups import Model
+from jpipe.mesh.axes import AXIS
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
-from jpipe.model.traced_layer import TracedLayer, trace_layer
+from jpipe.model.traced_layer import trace_layer
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import Cost, timed_costs
-from jpipe.planning.partition import Partition
+from jpipe.planning.partition import Partition, partition
 from jpipe.planning.planner import Planner
 from jpipe.processes.progress import task
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
-from jpipe.schedules.ticks import TickTable
-from jpipe.tools.memory_model import on_device
-from jpipe.tools.step_cost import Parts
+from jpipe.tools.memory_model import bytes_at_rest
+from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.training.train_state import TrainState, apply_update
 from jpipe.types import Batch, PyTree
 
@@ -145,30 +147,24 @@ class StepModel:
             )
         return contention
 
-    def step(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> float:
-        """Seconds that a step would take with other times of stages, or another schedule of as many stages.
+    def what_if(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> StepCost:
+        """The seconds of a step by `SLICES`, of a stage on average, with other times of stages or another schedule.
 
-        A tick without actions takes as long in any of them, whatever the size of what is sent.
+        By default those of the step as it was measured. A tick without actions takes as long in any schedule, whatever
+        the size of what is sent. Imbalance is the time that stages wait beyond what they would if all took equally
+        long; the bubble is the rest of their waiting. (Stages of unlike forwards and backwards may wait less: then
+        there is no imbalance.)
         """
-        chosen, stages = schedule or self.schedule, stages or self.stages
-        ticks = (self.idle - self.setup) * chosen.ticks.num_ticks / self.schedule.ticks.num_ticks
-        return self.contention * stages.makespan(chosen) + self.setup + ticks + self.update
-
-    @property
-    def slices(self) -> dict[str, float]:
-        """Seconds of the step by `SLICES`, of a stage on average; they add up to the step.
-
-        Imbalance is the time that stages wait beyond what they would if all took equally long; the bubble is the rest
-        of their waiting. (Stages of unlike forwards and backwards may wait less: then there is no imbalance.)
-        """
-        count, even = self.schedule.num_microbatches, self.stages.even
-        computation = count * (even.forward[0] + even.backward[0])
-        recomputation = count * even.recompute[0]
-        makespan = self.stages.makespan(self.schedule)
-        imbalance = max(0.0, makespan - even.makespan(self.schedule))
+        schedule, stages = schedule or self.schedule, stages or self.stages
+        timeline, even, count = stages.timeline(schedule), stages.even, schedule.num_microbatches
+        makespan = timeline.makespan / MILLISECONDS
+        computation, recomputation = count * (even.forward[0] + even.backward[0]), count * even.recompute[0]
+        imbalance = max(0.0, makespan - even.makespan(schedule))
         bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
-        of_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
-        return dict(zip(SLICES, [*of_stages, self.idle, self.update], strict=True))
+        work = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
+        ticks = (self.idle - self.setup) * schedule.ticks.num_ticks / self.schedule.ticks.num_ticks
+        slices: dict[str, float] = dict(zip(SLICES, [*work, self.setup + ticks, self.update], strict=True))
+        return StepCost("measured", Parts(slices), Parts(), timeline)
 
 
 # --- layers alone -----------------------------------------------------------------------------------------------------
@@ -181,16 +177,59 @@ class LayerTimes:
     On a mesh with data axes: for the examples that one device has of a micro-batch.
 
     Attributes:
+      planner: the pipeline's, which knows the stages that layers are on.
       here: the layers as the pipeline runs them.
       kept: where residuals are kept and nothing is computed anew (remat "none").
       others: by another number of micro-batches, what `here` would be with it.
       by_process: seconds that each process took for all layers of `here`, `[P]`; the times above are process 0's.
     """
 
+    planner: Planner
     here: list[Cost]
     kept: list[Cost]
     others: Mapping[int, list[Cost]] = field(default_factory=dict)
     by_process: tuple[float, ...] = ()
+
+    def stage_of_layers(self, cut: Partition | None = None) -> np.ndarray:
+        """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
+        counts = (cut or self.planner.partition).counts
+        return np.repeat(self.planner.request.schedule.placement.stage_of(np.arange(len(counts))), counts)
+
+    def by_stage(self, values: Sequence[float] | np.ndarray, cut: Partition | None = None) -> np.ndarray:
+        """Sums `[K]` of values of layers, `[N]`, over each stage's."""
+        return np.bincount(self.stage_of_layers(cut), values, minlength=self.planner.request.schedule.num_stages)
+
+    def over_here(self, costs: Sequence[Cost], part: str = "total") -> np.ndarray:
+        """`[K]`, how many times as long each stage's layers would take; of a part of `Cost`."""
+        there, here = (self.by_stage([getattr(cost, part) for cost in times]) for times in (costs, self.here))
+        return there / here
+
+    def with_recomputation(self, stages: StageTimes) -> StageTimes:
+        """The stages' times as measured, with recomputation apart from the rest of the backward."""
+        backward = np.asarray(stages.backward)
+        again = backward * np.clip(1.0 - self.over_here(self.kept, "backward"), 0.0, 1.0)
+        return replace(stages, backward=tuple((backward - again).tolist()), recompute=tuple(again.tolist()))
+
+    def shares(self, stages: StageTimes) -> StageTimes:
+        """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
+        on = self.stage_of_layers()
+
+        def share(seconds: Sequence[float], part: str) -> tuple[float, ...]:
+            alone = np.asarray([getattr(cost, part) for cost in self.here])
+            sums = self.by_stage(alone)[on]
+            return tuple((alone * np.asarray(seconds)[on] / np.where(sums, sums, 1.0)).tolist())
+
+        pairs = (stages.forward, "forward"), (stages.backward, "backward"), (stages.recompute, "backward")
+        return StageTimes(*(share(seconds, part) for seconds, part in pairs))
+
+    def best_cut(self, stages: StageTimes) -> tuple[Partition, StageTimes]:
+        """The best cut for the times of single layers, and what stages that take this now would take with it.
+
+        Equal layers take the same alone. In stages they don't quite, by noise, and cutting after that would follow it.
+        """
+        schedule = self.planner.request.schedule
+        cut = partition([cost.total for cost in self.here], schedule.num_stages, num_chunks=schedule.num_chunks)
+        return cut, self.shares(stages).each(lambda shares: self.by_stage(shares, cut).tolist())
 
 
 def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -> LayerTimes:
@@ -202,44 +241,81 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
       others: numbers of micro-batches to try too. Those are left out whose micro-batches the model doesn't take, and
         all of them if no device has memory for them.
     """
-    model, layers = _layers(planner, batch, planner.request.schedule.num_microbatches)
+
+    def traced(num_microbatches: int):
+        micro = cut_batch(batch, num_microbatches * planner.request.splits.num_shards)
+        return planner.model(micro), planner.layers(micro, key_shape())
+
+    model, layers = traced(planner.request.schedule.num_microbatches)
     variants = [(model, layers)]
     if planner.request.remat is not MODES["none"]:
         with planner.tracing():
-            variants.append((model, [trace_layer(replace(one.function, remat=MODES["none"])) for one in layers]))
+            layers = tuple(trace_layer(replace(one.function, remat=MODES["none"])) for one in layers)
+            variants.append((model, layers))
     tried = {}
     for num_microbatches in others:
         with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
-            tried[num_microbatches] = _layers(planner, batch, num_microbatches)
+            tried[num_microbatches] = traced(num_microbatches)
     try:
         timed = timed_costs([*variants, *tried.values()], planner.request.mesh)
     except jax.errors.JaxRuntimeError:
         tried, timed = {}, timed_costs(variants, planner.request.mesh)
     by_process = tuple(sum(cost.total for cost in costs[0]) for costs in timed)
     of_variants, of_others = timed[0][: len(variants)], timed[0][len(variants) :]
-    return LayerTimes(of_variants[0], of_variants[-1], dict(zip(tried, of_others, strict=True)), by_process)
+    by_number = dict(zip(tried, of_others, strict=True))
+    return LayerTimes(planner, of_variants[0], of_variants[-1], by_number, by_process)
 
 
-def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
-    micro = cut_batch(batch, num_microbatches * planner.request.splits.num_shards)
-    return planner.model(micro), planner.layers(micro, key_shape())
+# --- slow processes ---------------------------------------------------------------------------------------------------
 
 
-def by_stage(planner: Planner, values: Sequence[float], cut: Partition | None = None) -> np.ndarray:
-    """Sums `[K]` over each stage's layers.
+_LONGEST_NAME = 64
+
+
+@dataclass(frozen=True)
+class ProcessTime:
+    """The time that one process of several takes for the layers of the whole model.
+
+    Attributes:
+      process: its index.
+      host: the name of its machine.
+      stages: the stages that have devices of this process.
+      seconds: the time of all layers, forward and backward, for one micro-batch, alone on one of its devices.
+      of_median: `seconds` over the median of all processes; of an even number of processes the lower median.
+    """
+
+    process: int
+    host: str
+    stages: tuple[int, ...]
+    seconds: float
+    of_median: float
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) -> tuple[ProcessTime, ...]:
+    """The time of each process; empty if there is one process.
 
     Args:
-      planner: knows which stage each virtual stage is on.
-      values: `[N]`.
-      cut: where the virtual stages begin; the pipeline's own if not given.
+      seconds: the time of each process, `[P]`.
+      hosts: the names of their machines, `[P]`.
+      mesh: the pipeline's.
     """
-    return np.bincount(stage_of_layers(planner, cut), values, minlength=planner.request.schedule.num_stages)
+    if len(seconds) < 2:
+        return ()
+    stages = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
+    processes_of = [{device.process_index for device in devices.flat} for devices in stages]
+    stages_of = lambda p: tuple(k for k, processes in enumerate(processes_of) if p in processes)
+    times = enumerate(zip(hosts, seconds, strict=True))
+    return tuple(ProcessTime(p, host, stages_of(p), alone, alone / median_low(seconds)) for p, (host, alone) in times)
 
 
-def stage_of_layers(planner: Planner, cut: Partition | None = None) -> np.ndarray:
-    """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
-    counts = (cut or planner.partition).counts
-    return np.repeat(planner.request.schedule.placement.stage_of(np.arange(len(counts))), counts)
+def host_names() -> list[str]:
+    """The name of each process's machine, `[P]`; all processes call it."""
+    padded = socket.gethostname().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0")
+    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(padded, np.uint8)))
+    return [name.tobytes().rstrip(b"\0").decode(errors="replace") for name in names]
 
 
 # --- a step by parts --------------------------------------------------------------------------------------------------
@@ -268,7 +344,7 @@ class Program:
         planner = pipe.planner
         with task("compiling the measured step"):
             step = planner.training_step(planner.for_training(batch), state.key)
-            self.table: TickTable = step.table
+            self.table = step.table
             self.batch, self._mesh = on_mesh(batch, pipe.mesh), pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(programs.value_and_grad, step))
@@ -289,7 +365,7 @@ class Program:
         return self.compiled(*self._arguments, only)
 
 
-def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> StepModel:
+def measure_step(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> StepModel:
     """Times the whole step and its parts; what a backward computes anew isn't apart yet.
 
     Args:
@@ -367,10 +443,7 @@ def memory_of(program: Program, state: TrainState) -> Parts[int]:
     `temporaries` are what the program holds besides while it runs, as its compiler says: residuals and activations of
     the micro-batches in flight, sums of gradients, whatever a layer needs.
     """
-    params = state.variables["params"]
-    rest = {name: tree for name, tree in state.variables.items() if name != "params"}
-    held = {"parameters": params, "other_variables": rest, "optimizer": state.opt_state}
-    held["gradients"] = params  # laid out and typed like them
+    held = bytes_at_rest(state)
     analysis = program.compiled.memory_analysis()  # None where the compiler doesn't say
     temporaries = int(analysis.temp_size_in_bytes) if analysis else 0
-    return Parts({name: on_device(tree) for name, tree in held.items()}, temporaries=temporaries)
+    return Parts(held, gradients=held.parameters, temporaries=temporaries)  # gradients lie as parameters do

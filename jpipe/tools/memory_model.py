@@ -7,7 +7,7 @@ reads it, such as a product on CPU. Until then its operands live on.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -35,43 +35,27 @@ from jpipe.partitioner.shardings import part_structs
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.tools.chips import Chip, chip_of
+from jpipe.tools.chips import UNKNOWN, Chip, chip_of
 from jpipe.tools.step_cost import Parts
-from jpipe.training.train_state import abstract_state
-from jpipe.types import Batch, Leaf, PyTree
+from jpipe.training.train_state import TrainState, abstract_state
+from jpipe.types import Batch, Leaf
 
 _COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 """Elementwise operations that compilers carry out once, however many read their result."""
 _FUSED = ELEMENTWISE | MOVES | {"dynamic_slice"}
-_READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """Says which values a compiler makes arrays of, and where these lie; by default as a CPU's does.
+def _reads_fused(equation: JaxprEqn, chip: Chip) -> bool:
+    """Whether an equation need not have an array to read: what it reads may be computed where it reads it."""
+    name = equation.primitive.name
+    return name in _FUSED or name in REDUCTIONS or (name == "dot_general" and chip.fuses)
 
-    Attributes:
-      into_products: whether it fuses elementwise operations into all products that read them, reads slices as they
-        lie, and adds a product that nothing else reads to the sum that it is for.
-      near: bytes of arrays that it holds on the chip, so that they take no memory.
-      in_place: whether elementwise results take the place of what they read last, products read operands as they lie,
-        and activations that wait at a boundary stay where they are.
-    """
 
-    into_products: bool = False
-    near: int = 0
-    in_place: bool = False
-
-    @property
-    def reads_fused(self) -> frozenset[str]:
-        """The primitives that need not have an array to read."""
-        return _READ_FUSED | ({"dot_general"} if self.into_products else set())
-
-    def fuses(self, equation: JaxprEqn) -> bool:
-        """Whether what an equation gives is no array of its own: single numbers are scattered in place."""
-        name = equation.primitive.name
-        numbers = name.startswith("scatter") and not equation.params["dimension_numbers"].update_window_dims
-        return name in _FUSED or numbers
+def _is_fused(equation: JaxprEqn) -> bool:
+    """Whether what an equation gives is no array of its own: single numbers are scattered in place."""
+    name = equation.primitive.name
+    numbers = name.startswith("scatter") and not equation.params["dimension_numbers"].update_window_dims
+    return name in _FUSED or numbers
 
 
 class _Held:
@@ -97,7 +81,7 @@ class _Held:
         return sum(size for v, size in self._sizes.items() if v in self._far)
 
 
-def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: Compiler = Compiler()) -> int:
+def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), chip: Chip = UNKNOWN) -> int:
     """The most bytes of arrays that a function's equations hold at one time, its operands not counted.
 
     Results count only while they are made: whoever calls the function says where they go.
@@ -111,7 +95,8 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
       closed: the function.
       copied: indices of operands that are slices of larger arrays: each operation that isn't fused reads a copy of its
         own, which is made at the start.
-      compiler: the compiler, which decides what is fused.
+      chip: the device, whose compiler decides what is fused. Half of a TPU's vector memory is taken to be for these
+        arrays, the other half for what is fetched ahead.
     """
     kept = [True] * len(closed.jaxpr.invars)
     jaxpr = without_calls(needed_part(closed, [True] * len(closed.jaxpr.outvars), keep=kept)[0]).jaxpr
@@ -120,34 +105,34 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
     for i, equation in enumerate(equations):
         for v in _variables(equation):
             readers[v].append(i)
-    made_of = _made_of(equations, slices, readers, compiler)
+    made_of = _made_of(equations, slices, readers, chip)
     last: dict[Var, int] = defaultdict(lambda: -1)
     for v, parts in made_of.items():
         for part in parts:
             last[part] = max([last[part], *readers[v]])
-    most, held = 0, _Held(compiler.near)
+    most, held = 0, _Held(chip.vector_memory // 2)
     for v in slices:
-        held.begin([v], sum(equations[i].primitive.name not in compiler.reads_fused for i in readers[v]))
+        held.begin([v], sum(not _reads_fused(equations[i], chip) for i in readers[v]))
     for i, equation in enumerate(equations):
-        if equation.primitive.name in ELEMENTWISE and compiler.in_place:
+        if equation.primitive.name in ELEMENTWISE and chip.in_place:
             held.end(last, i)
         held.begin(v for v in equation.outvars if v in made_of[v])
-        most = max(most, held.bytes + _inside(equation, compiler))
+        most = max(most, held.bytes + _inside(equation, chip))
         held.end(last, i)
     return most
 
 
 def _made_of(
-    equations: Sequence[JaxprEqn], copied: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
+    equations: Sequence[JaxprEqn], copied: Sequence[Var], readers: Mapping[Var, Sequence[int]], chip: Chip
 ) -> dict[Var, frozenset[Var]]:
     """The arrays that have to live until each value is read: itself alone, if it is one."""
 
     def is_read_whole(v: Var) -> bool:
-        return any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
+        return not all(_reads_fused(equations[i], chip) for i in readers[v])
 
     made_of = {v: frozenset([v] if is_read_whole(v) else []) for v in copied}
     added = set[Var]()  # values that nothing reads but to make results of them
-    for equation in reversed(equations if compiler.into_products else ()):
+    for equation in reversed(equations if chip.fuses else ()):
         for v in equation.outvars:
             fused = all(equations[i].primitive.name in _FUSED for i in readers[v])
             if fused and all(added.issuperset(equations[i].outvars) for i in readers[v]):
@@ -159,20 +144,20 @@ def _made_of(
             made_of.update(zip(equation.outvars, operands, strict=True))
             continue
         parts = frozenset[Var]().union(*(made_of.get(v, ()) for v in _variables(equation)))
-        once = name in _COSTLY and not compiler.into_products
+        once = name in _COSTLY and not chip.fuses
         for v in equation.outvars:
-            apart = not compiler.fuses(equation) or is_read_whole(v) or (once and len(readers[v]) > 1)
+            apart = not _is_fused(equation) or is_read_whole(v) or (once and len(readers[v]) > 1)
             made_of[v] = frozenset([v]) if apart and not (name == "dot_general" and v in added) else parts
     return made_of
 
 
-def _inside(equation: JaxprEqn, compiler: Compiler) -> int:
+def _inside(equation: JaxprEqn, chip: Chip) -> int:
     """Bytes that an equation needs by itself: a loop or a branch in its body, a product for operands that it turns."""
     if equation.primitive.name != "dot_general":
         bodies = jaxprs_in_params(equation.params)
         closed = [body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ()) for body in bodies]
-        return max((working_bytes(body, (), compiler) for body in closed), default=0)
-    if compiler.in_place:
+        return max((working_bytes(body, (), chip) for body in closed), default=0)
+    if chip.in_place:
         return 0
     contracted, batch = equation.params["dimension_numbers"]
     return sum(map(_turned, equation.invars, contracted, batch, (True, False)))
@@ -238,19 +223,23 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
     if not planner.request.options.offload.optimizer:
         return whole, 0
     is_tree = lambda node: isinstance(node, StageTree)
-    trees = filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
-    gone = 0
-    for tree in trees:
-        goes = partial(may_go, by_layer=tree.layout != plan.layouts["params"])
-        buffers = [(buffer, jax.tree.leaves(tree[name])) for name, buffer in tree.layout.shapes.items()]
-        gone += _bytes_of_parts(leaf for buffer, leaves in buffers for leaf in leaves if goes(leaf, buffer))
+    gone = _bytes_of_parts(
+        leaf
+        for tree in filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
+        for name, buffer in tree.layout.shapes.items()
+        for leaf in jax.tree.leaves(tree[name])
+        if may_go(leaf, buffer, by_layer=tree.layout != plan.layouts["params"])
+    )
     return whole - gone, gone
 
 
-def on_device(tree: PyTree) -> int:
-    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings; not of those on hosts."""
+def bytes_at_rest(state: TrainState) -> Parts[int]:
+    """The bytes of each device's parts of a training state, or of its shapes and shardings; not of those on hosts."""
+    params, others = state.variables["params"], {n: tree for n, tree in state.variables.items() if n != "params"}
+    trees = {"parameters": params, "optimizer": state.opt_state, "other_variables": others}
     on_host = lambda a: a.sharding is not None and a.sharding.memory_kind == HOST
-    return _bytes_of_parts([a for a in jax.tree.leaves(tree) if not on_host(a)])
+    stays = lambda tree: [a for a in jax.tree.leaves(tree) if not on_host(a)]
+    return Parts({name: _bytes_of_parts(stays(tree)) for name, tree in trees.items()})
 
 
 def _bytes_of_parts(arrays: Iterable[Leaf]) -> int:
@@ -264,28 +253,24 @@ def holdings(plan: Plan) -> Holdings:
     layouts = plan.layouts
     return Holdings(
         own={name: _own(plan, layout) for name, layout in layouts.items()},
-        room={name: _amount(_parts(layout, lambda axis: axis == AXIS)) for name, layout in layouts.items()},
-        device={name: _amount(_parts(layout, lambda axis: True)) for name, layout in layouts.items()},
+        room={name: _room(layout, lambda axis: axis == AXIS) for name, layout in layouts.items()},
+        device={name: _room(layout, lambda axis: True) for name, layout in layouts.items()},
         shared=tuple(variables.users[0] for variables in plan.traced.variable_sets if variables.shared),
     )
 
 
 def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
     """Counts what the layers of each virtual stage have in a collection, `[K*V]`."""
-    leaves_of = {
-        users[0]: record.leaves
-        for record, instances in zip(layout.storage.record_types, layout.users, strict=True)
-        for users in instances
-    }
+    records = zip(layout.storage.record_types, layout.users, strict=True)
+    leaves_of = {users[0]: record.leaves for record, instances in records for users in instances}
     bounds = plan.partition.bounds
     return tuple(_amount(leaf for i in range(*bound) for leaf in leaves_of.get(i, ())) for bound in bounds)
 
 
-def _parts(layout: Layout, along: Callable[[str], bool]) -> Iterator[jax.ShapeDtypeStruct]:
-    """A device's parts of the global arrays, split over some mesh axes."""
-    for name, array in layout.shapes.items():
-        sharding = NamedSharding(layout.mesh, split_by(layout.specs[name], along))
-        yield jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
+def _room(layout: Layout, along: Callable[[str], bool]) -> Amount:
+    """Counts a device's parts of the global arrays, split over some mesh axes."""
+    place = lambda name: NamedSharding(layout.mesh, split_by(layout.specs[name], along))
+    return _amount(jax.ShapeDtypeStruct(place(n).shard_shape(a.shape), a.dtype) for n, a in layout.shapes.items())
 
 
 def _amount(arrays: Iterable[Leaf]) -> Amount:
@@ -317,29 +302,7 @@ def predict_memory(
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
     """
-    optimizer, hosted = optimizer_bytes(planner, batch, tx)
-    step = planner.training_step(planner.for_training(batch))
-    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
-    layouts = step.plan.at_work
-    at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
-    casts, whole = _narrow_copies(step)
-    chip = chip or chip_of(planner.request.mesh.devices.flat[0])
-    compiler = compiler_for(chip)
-    with planner.tracing():
-        work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
-    return Parts(
-        parameters=at_rest.pop("params"),
-        optimizer=optimizer + hosted * (not host_is_apart(planner, chip)),
-        gradients=bytes_of(at_work["params"]),
-        other_variables=sum(at_rest.values())
-        + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
-        + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
-        batch=step.schedule.num_microbatches * _batch_part(step),
-        boundaries=boundary_bytes(step, compiler),
-        residuals=_residuals(step, apart=host_is_apart(planner, chip)),
-        work=work,
-        casts=casts,
-    )
+    return ledger(planner, batch, tx, chip)[0]
 
 
 def predict_host_memory(
@@ -349,30 +312,44 @@ def predict_host_memory(
 
     The parts are `residuals` that wait there, and the state of the `optimizer`; each only if there are some.
     """
-    if not host_is_apart(planner, chip or chip_of(planner.request.mesh.devices.flat[0])):
-        return Parts()
+    return ledger(planner, batch, tx, chip)[1]
+
+
+def ledger(
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+) -> tuple[Parts[int], Parts[int]]:
+    """All bytes of a training step: those of `predict_memory`, and those of `predict_host_memory`."""
+    chip = chip or chip_of(planner.request.mesh.devices.flat[0]) or UNKNOWN
+    is_apart = bool(chip.host.memory) or not planner.request.splits.on_cpu
     step = planner.training_step(planner.for_training(batch))
-    held = {"residuals": _on_hosts(step), "optimizer": optimizer_bytes(planner, batch, tx)[1]}
-    return Parts({name: size for name, size in held.items() if size})
+    optimizer, state_away = optimizer_bytes(planner, batch, tx)
+    away = step.kept.away.values()
+    rows_away, back = sum(s.host_rows * s.row_bytes for s in away), sum(s.row_bytes for s in away)  # one comes back
+    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
+    layouts = step.plan.at_work
+    sums = {n: bytes_of(jax.eval_shape(partial(layout.zeros, accumulator_dtype))) for n, layout in layouts.items()}
+    casts, whole = _narrow_copies(step)
+    brought = sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
+    splits, leaves = planner.request.splits, jax.tree.leaves(step.model.batch)
+    micro = bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
+    with planner.tracing():
+        work = max(_of_layer(step, g, planner.request.mesh, chip) for g in range(len(step.layers)))
+    device = Parts(
+        parameters=at_rest.pop("params"),
+        optimizer=optimizer + state_away * (not is_apart),  # the hosts' memory is another but on CPUs
+        gradients=sums["params"],
+        other_variables=sum(at_rest.values()) + brought + sum(sums[n] for n in step.collections("state", GRADIENT)),
+        batch=step.schedule.num_microbatches * micro,
+        boundaries=boundary_bytes(step, chip),
+        residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),
+        work=work,
+        casts=casts,
+    )
+    hosted = {"residuals": rows_away, "optimizer": state_away} if is_apart else {}
+    return device, Parts({name: size for name, size in hosted.items() if size})
 
 
-def host_is_apart(planner: Planner, chip: Chip | None) -> bool:
-    """Whether the hosts' memory is another than that of the devices: as of all but CPUs."""
-    return bool(chip and chip.host.memory) or not planner.request.splits.on_cpu
-
-
-def _on_hosts(step: Step) -> int:
-    """Bytes of the rows on the host of a device."""
-    return sum(storage.host_rows * storage.row_bytes for storage in step.kept.away.values())
-
-
-def _residuals(step: Step, *, apart: bool) -> int:
-    """Bytes of what actions keep on a device; of rows that go to the host, what is there, and one that comes back."""
-    back = sum(storage.row_bytes for storage in step.kept.away.values())
-    return bytes_of(jax.eval_shape(step.kept.empty)) + back + _on_hosts(step) * (not apart)
-
-
-def boundary_bytes(step: Step, compiler: Compiler) -> int:
+def boundary_bytes(step: Step, chip: Chip) -> int:
     """Bytes of activations and cotangents between layers and stages, on a device.
 
     A stage has one of each under way through its layers, those that have arrived and wait, and one on its way. A CPU's
@@ -383,7 +360,7 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
         on_stage = jax.eval_shape(boundaries.empty)
         crosses = bytes_of(jax.eval_shape(boundaries.crossing, on_stage))
         rows = step.table.rows_written(name)
-        copied = rows if rows > 1 and name == "activation" and not compiler.in_place else 0
+        copied = rows if rows > 1 and name == "activation" and not chip.in_place else 0
         total += bytes_of(on_stage) + crosses * (rows + (rows > 0) + copied)
     if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
         first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
@@ -407,37 +384,17 @@ def _brought(layout: WorkLayout, used: set[str] | None) -> int:
     return bytes_of([a for n, a in at_work.items() if at_rest.get(n) != a and (used is None or n in used)])
 
 
-def _batch_part(step: Step) -> int:
-    """Bytes of a device's part of a micro-batch."""
-    splits, leaves = step.plan.request.splits, jax.tree.leaves(step.model.batch)
-    return bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
-
-
-def compiler_for(chip: Chip | None) -> Compiler:
-    """The habits of a chip's compiler; that of an unknown chip is taken for a CPU's.
-
-    Half of a TPU's vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
-    """
-    if chip is not None and chip.gpu is not None:
-        return Compiler(in_place=True)
-    if chip is not None and chip.vector_memory:
-        return Compiler(into_products=True, near=chip.vector_memory // 2, in_place=True)
-    return Compiler()
-
-
-def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
+def _of_layer(step: Step, g: int, mesh: Mesh, chip: Chip) -> int:
     """The most that a forward or a backward holds for one layer of a group."""
     # One of several layers' weights is a slice of a buffer.
     storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
     places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
     weights = tuple(i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1)
-    return _working(step.layers[g], step.functions[g], mesh, compiler, weights)
+    return _working(step.layers[g], step.functions[g], mesh, chip, weights)
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _working(
-    layer: DeviceLayer, function: LayerFunction, mesh: Mesh, compiler: Compiler, weights: tuple[int, ...]
-) -> int:
+def _working(layer: DeviceLayer, function: LayerFunction, mesh: Mesh, chip: Chip, weights: tuple[int, ...]) -> int:
     """The most bytes that a layer's forward or backward holds, if the weights of these indices are slices."""
     layer = replace(layer, rewrite=lambda closed: closed)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
@@ -446,9 +403,9 @@ def _working(
     manual = with_axis_types(mesh.abstract_mesh, dict.fromkeys(mesh.axis_names, AxisType.Manual))
     with jax.sharding.use_abstract_mesh(manual):
         backward, _ = with_named_axes(layer.backward, mesh.shape)(arguments, layer.residuals, outputs)
-    if compiler.into_products:  # they read slices as they lie
-        return max(working_bytes(jaxpr, (), compiler) for jaxpr in (layer.forward.jaxpr, backward))
+    if chip.fuses:  # they read slices as they lie
+        return max(working_bytes(jaxpr, (), chip) for jaxpr in (layer.forward.jaxpr, backward))
     # Residuals in a row are slices too.
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
-    forward = working_bytes(layer.forward.jaxpr, weights, compiler)
-    return max(forward, working_bytes(backward, [*weights, *residuals], compiler))
+    forward = working_bytes(layer.forward.jaxpr, weights, chip)
+    return max(forward, working_bytes(backward, [*weights, *residuals], chip))

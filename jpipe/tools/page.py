@@ -16,7 +16,8 @@ import sys
 import tempfile
 import webbrowser
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -24,59 +25,33 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jpipe.checks import remat_name
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer
-from jpipe.model.remat import MODES
+from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
-from jpipe.planning.step import Step
-from jpipe.processes.tables import Table
 from jpipe.schedules.orders import SCHEDULES
 from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import crossings_of
 from jpipe.schedules.ticks import AWAY, TickTable, lower
 from jpipe.tools.memory_model import holdings, predict_memory
-from jpipe.tools.step_cost import Parts
 from jpipe.tools.summary import summarize
 from jpipe.types import Batch
 
-
-@dataclass(frozen=True)
-class Held:
-    """The bytes of one kind of arrays on a device.
-
-    Attributes:
-      own: `[K]`, a device's part of the bytes that each stage has.
-      room: the bytes that every device holds, whatever its stage.
-    """
-
-    own: tuple[float, ...]
-    room: float
-
-    def scaled(self, room: float) -> Held:
-        """The same for arrays that are laid out alike, and take that much room."""
-        return Held(tuple(own * room / max(self.room, 1) for own in self.own), room)
+PipelineFacts = dict[str, object]
+"""A pipeline's own numbers for `page.html`, as JSON; `facts_of` says which."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A buffer of residuals with a row for each micro-batch in flight.
+def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts:
+    """A pipeline's own numbers. Bytes are a device's, for one micro-batch where they depend on it.
 
-    Attributes:
-      kind: which rows (`ticks.ROWS`).
-      bytes: the bytes of an entry.
-      strides: `[K]`, the entries of a row.
-    """
+    Args:
+      planner: the pipeline's.
+      title: the pipeline in a line.
+      batch: a batch `[B, ...]`, or its shapes; None stands for the first one that the pipeline saw.
 
-    kind: str
-    bytes: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PipelineFacts:
-    """A pipeline's own numbers, for `page.html`. Bytes are a device's, for one micro-batch where they depend on it.
-
-    Attributes:
-      table: its stages (`pictures.summary`), with the pipeline in a line as its title.
+    Returns:
+      table: its stages (`tools/summary.py`), with the pipeline in a line as its title.
       schedule: the name of its schedule.
       orders: `packed`, this schedule, which is called "own" if it isn't in `OFFERED`, and others that it may be
         compared with.
@@ -84,51 +59,19 @@ class PipelineFacts:
       batch: the number of examples in a batch.
       remat: its name.
       keeps_inputs: whether boundary inputs wait for the backward, and residuals for none.
-      unit: the unit of the times.
-      times: a sentence on where the times come from.
+      unit, times: the unit of the times; a sentence on where they come from.
       forward, backward, recompute: `[K]`, the times of one micro-batch on each stage; `recompute` is within `backward`,
         0 if it isn't known apart.
-      parameters, gradients: at rest; the sums of gradients while a step runs.
-      other: other collections, parameters that are gathered for a step, narrow copies of them, and the batch.
-      optimizer: the optimiser's state, if there is one.
-      residuals: the buffers of residuals; rows that go to the host count as if they stayed.
+      parameters: at rest, as `_held` says.
+      gradients, optimizer: the room for the sums of gradients while a step runs, and for the optimiser's state, if
+        there is one; they are laid out as the parameters are.
+      other: other collections, parameters that are gathered for a step, narrow copies of them, and the batch; as
+        `parameters`.
+      residuals: of each buffer of residuals, of which every micro-batch in flight has a row: what kind of rows
+        (`ticks.ROWS`), and the bytes of one on each stage, `[K]`. Rows that go to the host count as if they stayed.
       activation, cotangent: a row of what waits at a boundary.
       passing: the other bytes at boundaries: a stage's own, and those on their way.
       work: the most that a layer holds while it runs.
-    """
-
-    table: Table
-    schedule: str
-    orders: str
-    num_stages: int
-    num_microbatches: int
-    num_chunks: int
-    batch: int
-    remat: str
-    keeps_inputs: bool
-    unit: str
-    times: str
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    recompute: tuple[float, ...]
-    parameters: Held
-    gradients: Held
-    other: Held
-    optimizer: Held | None
-    residuals: tuple[Rows, ...]
-    activation: int
-    cotangent: int
-    passing: int
-    work: int
-
-
-def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts:
-    """A pipeline's own numbers.
-
-    Args:
-      planner: the pipeline's.
-      title: the pipeline in a line.
-      batch: a batch `[B, ...]`, or its shapes; None stands for the first one that the pipeline saw.
 
     Raises:
       ValueError: there is no batch, so that nothing is planned yet.
@@ -139,57 +82,63 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
             "batch or its jax.ShapeDtypeStructs"
         )
     schedule, splits, remat = planner.request.schedule, planner.request.splits, planner.request.remat
+    K = schedule.num_stages
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
     batch = plan.batch if batch is None else batch
     step = planner.training_step(planner.for_training(batch))
     memory = predict_memory(planner, batch)
-    parameters, gradients, other = _variables(step, memory)
-    boundaries = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
+    others = [name for name in plan.layouts if name != "params"]
+    waiting = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
-    return PipelineFacts(
-        table=summarize(title, planner),
-        schedule=schedule.name,
-        orders=orders_of(schedule, num_examples / splits.num_shards, keeps_inputs=remat.keep_inputs),
+    return {
+        "table": asdict(summarize(title, planner)),
+        "schedule": schedule.name,
+        "orders": orders_of(schedule, num_examples / splits.num_shards, keeps_inputs=remat.keep_inputs),
         **schedule.sizes,
-        batch=num_examples,
-        remat=next((name for name, mode in MODES.items() if mode is remat), "a policy"),
-        keeps_inputs=remat.keep_inputs,
-        unit="F",
-        times="Times follow from what the layers cost: 1 F is the mean stage's forward of one micro-batch.",
-        forward=tuple(forward.tolist()),
-        backward=tuple(backward.tolist()),
-        recompute=(0.0,) * schedule.num_stages,
-        parameters=parameters,
-        gradients=gradients,
-        other=other,
-        optimizer=None,
-        residuals=tuple(
-            Rows(AWAY.get(name, name), _entry(buffer), (buffer.strides * schedule.num_stages)[: schedule.num_stages])
+        "batch": num_examples,
+        "remat": remat_name(remat),
+        "keeps_inputs": remat.keep_inputs,
+        "unit": "F",
+        "times": "Times follow from what the layers cost: 1 F is the mean stage's forward of one micro-batch.",
+        "forward": forward.tolist(),
+        "backward": backward.tolist(),
+        "recompute": [0.0] * K,
+        "parameters": _held(plan, ["params"], memory.parameters),
+        "gradients": memory.gradients,
+        "optimizer": None,
+        "other": _held(plan, others, memory.other_variables + memory.casts + memory.batch),
+        "residuals": [
+            (AWAY.get(name, name), [_entry(buffer) * row for row in (buffer.strides * K)[:K]])
             for name, storage in step.kept.storages.items()
             for _, buffer in storage.named_buffers
-        ),
-        **boundaries,
-        passing=memory.boundaries - sum(size * step.table.rows_written(name) for name, size in boundaries.items()),
-        work=memory.work,
-    )
+        ],
+        **waiting,
+        "passing": memory.boundaries - sum(size * step.table.rows_written(name) for name, size in waiting.items()),
+        "work": memory.work,
+    }
 
 
-def _variables(step: Step, memory: Parts[int]) -> tuple[Held, Held, Held]:
-    """The bytes on devices of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
-    amounts, placement = holdings(step.plan), step.schedule.placement
+def _held(plan: Plan, names: Sequence[str], room: int) -> PipelineFacts:
+    """The bytes of some collections on devices, and of others that all stages have alike.
+
+    Args:
+      plan: the plan.
+      names: the collections.
+      room: the bytes of all of them.
+
+    Returns:
+      own: `[K]`, a device's part of the bytes that each stage has.
+      room: the bytes that every device holds, whatever its stage.
+    """
+    amounts, placement = holdings(plan), plan.request.schedule.placement
     stage_of = placement.stage_of(np.arange(placement.num_virtual_stages))
-
-    def held(name: str) -> Held:
-        device, room = amounts.device[name].bytes, amounts.room[name].bytes
-        of_stages = np.bincount(stage_of, [amount.bytes * device / max(room, 1) for amount in amounts.own[name]])
-        return Held(tuple(np.minimum(of_stages, device).tolist()), device)  # less where others hold a part of its own
-
-    parameters, others = held("params"), [held(name) for name in step.plan.layouts if name != "params"]
-    room = memory.other_variables + memory.casts + memory.batch
-    everywhere = room - sum(each.room for each in others)
-    of_stages = everywhere + np.sum([each.own for each in others], axis=0) + np.zeros(placement.num_stages)
-    return parameters, parameters.scaled(memory.gradients), Held(tuple(of_stages.tolist()), room)
+    own = np.full(placement.num_stages, float(room))
+    for name in names:
+        device, whole = amounts.device[name].bytes, amounts.room[name].bytes
+        of_stages = np.bincount(stage_of, [amount.bytes * device / max(whole, 1) for amount in amounts.own[name]])
+        own += np.minimum(of_stages, device) - device  # less where others hold a part of its own
+    return {"own": own.tolist(), "room": room}
 
 
 def _entry(buffer: Buffer) -> int:
@@ -245,19 +194,23 @@ def packed(schedules: Iterable[tuple[str, Schedule]]) -> str:
 
 
 def _described(schedule: Schedule) -> dict[str, object]:
-    """A schedule for page.html: its orders, and the rows that it needs, without `keep_inputs` and with it.
+    """A schedule for page.html: who sends to whom after a slot, its orders, its rows without `keep_inputs` and with it.
 
     Orders are written as in a CSV, a line for each stage and a cell for each slot in time, empty where it idles. A cell
     has the kind, by how many the micro-batch is off the next one of this kind and chunk, and the chunk: mostly "F0.0".
     So lines are alike, and take little room when they are compressed.
     """
     lines = [[""] * (1 + max(schedule.slot_times.values())) for _ in schedule.actions]
-    due: dict[tuple[int, str, int], int] = {}
+    due = Counter[tuple[int, str, int]]()
     for (stage, (kind, microbatch, chunk)), tau in schedule.slot_times.items():
-        lines[stage][tau] = f"{kind}{microbatch - due.get((stage, kind, chunk), 0)}.{chunk}"
+        lines[stage][tau] = f"{kind}{microbatch - due[stage, kind, chunk]}.{chunk}"
         due[stage, kind, chunk] = microbatch + 1
     rows = [_rows(lower(schedule, keep_inputs=keep_inputs)) for keep_inputs in (False, True)]
-    return {"slots": schedule.slots, "style": schedule.style, "orders": list(map(",".join, lines)), "rows": rows}
+    crossings = [
+        [[*pair, beside] for *ends, beside in crossings_of(schedule, slot) for pair in np.transpose(ends).tolist()]
+        for slot in range(len(schedule.slots))
+    ]
+    return {"crossings": crossings, "orders": list(map(",".join, lines)), "rows": rows}
 
 
 def _rows(table: TickTable) -> dict[str, object]:
@@ -304,7 +257,7 @@ class Page:
 
 def page_of(facts: PipelineFacts | None = None) -> str:
     """The text of the page with a pipeline's numbers, or of that for any pipeline."""
-    data = json.dumps({"orders": orders_of_any()} if facts is None else asdict(facts))
+    data = json.dumps(facts or {"orders": orders_of_any()})
     data = data.replace("<", "\\u003c")  # which could end the element
     return PAGE.read_text(encoding="utf-8").replace(NO_FACTS, NO_FACTS.replace("null", data))
 
@@ -328,22 +281,20 @@ def show(facts: PipelineFacts, path: str | os.PathLike[str] | None = None) -> Pa
     return page
 
 
-def write_page(
-    path: str | os.PathLike[str] | None, facts: PipelineFacts | None = None, *, argument: str = "path="
-) -> Page:
+def write_page(path: str | os.PathLike[str] | None, facts: PipelineFacts | None = None) -> Page:
     """Writes a page, with a pipeline's numbers or for any pipeline, to a file; None for a new temporary one.
 
     Raises:
-      ValueError: it can't be a file: it is a folder, or in none; `argument` is the message's word for it.
+      ValueError: it can't be a file: it is a folder, or in none.
     """
     if path is None:
         file, path = tempfile.mkstemp(prefix="jpipe-", suffix=".html")
         os.close(file)
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{argument}{path} is a folder; name a file in it, as {path / 'pipeline.html'}")
+        raise ValueError(f"{path} is a folder; name a file in it, as {path / 'pipeline.html'}")
     if not path.parent.is_dir():
-        raise ValueError(f"{argument}{path}: there is no folder {path.parent}; make it first")
+        raise ValueError(f"for {path} there is no folder {path.parent}; make it first")
     path.write_text(page_of(facts), "utf-8")
     return Page(path)
 

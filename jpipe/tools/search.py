@@ -4,78 +4,33 @@ from __future__ import annotations  # the pages show annotations as they are wri
 
 import itertools
 import math
-import os
-import timeit
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.batches import batch_size, cut_for_evaluation
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.users_mesh import make_mesh
-from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
+from jpipe.model.remat import MODES
 from jpipe.pipeline import Pipeline
-from jpipe.planning.request import Offload, as_offload
+from jpipe.planning.request import ENDS, Offload, as_offload
 from jpipe.processes.progress import task
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.schedule import Schedule
-from jpipe.tools import choices
-from jpipe.tools.chips import Chip, Topology, chip_of, parse_topology, stand_ins_of
-from jpipe.tools.choices import Choice, Choices, Setting, Space, advice_on, mesh_of_nowhere, sorted_out
+from jpipe.tools.chips import Chip, check_one, chip_of, measure_chip, mesh_of_nowhere, parse_topology, stand_ins_of
+from jpipe.tools.choices import PINNED, Choice, Choices, Setting, advice_on, sorted_out, word_of
 from jpipe.tools.communication import words_of
-from jpipe.tools.forecaster import check_one, forecast
-from jpipe.tools.memory_model import predict_host_memory, predict_memory
+from jpipe.tools.forecaster import forecast
 from jpipe.tools.time_model import bearable_share, layer_seconds, predict_time
 from jpipe.types import Batch, Device, Shapes
 from jpipe.users_numbers import as_integer, as_number
-
-WIDTH, COPIED, ROUNDS = 1024, 2**24, 3
-
-
-def measure_chip(devices: Sequence[Device]) -> Chip:
-    """Measures one of several equal devices: the best times of float32 matrix products, of copies and of passes.
-
-    A pass is one that takes an exponential of each number, as those of softmax and activations do. All devices work at
-    the same time, as in a pipeline: those that a host simulates have its cores in common, and its memory. A transfer
-    is taken to go at the speed of a copy.
-    """
-    product = _seconds(lambda x: x @ x, WIDTH, devices)
-    copied, passed = (_seconds(function, COPIED // WIDTH, devices) for function in (lambda x: x + 1, jnp.exp))
-    reported = (devices[0].memory_stats() or {}).get("bytes_limit")
-    memory = reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    name, speed = devices[0].device_kind, 8 * COPIED / copied
-    flops, counted = 2 * WIDTH**3 / product, 8 * COPIED / passed
-    return Chip(name, flops, memory, speed, speed, clock=None, counted=counted)
-
-
-def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Sequence[Device]) -> float:
-    """Times a function of an array `[rows, WIDTH]` a device, in place; the least of some rounds after the first counts.
-
-    Outputs that are allocated anew would be timed with what their pages take.
-    """
-    place = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
-    run = jax.jit(jax.vmap(function), donate_argnums=0, out_shardings=place)
-    x = jax.device_put(jnp.zeros((len(devices), rows, WIDTH), jnp.float32), place)
-
-    def turn() -> None:
-        nonlocal x
-        x = jax.block_until_ready(run(x))
-
-    return min(timeit.repeat(turn, repeat=ROUNDS + 1, number=1)[1:])
-
-
-# --- the search -------------------------------------------------------------------------------------------------------
-
 
 SURE = 0.9
 """The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
@@ -136,38 +91,39 @@ def plan(
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
     room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
+    check_one(topology, devices)
     at_hand = list(jax.devices() if devices is None else devices)
-    away = _slice(topology, devices, compiled, options.get("balance"))
-    number, where = (away.num_devices, str(away)) if away else (len(at_hand), f"{len(at_hand)} devices at hand")
-    chip = away.chip if away else chip_of(at_hand[0]) or measure_chip(at_hand)
+    where, number, chip, targets = _hardware(topology, at_hand, compiled, options.get("balance"))
     room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
-    targets = away.stand_ins() if away else stand_ins_of(at_hand)
-    unsearched = {name: value for name, value in options.items() if name not in (*choices.PINNED, "balance")}
+    unsearched = {name: value for name, value in options.items() if name not in (*PINNED, "balance")}
     search = Search(partial(Pipeline, layers, loss_fn, **unsearched), shapes, tx, chip, room, options, targets)
     rated = search.run(number, axes)
-    fitting = [choice for choice in rated if choice.fits]
-    if not fitting:
+    chosen = sorted_out(choice for choice in rated if choice.fits)[:SHOWN]
+    if not chosen:
         raise ValueError(search.nothing_fits(where))
-    chosen = sorted_out(fitting)[:SHOWN]
     for i in range(min(compiled, len(chosen))):
         pipe = search.pipeline(chosen[i].setting, chosen[i].options["balance"])
-        proof = forecast(pipe, shapes, tx, topology=topology, devices=None if away else at_hand)
+        proof = forecast(pipe, shapes, tx, topology=topology, devices=None if topology else at_hand)
         chosen[i] = replace(chosen[i], compiled=proof)
     chosen.sort(key=lambda choice: choice.compiled is not None and not choice.compiled.fits)
-    advice = advice_on(chosen[0], rated, search.remarks[chosen[0].setting])
-    chosen = [replace(one, options={**options, **one.options, **_mesh(one, at_hand, number)}) for one in chosen]
+    advice = advice_on(chosen, rated, search.remarks[chosen[0].setting])
+    makes = partial(make_mesh, devices=at_hand[:number], axis_types=None)
+    mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
+    chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]
     title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
     return Choices(title, tuple(chosen), advice)
 
 
-def _slice(topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object) -> Topology | None:
-    """Checks what is planned for, and returns the slice; None for devices at hand."""
-    check_one(topology, devices)
-    if devices is not None and len(devices) == 0:
-        raise ValueError("devices=[] has nothing to plan for; pass devices such as jax.devices(), or topology=")
+def _hardware(
+    topology: str | None, at_hand: Sequence[Device], compiled: int, balance: object
+) -> tuple[str, int, Chip, list[Device]]:
+    """Checks what is planned for; returns its name, the number of devices, one of them, and what stands for them."""
     if topology is None:
-        return None
+        if not at_hand:
+            raise ValueError("devices=[] has nothing to plan for; pass devices such as jax.devices(), or topology=")
+        chip = chip_of(at_hand[0]) or measure_chip(at_hand)
+        return f"{len(at_hand)} devices at hand", len(at_hand), chip, stand_ins_of(at_hand)
     away = parse_topology(topology)
     if compiled:
         away.devices()  # raises an error before the search, if their compiler isn't there
@@ -176,27 +132,151 @@ def _slice(topology: str | None, devices: Sequence[Device] | None, compiled: int
             f'balance="time" measures layers on a device, and topology={topology!r} has none at hand; use '
             'balance="flops", or pass one cost a layer as floats'
         )
-    return away
+    return str(away), away.num_devices, away.chip, away.stand_ins()
 
 
-def _mesh(choice: Choice, devices: Sequence[Device], number: int) -> dict[str, object]:
-    """The mesh of a choice, if there are so many devices."""
-    if len(devices) < number:
-        return {}
-    return {"mesh": make_mesh(devices=devices[:number], axis_types=None, **dict(choice.setting.axes))}
+# --- the settings -----------------------------------------------------------------------------------------------------
 
 
-def _pinned(options: Mapping[str, object]) -> dict[str, object]:
-    """The searched arguments that are given; a schedule of the user's own was made for its sizes."""
-    pinned = {name: value for name, value in options.items() if name in choices.PINNED}
+Word = TypeVar("Word")
+WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
+"""Schedules with V. "gpipe" takes the time of "1f1b" and more memory."""
+MICROBATCHES_A_STAGE = 4
+"""M is K times this at first: the bubble is negligible then (GPipe, section 2.3)."""
+HEAVY = tuple(name for name, mode in MODES.items() if mode.keep_inputs)
+"""The modes of remat that compute most anew, and keep least."""
+
+
+def pinned_by(options: Mapping[str, object]) -> dict[str, object]:
+    """The searched arguments that a user gave, checked; a schedule of the user's own was made for its sizes."""
+    pinned = {name: value for name, value in options.items() if name in PINNED}
     if "shard_over" in pinned:
         names = cast("str | Sequence[str] | None", pinned["shard_over"])
         pinned["shard_over"] = (names,) if isinstance(names, str) else tuple(names or ())
-    pinned |= {name: as_integer(name, pinned[name], "use 1 or more") for name in choices.COUNTS if name in pinned}
+    for name in {"num_stages", "num_microbatches", "num_chunks"} & pinned.keys():
+        pinned[name] = as_integer(name, pinned[name], "use 1 or more")
     if "offload" in pinned:
         pinned["offload"] = as_offload(cast("str | Sequence[str]", pinned["offload"]))
     schedule = options.get("schedule")
     return (schedule.sizes if isinstance(schedule, Schedule) else {}) | pinned
+
+
+@dataclass(frozen=True)
+class Space:
+    """All settings that are searched.
+
+    Attributes:
+      num_devices: the devices of the mesh.
+      data_axes: names of axes that split examples.
+      others: names of further axes, which split layers.
+      batch_size: B.
+      num_layers: N.
+      pinned: the pipeline's arguments of `PINNED` that the user gave.
+    """
+
+    num_devices: int
+    data_axes: tuple[str, ...]
+    others: tuple[str, ...]
+    batch_size: int
+    num_layers: int
+    pinned: Mapping[str, object]
+
+    def starts(self) -> list[Setting]:
+        """A setting of each way to share the devices out, to be improved; those first whose layers are split least."""
+        starts, fixed = [], {name: value for name, value in self.pinned.items() if name != "num_stages"}
+        for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
+            setting = Setting(axes, 1)
+            most, counts, ways = MICROBATCHES_A_STAGE * setting.num_stages, self._counts(setting), self._ways(setting)
+            if setting.num_stages in self._of("num_stages", setting.num_stages) and counts and ways:
+                count, (name, V) = max([m for m in counts if m <= most] or counts[:1]), ways[0]
+                setting = replace(setting, num_microbatches=count, schedule=name, num_chunks=V)
+                starts.append(replace(setting, **fixed))
+        return sorted(starts, key=lambda start: math.prod(dict(start.axes)[name] for name in self.others))
+
+    def instead(self, start: Setting) -> list[Setting]:
+        """Settings to begin with where a start isn't possible: a pinned schedule may need another V or remat."""
+        return self.ways(start) if {"schedule", "num_chunks"} & self.pinned.keys() else []
+
+    def ends(self, setting: Setting) -> list[Setting]:
+        """Settings that differ in where the first and the last layer run."""
+        words = ENDS if setting.num_stages > 1 else ENDS[:1]
+        return [replace(setting, ends=word) for word in self._of("ends", *words)]
+
+    def ways(self, setting: Setting) -> list[Setting]:
+        """Settings that differ in schedule and remat."""
+        pairs = itertools.product(self._ways(setting), self._of("remat", *MODES))
+        return [replace(setting, schedule=name, num_chunks=V, remat=remat) for (name, V), remat in pairs]
+
+    def moves(self, setting: Setting) -> Iterator[list[Setting]]:
+        """Settings that differ in where parameters lie; in M, by one divisor of the batch; in schedule and remat."""
+        splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
+        over = dict.fromkeys(self._of("shard_over", (), splitting))
+        yield [other for names in over for other in self.ends(replace(setting, shard_over=names))]
+        yield [*self.beside(setting, -1), setting, *self.beside(setting, 1)]
+        yield self.ways(setting)
+
+    def beside(self, setting: Setting, steps: int) -> list[Setting]:
+        """The setting with the M that is so many divisors of the batch further; none beyond the last."""
+        counts = self._counts(setting)
+        at = counts.index(setting.num_microbatches) + steps
+        return [replace(setting, num_microbatches=counts[at])] if 0 <= at < len(counts) else []
+
+    def why_empty(self) -> str:
+        """Why there is no setting, in words."""
+        kept = ", ".join(f"{name}={word_of(value)}" for name, value in self.pinned.items()) or "nothing kept"
+        return (
+            f"a batch of {self.batch_size} can be cut into {divisors(self.batch_size)} micro-batches, and "
+            f"{self.num_layers} layers lie on {self.num_layers} stages at most; with {kept}, none suits "
+            f"{self.num_devices} devices"
+        )
+
+    def _of(self, name: str, *words: Word) -> tuple[Word, ...]:
+        """The values of an argument that are searched: these, or the one that is pinned."""
+        return (cast("Word", self.pinned[name]),) if name in self.pinned else words
+
+    def _ways(self, setting: Setting) -> list[tuple[str | Schedule, int]]:
+        """Schedules with V that there are layers for; of those that aren't known, any V that may suit."""
+        pinned = self.pinned.get("schedule"), self.pinned.get("num_chunks")
+        name, count = cast("tuple[str | Schedule | None, int | None]", pinned)
+        ways = [way for way in WAYS if name in (None, way[0]) and count in (None, way[1])]
+        if setting.num_stages == 1 and name is None and count is None:
+            ways = [WAYS[0]]
+        ways = ways or [(name or "interleaved", V) for V in ([count] if count else (1, 2, 4))]
+        return [(name, V) for name, V in ways if V * setting.num_stages <= self.num_layers]
+
+    def _counts(self, setting: Setting) -> list[int]:
+        """The M that there can be."""
+        shards = math.prod(dict(setting.axes)[name] for name in self.data_axes)
+        every = divisors(self.batch_size)
+        return [m for m in every if m in self._of("num_microbatches", m) and self.batch_size % (m * shards) == 0]
+
+
+def shared_out(count: int, names: Sequence[str]) -> list[tuple[tuple[str, int], ...]]:
+    """All ways in which the product of the axes' sizes is the number of devices.
+
+    >>> shared_out(4, ["stage", "data"])
+    [(('stage', 1), ('data', 4)), (('stage', 2), ('data', 2)), (('stage', 4), ('data', 1))]
+    """
+    if not names:
+        return [()] if count == 1 else []
+    return [((names[0], n), *rest) for n in divisors(count) for rest in shared_out(count // n, names[1:])]
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors in ascending order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def _rank(choice: Choice) -> tuple[bool, float]:
+    """Less is better: choices that fit by their time, before all others by their memory."""
+    return not choice.fits, choice.seconds if choice.fits else float(choice.total_bytes)
 
 
 @dataclass
@@ -225,7 +305,7 @@ class Search:
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
-    _groups: tuple[LayerGroup, ...] = field(default=(), init=False)
+    _largest: tuple[int, str] = field(default=(0, ""), init=False)
     _refusal: Exception | None = field(default=None, init=False)
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
@@ -234,34 +314,32 @@ class Search:
         Raises:
           ValueError: none could.
         """
-        space, possible = self._space(num_devices, [axes] if isinstance(axes, str) else axes), list[Setting]()
-        starts = space.starts()
+        space = self._space(num_devices, [axes] if isinstance(axes, str) else axes)
+        starts, possible, improved = space.starts(), list[Choice](), list[Choice]()
         with task("comparing meshes", total=len(starts), unit="meshes") as advance:
             for start in starts:
-                others = () if self._rate(start) else space.instead(start)
-                for first in list(filter(self._rate, [start, *others]))[:1]:
-                    possible.append(min([first, *self._possible(space.ends(first))], key=self._rank))
+                if first := next(self._possible([start, *space.instead(start)]), None):
+                    possible.append(min([first, *self._possible(space.ends(first.setting))], key=_rank))
                 advance()
-        ranked = sorted(possible, key=self._rank)[:IMPROVED]
+        ranked = sorted(possible, key=_rank)[:IMPROVED]
         with task("varying settings", total=len(ranked), unit="meshes") as advance:
-            improved = list[Setting]()
             for start in ranked:
-                best = min(improved or [start], key=self._rank)
-                improved.append(self._improve(start, best, space))
+                improved.append(self._improve(start, min(improved, key=_rank, default=start), space))
                 advance()
-        self._offload(space)
         if not possible:
             why = self._refusal or space.why_empty()
             raise ValueError(f"no setting is possible: {why}") from self._refusal
-        return [choice for choice in self._rated.values() if choice is not None]
+        if "offload" not in space.pinned and self.chip.host.memory:
+            self._offload()
+        return self._found
 
     def nothing_fits(self, where: str) -> str:
         """The message where no setting fits."""
-        least = min((choice for choice in self._rated.values() if choice), key=lambda choice: choice.total_bytes)
+        least = min(self._found, key=lambda choice: choice.total_bytes)
         held = least.cost.bytes
         part = max(held, key=lambda part: held[part])
         with_others = 2 + held.optimizer / max(1, held.parameters)  # gradients, and the optimiser's
-        size, layer = max((bytes_of(group.variables.get("params")), words_of(group)) for group in self._groups)
+        size, layer = self._largest
         remedy = "pass more devices, or a batch that can be cut into smaller micro-batches"
         if (alone := int(size * with_others)) > self.room:
             remedy = (
@@ -283,65 +361,60 @@ class Search:
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
         """All settings; which axes there may be follows from the layers' metadata, if the user names none."""
         mesh = mesh_of_nowhere({AXIS: 1, **dict.fromkeys(axes, 1)})
-        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh)
+        planner = self.make(num_stages=1, num_microbatches=1, mesh=mesh).planner
         with warnings.catch_warnings(action="ignore"):
-            self._groups = whole.planner.plan_for(self.batch).traced.groups
-        named = {name for group in self._groups for name in group.asked_axes | group.constrained}
+            groups = planner.plan_for(self.batch).traced.groups
+        self._largest = max((bytes_of(group.variables.get("params")), words_of(group)) for group in groups)
+        named = {name for group in groups for name in group.asked_axes | group.constrained}
         names = ({*axes} or named) - {AXIS}
-        request = whole.planner.request
-        data = request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
-        others = tuple(sorted(names.difference(data)))
-        return Space(num_devices, data, others, batch_size(self.batch), len(request.layers), _pinned(self.options))
+        data = planner.request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
+        others, num_layers = tuple(sorted(names.difference(data))), len(planner.request.layers)
+        return Space(num_devices, data, others, batch_size(self.batch), num_layers, pinned_by(self.options))
 
-    def _improve(self, setting: Setting, best: Setting, space: Space) -> Setting:
+    def _improve(self, choice: Choice, best: Choice, space: Space) -> Choice:
         """Varies a setting in one way after the other, until nothing gains.
 
         It is left where it stays far behind the best so far: with fewer, larger micro-batches, which small layers need,
         and wherever its parameters lie.
         """
-        is_better = lambda one, than: self._rank(one) < self._rank(than)
-        while fewer := [one for one in self._possible(space.beside(setting, -1)) if is_better(one, setting)]:
-            (setting,) = fewer
+        while fewer := [o for o in self._possible(space.beside(choice.setting, -1)) if _rank(o) < _rank(choice)]:
+            (choice,) = fewer
         before = None
-        while before != setting:
-            before = setting
-            for others in space.moves(setting):
-                setting = min([setting, *self._possible(others)], key=self._rank)
-                if self._is_far(setting, best):
-                    return setting
-        return setting
+        while before is not choice:
+            before = choice
+            for others in space.moves(choice.setting):
+                choice = min([choice, *self._possible(others)], key=_rank)
+                if self._is_far(choice, best):
+                    return choice
+        return choice
 
-    def _possible(self, settings: Iterable[Setting]) -> Iterator[Setting]:
+    def _possible(self, settings: Iterable[Setting]) -> Iterator[Choice]:
         """Those that are possible. Modes of remat that compute most anew are left where another one fits."""
         fit = set[Setting]()  # whatever their remat
         for setting in settings:
             alike = replace(setting, remat="")
-            if setting.remat in choices.HEAVY and alike in fit:
+            if setting.remat in HEAVY and alike in fit:
                 continue
             if choice := self._rate(setting):
                 fit.update([alike] * choice.fits)
-                yield setting
+                yield choice
 
-    def _is_far(self, setting: Setting, best: Setting) -> bool:
-        """Whether a setting takes much longer than the best so far, or on its mesh nothing fits, nor on that one's."""
-        one, other = self._rate(setting), self._rate(best)
-        assert one is not None and other is not None
-        if other.fits:
-            return one.seconds - one.time.bubble > FAR * other.seconds
+    def _is_far(self, one: Choice, best: Choice) -> bool:
+        """Whether a choice takes much longer than the best so far, or on its mesh nothing fits, nor on that one's."""
+        if best.fits:
+            return one.seconds - one.time.bubble > FAR * best.seconds
         held, is_apart = one.cost.bytes, bool(self.chip.host.memory)
         least = held.parameters + held.gradients + held.optimizer * (not is_apart)
-        return setting.axes != best.axes and least > self.room
+        return one.setting.axes != best.setting.axes and least > self.room
 
-    def _offload(self, space: Space) -> None:
+    def _offload(self) -> None:
         """Tries with `offload=` what is faster than all that fits, and would fit without what can go to the hosts."""
-        if "offload" in space.pinned or not self.chip.host.memory:
-            return
-        ranked = sorted(filter(None, self._rated.values()), key=lambda choice: choice.seconds)
+        ranked = sorted(self._found, key=lambda choice: choice.seconds)
         faster = [*itertools.takewhile(lambda choice: not choice.fits, ranked)]
         for parts in (["optimizer"], ["optimizer", "residuals"]):
             least = lambda held, parts=parts: held.total - sum(held[part] for part in parts)
             would_fit = [choice for choice in faster if least(choice.cost.bytes) <= self.room][:OFFLOADED]
-            if ranked and len(faster) == len(ranked):  # nothing fits: the least memory is to be known
+            if len(faster) == len(ranked):  # nothing fits: the least memory is to be known
                 would_fit.append(min(ranked, key=lambda choice: least(choice.cost.bytes)))
             for choice in would_fit:
                 share = self._bearable(choice.setting) if "residuals" in parts else 0.0
@@ -360,11 +433,10 @@ class Search:
             share = share if part == 1.0 else math.floor(100 * share * part) / 100
         return share
 
-    def _rank(self, setting: Setting) -> tuple[bool, float]:
-        """Less is better: settings that fit by their time, before all others by their memory."""
-        choice = self._rated[setting]
-        assert choice is not None
-        return not choice.fits, choice.seconds if choice.fits else float(choice.total_bytes)
+    @property
+    def _found(self) -> list[Choice]:
+        """The settings that are possible, of those that were rated."""
+        return [choice for choice in self._rated.values() if choice is not None]
 
     def _rate(self, setting: Setting) -> Choice | None:
         """Rates a setting by the models; None if it isn't possible."""
@@ -380,12 +452,9 @@ class Search:
     def _predict(self, setting: Setting) -> Choice:
         balance = self.options.get("balance")
         pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
-        held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
-        hosted = predict_host_memory(pipe.planner, self.batch, self.tx, self.chip)
-        cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held, host=hosted)
-        counts, fits = list(pipe.partition.counts), held.total <= self.room
-        has_room = not self.chip.host.memory or hosted.total <= SURE * self.chip.host.memory
-        return Choice(setting, {**setting.options, "balance": counts}, cost, fits and has_room)
+        cost, host = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), self.chip.host.memory
+        fits = cost.bytes.total <= self.room and (not host or cost.host.total <= SURE * host)
+        return Choice(setting, {**setting.options, "balance": list(pipe.partition.counts)}, cost, fits)
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""

@@ -1,6 +1,6 @@
 """`StepCost`: what a step of training takes, seconds by slice and bytes by part, and the table that shows it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar, cast
@@ -48,6 +48,10 @@ class Parts(Mapping[str, Number]):
         return cast("Number", sum(self.values()))
 
 
+Row = tuple[str, str, str]
+"""The name of a part, how much it is, and its share of all parts."""
+
+
 @dataclass(frozen=True)
 class StepCost(Tabular):
     """The cost of a step of training; printed, or shown in a notebook, it is a table.
@@ -73,28 +77,30 @@ class StepCost(Tabular):
         """Seconds of the step."""
         return self.seconds.total
 
-    def rows_of_seconds(self, digits: int = 3) -> list[tuple[str, str]]:
+    def rows_of_seconds(self, digits: int = 3) -> list[Row]:
         """A row for each slice of the step, and one for the step; none if nothing is known."""
-        parts = {**self.seconds, "step": self.step} if self.seconds else {}
-        return [(f"ms: {name}", ms_in_words(seconds, digits)) for name, seconds in parts.items()]
+        return _rows("ms: {}", self.seconds, lambda seconds: ms_in_words(seconds, digits), "step")
 
-    def rows_of_bytes(self) -> list[tuple[str, str]]:
+    def rows_of_bytes(self) -> list[Row]:
         """A row for each part of a device's bytes, and one for all; none if nothing is known."""
-        parts = {**self.bytes, "all": self.bytes.total} if self.bytes else {}
-        return [(name.replace("_", " "), bytes_in_words(size)) for name, size in parts.items()]
+        return _rows("{}", self.bytes, bytes_in_words, "all")
 
-    def rows_on_host(self) -> list[tuple[str, str]]:
+    def rows_on_host(self) -> list[Row]:
         """A row for each part of the bytes on its host; none if nothing lies there."""
-        return [(f"on the host: {name.replace('_', ' ')}", bytes_in_words(size)) for name, size in self.host.items()]
+        return _rows("on the host: {}", self.host, bytes_in_words)
 
     def table(self) -> Table:
         """Seconds by slice and bytes by part, with their shares."""
-        rows, by_part = [], (self.rows_of_seconds(), self.rows_of_bytes(), self.rows_on_host())
-        for texts, parts in zip(by_part, (self.seconds, self.bytes, self.host), strict=True):
-            for (name, text), amount in zip(texts, [*parts.values(), parts.total], strict=False):
-                rows.append((name, text, f"{amount / parts.total:.1%}" if parts.total else "-"))
+        rows = [*self.rows_of_seconds(), *self.rows_of_bytes(), *self.rows_on_host()]
         header = ("of a device", self.source, "share")
         return Table("A training step, by what its time goes into, and what it holds", header, rows, {}, self.notes)
 
     def _table(self) -> Table:
         return self.table()
+
+
+def _rows(name: str, parts: Parts, in_words: Callable[[float], str], total: str = "") -> list[Row]:
+    """A row for each part, and one for all of them, if that has a name."""
+    amounts = {**parts, total: parts.total} if total and parts else parts
+    share = lambda amount: f"{amount / parts.total:.1%}" if parts.total else "-"
+    return [(name.format(part.replace("_", " ")), in_words(n), share(n)) for part, n in amounts.items()]

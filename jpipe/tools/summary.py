@@ -204,7 +204,9 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
         rest = [f"  and the batch, the outputs, activations, caches; smaller by {', '.join(smaller['boundaries'])}"]
     else:
         parts, what = dict(predict_memory(planner, batch, tx)), "By jpipe's model of memory a step of training takes"
-        rest = _on_host(predict_host_memory(planner, batch, tx).total, planner.request)
+        hosted = predict_host_memory(planner, batch, tx).total
+        most = f"; there JAX takes at most 64 GiB for a process, unless {HOST_LIMIT} is set"
+        rest = [f"  and {bytes_in_words(hosted)} of its host{most * planner.request.splits.on_gpu}"] * bool(hosted)
     room = room_on(planner.request.mesh)
     has = f", which has {bytes_in_words(room)}" if room else ""
     lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
@@ -212,12 +214,6 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
         settings = ", ".join(smaller.get(name, smaller["others"]))
         lines.append(f"  {name.replace('_', ' ')} {bytes_in_words(size)}; smaller by {settings}")
     return "\n".join([*lines, *rest, f"What each of these costs: {PAGE}"])
-
-
-def _on_host(size: int, request: Request) -> list[str]:
-    """A line for bytes on the host, of which there may be too many as well."""
-    most = f"; there JAX takes at most 64 GiB for a process, unless {HOST_LIMIT} is set" * request.splits.on_gpu
-    return [f"  and {bytes_in_words(size)} of its host{most}"] if size else []
 
 
 def remedies(request: Request) -> dict[str, list[str]]:

@@ -3,103 +3,49 @@
 `roofline` gives the times of layers, from their traced forwards and backwards; nothing is fitted to steps. The compiled
 steps of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
 
-GPUs of a host are joined by links. A TPU has a link to each neighbour on a torus. A collective goes both ways round a
-ring, so it sends over two links at once where the devices of an axis lie on a ring:
+A kernel is a product of matrices, a reduction, or what gives a result; moves and elementwise operations are fused into
+the kernels that read them, but on chips whose products are calls of a library. Kernels run one after the other:
 
-    2 in a line                   o-o             1 link
-    4 in a line, no wraparound    o-o-o-o         1 link     the device at an end has no other
-    4 in a square                 o-o             2 links
-                                  o-o
-    4 or more, wraparound         (o-o-o-o)       2 links
+- A product takes its FLOPs, of dimensions padded to the matrix unit's, at the chip's peak, and the bytes that it reads
+  and writes, but for those of arrays made here that fit on the chip. A convolution reads and writes all of them: on a
+  TPU its images lie with channels along the lanes and examples along the sublanes, and are padded to these.
+- A *pass* reads and writes each element once, as 32 bits on a TPU whatever its dtype. A reduction takes one, shared by
+  all of the same arrays; none, if it can be done while a product makes its operand; half of one on a GPU, as it writes
+  next to nothing. Each result takes one: it is written to a buffer of residuals, added to a sum of gradients, or
+  copied. An array whose last dimension doesn't fill the lanes takes one where a product has to turn it.
+- However small, a product or a reduction takes the time that a kernel takes to start.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec
 
 from jpipe.execution.stage import send_shared
+from jpipe.jax.flat_jaxpr import without_calls
+from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import needed_part
-from jpipe.jax.primitives import ClosedJaxpr
+from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.memory.layout import device_index
 from jpipe.mesh.axes import AXIS, on_stages
-from jpipe.mesh.users_mesh import Torus
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
-from jpipe.partitioner.conversions import Sent, ring_bytes, sent_in
+from jpipe.partitioner.conversions import ring_bytes, sent_in
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
-from jpipe.tools.chips import Chip
-from jpipe.tools.memory_model import holdings, optimizer_bytes
-from jpipe.tools.roofline import pass_seconds, roofline
+from jpipe.tools.chips import Chip, Network
+from jpipe.tools.memory_model import ledger
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.types import Batch
-
-ALONE = frozenset(["permute", "all_to_all"])
-"""Collectives in which each device sends to others by itself: nothing goes round a ring of all."""
-
-
-@dataclass(frozen=True)
-class Network:
-    """The links between the devices of a mesh, and the network between hosts.
-
-    Attributes:
-      chip: the kind of the devices.
-      torus: the axes of the mesh; of TPUs, where they are on their torus.
-      hosts: the number of each device's host, in the order of the mesh; empty if links join all devices.
-    """
-
-    chip: Chip
-    torus: Torus
-    hosts: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, chip: Chip, mesh: Mesh) -> Network:
-        """The network of a mesh of such chips.
-
-        JAX calls a host of GPUs that are at hand a slice, and takes one process for each host of GPUs that aren't.
-        """
-        devices, torus = mesh.devices.flatten().tolist(), Torus.of(chip.name, mesh)
-        if not chip.network_bandwidth:
-            return cls(chip, torus)
-        at_hand = devices[0] in jax.devices()
-        hosts = (getattr(device, "slice_index", 0) if at_hand else device.process_index for device in devices)
-        return cls(chip, torus, tuple(hosts))
-
-    def bandwidth(self, axes: Collection[str], collective: str = "all_reduce") -> float:
-        """bytes/s one way that a device has along mesh axes: those of its links, if all devices along them share one.
-
-        Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
-        """
-        if not self.chip.network_bandwidth:
-            links = 1 if AXIS in axes and collective == "permute" else self.torus.links(axes)
-            return links * self.chip.link_bandwidth
-        groups = self.torus.groups(axes)
-        hosts = np.broadcast_to(self.hosts or 0, groups.size)[groups]
-        counts = [np.unique(of_group, return_counts=True)[1] for of_group in hosts]
-        apart = [int(count.min()) for count in counts if len(count) > 1]
-        if not apart:
-            return self.chip.link_bandwidth
-        adapters = 1 if collective in ALONE else min(apart)
-        return min(self.chip.link_bandwidth, adapters * self.chip.network_bandwidth)
-
-    def seconds(self, sent: Iterable[Sent]) -> float:
-        """Seconds in which a device waits for what a program's collectives send, one after the other."""
-        return sum(math.prod(one.loops) * one.bytes / self.bandwidth(one.axes, one.collective) for one in sent)
-
-
-ByKind = dict[str, np.ndarray]
-"""By kind of action the seconds of kernels and those of transfers, `[2]`; of all layers `[N, 2]`."""
-
 
 # --- the time of a step -----------------------------------------------------------------------------------------------
 
@@ -107,7 +53,7 @@ ByKind = dict[str, np.ndarray]
 def predict_time(
     planner: Planner, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
 ) -> StepCost:
-    """Predicts how long a step of training takes; nothing is compiled, and nothing said of bytes.
+    """Predicts what a step of training takes, in seconds and, as `predict_memory`, in bytes; nothing is compiled.
 
     The slices are `computation` (the stages' actions, of a stage on average, and ends that all compute together),
     `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (what devices wait for
@@ -123,35 +69,38 @@ def predict_time(
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
     step = planner.training_step(planner.for_training(batch))
-    plan, schedule, network = step.plan, step.schedule, Network.of(chip, planner.request.mesh)
-    work, links, ends = _work(step, network)
-    shared, of_ends = schedule.num_microbatches * ends
-    apart = of_ends + _sent_once(step, network)
-    if step.ends.shared:
-        apart += schedule.num_microbatches * _sent_to_all(step) / network.bandwidth([AXIS])
+    held, hosts = ledger(planner, batch, tx, chip)
+    schedule, bounds, network = step.schedule, step.plan.partition.bounds, Network.of(chip, planner.request.mesh)
+    of_layers, of_links, (ends_compute, ends_send) = _work(step, network)
+    work, links = of_layers.summed(bounds), of_links.summed(bounds)
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     # All stages wait for the slowest hop: between two hosts, if stages are on several.
     hop, moves = bytes_of(crossing) / network.bandwidth([AXIS], "permute"), _moves(step, chip)
     timeline = in_time(schedule, work, hop, moves)
     alone = in_time(schedule, work, hop) if any(moves) else timeline
-    busy, of_layers = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
-    passes = _update_passes(step)
-    held, hosted = optimizer_bytes(planner, batch, tx)
-    update = (passes * holdings(plan).device["params"].bytes + 2 * (held + hosted)) / chip.pass_bandwidth
-    goes, of_state = step.table.num_ticks * sum(moves), _on_link(hosted, chip)
-    waits = timeline.makespan - alone.makespan + max(0.0, of_state - update)
-    computation, collectives = busy - of_layers + float(shared), of_layers + float(apart)
-    seconds = Parts(computation=computation, bubble=alone.makespan - busy, collectives=collectives, update=update)
-    if goes or of_state:
+    busy, waited = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
+    hosted = hosts.get("optimizer", 0)
+    moved = _update_passes(step) * held.parameters + 2 * (held.optimizer + hosted)
+    seconds = Parts(
+        computation=busy - waited + schedule.num_microbatches * ends_compute,
+        bubble=alone.makespan - busy,
+        collectives=waited + schedule.num_microbatches * ends_send + _sent_apart(step, network),
+        update=moved / chip.pass_bandwidth,
+    )
+    of_state = _on_link(hosted, chip)
+    travels, notes = step.table.num_ticks * sum(moves) + of_state, ()
+    if travels:
+        waits = timeline.makespan - alone.makespan + max(0.0, of_state - seconds.update)
+        notes = (f"of {1e3 * travels:,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for",)
         seconds = Parts(seconds, host=waits)
-    said = f"of {1e3 * (goes + of_state):,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for"
-    return StepCost("predicted", seconds, Parts(), timeline, notes=(said,) * bool(goes or of_state))
+    return StepCost("predicted", seconds, held, timeline, notes, hosts)
 
 
 def bearable_share(planner: Planner, batch: Batch, chip: Chip) -> float:
     """The part of the residuals that go now that could go while no tick in which all stages work takes longer."""
     step = planner.training_step(planner.for_training(batch))
-    work, *_ = _work(step, Network.of(chip, planner.request.mesh))
+    of_layers, *_ = _work(step, Network.of(chip, planner.request.mesh))
+    work = of_layers.summed(step.plan.partition.bounds)
     *beside, after = _moves(step, chip)
     longest = {kind: max(np.add(times, work.anew) if kind in "BI" else times) for kind, times in work.times.items()}
     slots = [min(longest[kind] for kind in slot.kinds) for slot in step.table.slots]
@@ -164,21 +113,54 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     0 of a first and a last layer that all stages compute together.
     """
     step = planner.training_step(planner.for_training(batch))
-    by_kind, _ = _by_layer(step, Network.of(chip, planner.request.mesh))
-    return np.sum([by_kind[kind].sum(axis=1) for kind in "FBR"], axis=0).tolist()
+    work, *_ = _work(step, Network.of(chip, planner.request.mesh))
+    return [sum(seconds) for seconds in zip(work.times["F"], work.times["B"], work.anew, strict=True)]
 
 
-def _work(step: Step, network: Network) -> tuple[Work, Work, np.ndarray]:
-    """The times of the stages' actions, those of their transfers alone; and those of the ends, as of `_by_layer`."""
-    by_kind, ends = _by_layer(step, network)
-    by_kind["I"] = by_kind["B"] - by_kind["W"] + by_kind.pop("w_input")
+def _work(step: Step, network: Network) -> tuple[Work, Work, list[float]]:
+    """The layers' work, `[N]`; that part of it in which they wait for links; and the seconds of shared ends.
 
-    def work(columns: slice) -> Work:
-        sums = lambda seconds: [float(seconds[slice(*bound), columns].sum()) for bound in step.plan.partition.bounds]
-        times = {kind: sums(seconds) for kind, seconds in by_kind.items()}
-        return Work(times, times["R"])
+    Ends that all stages compute together take these, of (kernels, links), for each micro-batch, and nothing among the
+    layers.
+    """
+    layers = zip(step.model.traced_as, step.layers, strict=True)
+    of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
+    by_layer = [of_group[g] for g in step.plan.traced.group_of]
+    kernels, links = ({kind: np.array([of[i][kind] for of in by_layer]) for kind in "FRBIW"} for i in (0, 1))
+    ends = [0.0, 0.0]
+    if step.ends.shared:
+        ends = [sum(float(seconds[kind][[0, -1]].sum()) for kind in "FRB") for seconds in (kernels, links)]
+        for seconds in (*kernels.values(), *links.values()):
+            seconds[[0, -1]] = 0.0
+    whole = {kind: (seconds + links[kind]).tolist() for kind, seconds in kernels.items()}
+    waits = {kind: seconds.tolist() for kind, seconds in links.items()}
+    return Work(whole, whole["R"]), Work(waits, waits["R"]), ends
 
-    return work(slice(2)), work(slice(1, 2)), ends
+
+@lru_cache(maxsize=256)  # a search asks for each under many schedules
+def _layer_seconds(
+    layer: DeviceLayer, network: Network, stores_residuals: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds of a layer's kernels on a device, and of its transfers to the others of its stage, by kind of action.
+
+    R is what is computed anew before a backward: nothing where stages store residuals. I is a backward but for that
+    part W which only gradients of parameters need, and writes down what W reads.
+    """
+    forward, backward = layer.forward, layer.backward_jaxpr
+    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, layer.gradients.params))
+    numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
+    needed = lambda jaxpr, wanted: needed_part(jaxpr, wanted)[0]
+    keeping = needed(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
+    parts = {"F": keeping if stores_residuals else needed(forward.jaxpr, [i < results for i in numbers])}
+    parts |= {kind: needed(backward, [i >= start for i in gradients]) for kind, start in (("B", 0), ("I", params))}
+    parts |= {} if stores_residuals else {"R": keeping}
+    kernels = {"R": 0.0} | {kind: roofline(part, network.chip) for kind, part in parts.items()}
+    sent = {kind: sent_in(part.jaxpr, dict(network.torus.sizes)) for kind, part in parts.items()}
+    links = {"R": 0.0} | {kind: network.seconds(transfers) for kind, transfers in sent.items()}
+    for seconds in (kernels, links):
+        seconds["W"] = seconds["B"] - seconds["I"]
+    kernels["I"] += pass_seconds(layer.split.w_inputs if layer.split is not None else (), network.chip)
+    return kernels, links
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:
@@ -201,45 +183,12 @@ def _on_link(size: int, chip: Chip) -> float:
     return size / chip.host.bandwidth if chip.host.bandwidth else 0.0
 
 
-def _by_layer(step: Step, network: Network) -> tuple[ByKind, np.ndarray]:
-    """`_layer_seconds` of all layers; and, `[2]`, those of the two ends, where all stages compute them together."""
-    layers = zip(step.model.traced_as, step.layers, strict=True)
-    of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
-    of_layers, ends = [of_group[g] for g in step.plan.traced.group_of], np.zeros(2)
-    by_kind = {kind: np.stack([seconds[kind] for seconds in of_layers]) for kind in of_layers[0]}
-    if step.ends.shared:
-        ends += sum(by_kind[kind][[0, -1]].sum(axis=0) for kind in "FBR")
-        for seconds in by_kind.values():
-            seconds[[0, -1]] = 0.0
-    return by_kind, ends
+def _sent_apart(step: Step, network: Network) -> float:
+    """Seconds of what a device sends besides its layers: weights on their way to where they are used, gradients back.
 
-
-@lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: bool) -> ByKind:
-    """`[2]` by kind: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
-
-    R is what is computed anew before a backward where stages keep their inputs alone, W that part of the backward which
-    only gradients of parameters need, and "w_input" what a split backward writes down in between.
+    Where all stages compute the ends together, a stage sends to all for each micro-batch what the last layer takes, and
+    the first one's cotangents.
     """
-    forward, backward = on_device.forward, on_device.backward_jaxpr
-    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
-    numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
-
-    def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
-        part, _ = needed_part(jaxpr, wanted)
-        sent = sent_in(part.jaxpr, dict(network.torus.sizes))
-        return np.array([roofline(part, network.chip), network.seconds(sent)])
-
-    keeping = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
-    first = keeping if stores_residuals else seconds(forward.jaxpr, [i < results for i in numbers])
-    again = np.zeros(2) if stores_residuals else keeping
-    whole, inputs = (seconds(backward, [i >= start for i in gradients]) for start in (0, params))
-    w_input = pass_seconds(on_device.split.w_inputs if on_device.split is not None else (), network.chip)
-    return {"F": first, "R": again, "B": whole, "W": whole - inputs, "w_input": np.array([w_input, 0.0])}
-
-
-def _sent_once(step: Step, network: Network) -> float:
-    """Seconds of what a device sends once a step: weights on their way to where they are used, gradients back."""
     mesh, layouts, params = step.plan.request.mesh, step.plan.at_work, step.plan.at_work["params"]
 
     def program() -> list[jax.Array]:
@@ -251,13 +200,12 @@ def _sent_once(step: Step, network: Network) -> float:
         return jax.tree.leaves((there, shared, back, sums))
 
     traced = jax.make_jaxpr(on_stages(program, mesh, (), PartitionSpec(AXIS)))()
-    return network.seconds(sent_in(traced.jaxpr, mesh.shape))
-
-
-def _sent_to_all(step: Step) -> float:
-    """Bytes that a stage sends to all for each micro-batch: what the last layer takes, the first one's cotangents."""
+    once = network.seconds(sent_in(traced.jaxpr, mesh.shape))
+    if not step.ends.shared:
+        return once
     first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
-    return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
+    to_all = ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
+    return once + step.schedule.num_microbatches * to_all / network.bandwidth([AXIS])
 
 
 def _update_passes(step: Step) -> int:
@@ -269,3 +217,222 @@ def _update_passes(step: Step) -> int:
     activations = jax.tree.leaves([layer.forward.results.outputs for layer in step.layers])
     narrow = any(leaf.dtype.itemsize < 4 for leaf in activations)
     return 7 + 2 * (narrow and step.plan.request.options.cast == "step")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call"])
+_FUSED = ELEMENTWISE | MOVES
+_SWEEPS = ("approx_top_k", "argm", "cum", "reduce", "sort", "top_k")
+_WHOLE = ("fft", "select_and_")  # read each operand and write each result, as the backward of a max-pool does
+_SMALL = 8  # an array of so many times fewer elements than another is nothing beside it
+_LANES, _SUBLANES = 128, 8
+
+
+def roofline(closed: ClosedJaxpr, chip: Chip) -> float:
+    """Seconds of a function on one device.
+
+    >>> import jax
+    >>> from jpipe.tools.chips import CHIPS
+    >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+    >>> f"{1e3 * roofline(jax.make_jaxpr(lambda x: x @ x)(x), CHIPS['v5e']):.2f} ms"  # 2 * 4096**3 / 197e12, and bytes
+    '1.00 ms'
+
+    Args:
+      closed: the function.
+      chip: the device.
+    """
+    needed, _ = needed_part(closed, [True] * len(closed.jaxpr.outvars))
+    return _Kernels(without_calls(needed), chip).seconds
+
+
+def pass_seconds(arrays: Iterable[jax.ShapeDtypeStruct], chip: Chip) -> float:
+    """Seconds of reading and writing each element of arrays once."""
+    return sum(2 * a.size * (4 if chip.tile > 1 else a.dtype.itemsize) for a in arrays) / chip.pass_bandwidth
+
+
+class _Kernels:
+    """Adds up the seconds of a function's kernels, equation by equation.
+
+    Attributes:
+      seconds: the sum so far.
+      roots: by value, the arrays that are read to compute it: itself alone, if it is an array.
+      depth: by value, the number of reductions between it and the product or input that it comes from.
+      padding: by the shape of a convolution's image, how many times as large it is when it is padded.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, chip: Chip):
+        jaxpr = closed.jaxpr
+        self.chip, self.inputs, self.seconds = chip, {*jaxpr.invars, *jaxpr.constvars}, 0.0
+        self.roots = {v: frozenset([v]) for v in self.inputs}
+        self.depth: dict[Var, int] = {}
+        self.of_products, self.turned = set[Var](), set[Var]()
+        self.swept = set[tuple[frozenset[Var], int]]()
+        convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" and chip.fuses]
+        self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
+        readers = [(v, e.primitive.name) for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)]
+        self.by_product = {v for v, name in readers if name not in _FUSED and name not in REDUCTIONS}
+        # In order: sums are the same each time.
+        self.results = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var))
+        self.kept = set(self.results)  # and the values that results are made of without a kernel between
+        for equation in reversed(jaxpr.eqns):
+            if equation.primitive.name in _FUSED and not self.kept.isdisjoint(equation.outvars):
+                self.kept |= {v for v in equation.invars if isinstance(v, Var)}
+        for equation in jaxpr.eqns:
+            self._add(equation)
+        self.seconds += sum(self._pass(v) for v in self.results)
+
+    def _add(self, equation: JaxprEqn) -> None:
+        """Adds an equation's kernel, if it is one, and notes what its results are computed from."""
+        name, operands = equation.primitive.name, [v for v in equation.invars if isinstance(v, Var)]
+        roots = frozenset[Var]().union(*(self.roots[v] for v in operands))
+        depth = max((self.depth.get(v, 0) for v in operands), default=0)
+        narrow = name == "convert_element_type" and not self.inputs.isdisjoint(operands)
+        for v in equation.outvars:
+            apart = name not in _FUSED or (narrow and _bytes(v) < _bytes(operands[0]))
+            self.roots[v] = frozenset([v]) if apart else roots
+            self.depth[v] = 0 if name in PRODUCTS else depth + (name in REDUCTIONS)
+            if not self.chip.fuses and name in ELEMENTWISE and v in self.by_product and v not in self.results:
+                self.roots[v] = frozenset([v])
+                self.seconds += self._pass(v)
+        if name in PRODUCTS:
+            self._product(equation)
+        elif name.startswith(_SWEEPS):
+            self._sweep(equation, roots, depth)
+        elif name.startswith(("gather", "scatter")):  # of the operand only the rows that are asked for
+            self.seconds += self._pass((equation.invars[2:3] or equation.outvars)[0])
+        elif name.startswith(_WHOLE):
+            self.seconds += sum(map(self._pass, [*operands, *equation.outvars])) / 2
+        elif name not in _FUSED:
+            self.seconds += _inner(equation, self.chip)
+
+    def _product(self, equation: JaxprEqn) -> None:
+        """A product: FLOPs, and bytes that aren't on the chip."""
+        self.of_products |= set(equation.outvars)
+        self.seconds += self.chip.start
+        if equation.primitive.name == "conv_general_dilated" and self.chip.fuses:
+            moved = sum(_bytes(v) * self._padded(v) for v in [*equation.invars, *equation.outvars])
+            self.seconds += _convolution_flops(equation) / self.chip.flops + moved / self.chip.memory_bandwidth
+            return
+        operands = [(root, v) for v in equation.invars if isinstance(v, Var) for root in self.roots[v]]
+        fetched = [(root, v) for root, v in operands if not self._on_chip(root)]
+        read = sum(min(_size(root), _size(v)) * shapes_of([root])[0].dtype.itemsize for root, v in fetched)
+        written = sum(_bytes(v) for v in equation.outvars if not self._on_chip(v))
+        self.seconds += _product_flops(equation, self.chip) / self.chip.flops
+        self.seconds += (read + written) / self.chip.pass_bandwidth
+        if self.chip.tile > 1 and equation.primitive.name == "dot_general":
+            turned = [v for v in dict.fromkeys(_turned(equation)) if v not in self.turned]
+            self.turned |= {*turned}
+            self.seconds += sum(map(self._pass, turned))
+
+    def _sweep(self, equation: JaxprEqn, roots: frozenset[Var], depth: int) -> None:
+        """A reduction, or another operation that goes over all of an array."""
+        size = _size(equation.invars[0])
+        large = frozenset(v for v in roots if _SMALL * _size(v) > size)
+        if (large, depth) in self.swept:
+            return
+        self.swept.add((large, depth))
+        self.seconds += self.chip.start
+        if len(large) == 1:  # in the product that makes it; after another reduction, in one that reads it
+            free = depth == 0 or self.kept.isdisjoint(equation.outvars)
+        else:
+            free = all(map(self._on_chip, large))
+        if not (free and self.chip.fuses and large <= self.of_products):
+            self.seconds += self._pass(equation.invars[0]) * (0.5 if self.chip.gpu else 1.0)
+
+    def _on_chip(self, v: Var) -> bool:
+        """Whether a value is made here and stays in the vector memory."""
+        return v not in self.inputs and _bytes(v) <= self.chip.on_chip
+
+    def _pass(self, v: Var | Literal) -> float:
+        """Seconds of reading and writing each element of a value once."""
+        return pass_seconds(shapes_of([v]), self.chip) * self._padded(v)
+
+    def _padded(self, v: Var | Literal) -> float:
+        return self.padding.get(shapes_of([v])[0].shape, 1.0)
+
+
+def _inner(equation: JaxprEqn, chip: Chip) -> float:
+    """Seconds of an equation's jaxprs: of a loop as often as it turns, of branches the longest, of all shards."""
+    closed = (j if isinstance(j, ClosedJaxpr) else ClosedJaxpr(j, ()) for j in jaxprs_in_params(equation.params))
+    inner, params = [roofline(jaxpr, chip) for jaxpr in closed], equation.params
+    if equation.primitive.name == "cond":
+        return max(inner)
+    if equation.primitive.name == "shard_map":
+        return sum(inner) * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return sum(inner) * (params["length"] if equation.primitive.name == "scan" else 1)
+
+
+def _product_flops(equation: JaxprEqn, chip: Chip) -> float:
+    """FLOPs with the dimensions of one operand, which the matrix unit holds, padded to its tiles."""
+    if equation.primitive.name != "dot_general":
+        return flops_of(equation).flops
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    shapes = [a.shape for a in shapes_of(equation.invars)]
+    common = math.prod(shapes[0][d] for d in batch)
+    depth = math.prod(shapes[0][d] for d in contracted)
+    rows, columns = (math.prod(shape) // (common * depth) for shape in shapes)
+    padded = lambda size: math.ceil(size / chip.tile) * chip.tile
+    return 2.0 * common * padded(depth) * min(rows * padded(columns), padded(rows) * columns)
+
+
+def _images(equation: JaxprEqn) -> list[tuple[tuple[int, ...], int, int]]:
+    """The two arrays of a convolution that have pixels: (shape, dimension of examples, of channels) of each.
+
+    The third, with the fewest pixels, are the weights or, in a backward, their gradient; then examples are summed over.
+    """
+    numbers, arrays = equation.params["dimension_numbers"], [*equation.invars[:2], *equation.outvars]
+    specs = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    shapes = [a.shape for a in shapes_of(arrays)]
+    pixels = [math.prod(shape[d] for d in spec[2:]) for shape, spec in zip(shapes, specs, strict=True)]
+    weights = pixels.index(min(pixels))
+    at = 0 if weights == 1 else 1  # where a spec that isn't of weights names the examples
+    return [(shapes[i], specs[i][at], specs[i][1 - at]) for i in range(3) if i != weights]
+
+
+def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
+    """How many times larger a convolution's images are with channels and examples padded, by their shape."""
+    return {
+        shape: _growth(shape[examples], _SUBLANES) * _growth(shape[channels], _LANES)
+        for shape, examples, channels in _images(equation)
+    }
+
+
+def _convolution_flops(equation: JaxprEqn) -> float:
+    """FLOPs of all channels that there are with padding; of channels in groups without."""
+    (left, examples, channels), (right, _, others) = _images(equation)
+    flops = flops_of(equation).flops
+    if equation.params["feature_group_count"] * equation.params["batch_group_count"] > 1:
+        return flops
+    grown = _growth(left[channels], _LANES) * _growth(right[others], _LANES)
+    return flops * grown * _growth(left[examples], _SUBLANES)
+
+
+def _growth(size: int, tile: int) -> float:
+    """How many times as large a dimension is when it is padded to a multiple of the tile."""
+    return math.ceil(size / tile) * tile / size
+
+
+def _turned(equation: JaxprEqn) -> list[Var]:
+    """The arrays that a product joins dimensions of, the last of them shorter than the lanes."""
+    contracted, batch = equation.params["dimension_numbers"]
+    turned, free = list[Var | Literal](), list[int]()
+    for v, of_sum, of_batch in zip(equation.invars, contracted, batch, strict=True):
+        shape = shapes_of([v])[0].shape
+        free = [d for d in range(len(shape)) if d not in (*of_sum, *of_batch) and shape[d] > 1]
+        joined = [[d for d in of_sum if shape[d] > 1], free]
+        if any(len(dims) > 1 and dims[-1] == len(shape) - 1 for dims in joined) and shape[-1] % _LANES:
+            turned.append(v)
+    shape = shapes_of(equation.outvars)[0].shape
+    if shape and shape[-1] % _LANES and len(free) > 1:  # the second operand's are the last of the result
+        turned.append(equation.outvars[0])
+    return [v for v in turned if isinstance(v, Var)]
+
+
+def _size(v: Var | Literal) -> int:
+    return math.prod(shapes_of([v])[0].shape)
+
+
+def _bytes(v: Var | Literal) -> int:
+    return bytes_of(shapes_of([v]))

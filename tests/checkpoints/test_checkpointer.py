@@ -20,7 +20,6 @@ import pytest
 import jpipe
 from cases import assert_equal, cross_entropy, model, pipeline, tokens
 from jpipe.checkpoints import files
-from jpipe.checkpoints.checkpointer import Preemption
 from jpipe.checkpoints.contents import Contents
 from jpipe.memory.layout import StageTree
 from jpipe.memory.records import to_layers
@@ -35,30 +34,27 @@ def handled():
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_is_noted_and_the_users_handler_called(handled):
+def test_a_signal_is_noted_and_the_users_handler_called(handled, tmp_path):
     own = signal.getsignal(signal.SIGTERM)
-    with Preemption() as preemption:
-        assert not preemption.reached(0)
+    with jpipe.Checkpointer(tmp_path) as saved:
+        assert not saved.preempted(0)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.reached(1)
+        assert saved.preempted(1) and saved.preempted(2)
     assert handled == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is own
 
 
-def test_other_threads_handle_no_signals(handled):
+def test_other_threads_handle_no_signals(handled, tmp_path):
     own, seen = signal.getsignal(signal.SIGTERM), []
 
     def work():
-        with Preemption() as preemption:
-            seen.append((signal.getsignal(signal.SIGTERM), preemption.reached(0)))
+        with jpipe.Checkpointer(tmp_path) as saved:
+            seen.append((signal.getsignal(signal.SIGTERM), saved.preempted(0)))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert seen == [(own, False)]
-
-
-# --- the end of a job -------------------------------------------------------------------------------------------------
 
 
 pytestmark = pytest.mark.filterwarnings(

@@ -80,13 +80,3 @@ def test_without_with_the_last_checkpoint_is_written_all_the_same(ended):
     assert begun and "Traceback" not in errors
     for leaf in jax.tree.leaves(jpipe.load_layers(directory)):
         np.testing.assert_array_equal(leaf, expected(1))
-
-
-def test_told_to_end(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    with jpipe.Checkpointer(tmp_path) as saved:
-        assert not saved.preempted(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert saved.preempted(2)
-        assert saved.preempted(3)
-    assert signal.getsignal(signal.SIGTERM) == before

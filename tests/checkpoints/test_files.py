@@ -365,7 +365,7 @@ def test_what_is_taken_and_written_is_read_into_the_same_state(state, tmp_path):
     files.write(manager, 0, named, contents.description())
     manager.close()
     shapes = Contents(pipe.plan.model, pipe.abstract_state(batch, own.tx))
-    arrays, named = read_all(directory / "0", shapes, Origin({}, frozenset(), frozenset()))
+    arrays, named = read_all(directory / "0", shapes, Origin({}, set(), {}))
     found = shapes.filled(arrays, named | {("step",): own.step, ("key",): own.key})
     assert_equal(found.variables, own.variables)
     assert_equal(found.opt_state, own.opt_state)

@@ -16,12 +16,11 @@ from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.simulate import Work, in_time
 from jpipe.tools.chips import CHIPS
 from jpipe.tools.choices import Choice, Choices, Setting, advice_on
-from jpipe.tools.findings import Finding, MicrobatchSize, ProcessTime
 from jpipe.tools.forecaster import Forecast
-from jpipe.tools.measure import SLICES, StageTimes
+from jpipe.tools.measure import SLICES, ProcessTime, StageTimes
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.page import facts_of
-from jpipe.tools.profile import Profile
+from jpipe.tools.profile import Finding, MicrobatchSize, Profile
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.tools.time_model import predict_time
 
@@ -73,7 +72,7 @@ def test_a_plan(pipe, odd):
         fits=True,
         compiled=Forecast("a step", True, compiled, odd, None, {("stage",): odd}),
     )
-    found = Choices("plans", (choice, replace(choice, compiled=None)), advice_on(choice, [choice], ["mind the gap"]))
+    found = Choices("plans", (choice, replace(choice, compiled=None)), advice_on([choice], [choice], ["mind the gap"]))
     for text in (str(found), found._repr_html_(), str(choice.compiled)):
         assert "ms: computation" in text or "ms: layers" in text
 
@@ -120,4 +119,4 @@ def test_layers_that_cost_nothing(chip):
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])
     setting = Setting((("stage", 2),), 2)
     choice = Choice(setting, setting.options | {"balance": [2, 1]}, replace(cost, bytes=held), fits=True)
-    assert "ms a step" in str(Choices("plans", (choice,), advice_on(choice, [choice], [])))
+    assert "ms a step" in str(Choices("plans", (choice,), advice_on([choice], [choice], [])))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from cases import compilations
 from jpipe.planning.planner import check_reads_nothing
-from jpipe.tools.choices import mesh_of_nowhere
+from jpipe.tools.chips import mesh_of_nowhere
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 

@@ -1,4 +1,5 @@
 import importlib.util
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,17 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from gpu_program import needs_gpu_compiler
-from jpipe.mesh.users_mesh import make_mesh
-from jpipe.tools.chips import CHIPS, HOSTS, chip_of, parse_topology, stand_ins_of
+from jpipe.mesh.users_mesh import Torus, make_mesh
+from jpipe.tools.chips import (
+    CHIPS,
+    HOSTS,
+    Network,
+    chip_of,
+    measure_chip,
+    mesh_of_nowhere,
+    parse_topology,
+    stand_ins_of,
+)
 from tpu_program import needs_tpu_compiler
 
 
@@ -167,3 +177,102 @@ def test_a_topology_has_its_devices(name):
 def test_a_shape_that_the_compiler_refuses_is_told():
     with pytest.raises(ValueError, match="the TPU compiler refuses topology='v5e:3x5'"):
         parse_topology("v5e:3x5").devices()
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+LINKS, ADAPTER = CHIPS["h100"].link_bandwidth, CHIPS["h100"].network_bandwidth
+
+
+def network(topology, **sizes):
+    parsed = parse_topology(topology)
+    return Network.of(parsed.chip, make_mesh(devices=parsed.stand_ins(), **sizes))
+
+
+def hop_of(network):
+    return network.bandwidth(["stage"], "permute")
+
+
+def test_within_a_host_all_axes_have_links():
+    found = network("h100:8", stage=2, data=2, tensor=2)
+    assert {hop_of(found), *map(found.bandwidth, ([axis] for axis in ("stage", "data", "tensor")))} == {LINKS}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hop", "data", "tensor"),
+    [
+        ({"stage": 4, "data": 2, "tensor": 4}, ADAPTER, LINKS, LINKS),
+        ({"stage": 8, "data": 2, "tensor": 2}, ADAPTER, LINKS, LINKS),  # two stages a host: one hop in two is fast
+        ({"stage": 2, "data": 4, "tensor": 4}, ADAPTER, 2 * ADAPTER, LINKS),  # a ring of data has two of a host
+        ({"stage": 2, "data": 16, "tensor": 1}, ADAPTER, 8 * ADAPTER, LINKS),
+        ({"stage": 1, "data": 4, "tensor": 8}, LINKS, ADAPTER, LINKS),
+    ],
+)
+def test_axes_that_leave_a_host_have_its_adapters(sizes, hop, data, tensor):
+    """Transfers between hosts took as long as those within."""
+    found = network("h100:4x8", **sizes)
+    assert (hop_of(found), found.bandwidth(["data"]), found.bandwidth(["tensor"])) == (hop, data, tensor)
+    assert found.bandwidth(["data"], "all_to_all") == min(data, ADAPTER if data < LINKS else LINKS)
+
+
+def test_a_ring_along_several_axes_has_the_adapters_of_all_its_devices_on_a_host():
+    found = network("h100:2x8", stage=1, data=4, tensor=4)
+    assert found.bandwidth(["data"]) == 2 * ADAPTER
+    assert found.bandwidth(["data", "tensor"]) == 8 * ADAPTER
+
+
+def test_no_ring_is_faster_than_links():
+    wide = Network(CHIPS["h100"], Torus("h100", (("data", 32),)), (0,) * 16 + (1,) * 16)
+    assert wide.bandwidth(["data"]) == LINKS < 16 * ADAPTER
+
+
+def test_devices_at_hand_that_are_no_slices_are_one_host():
+    mesh = make_mesh(stage=2, data=2, devices=jax.devices()[:4])
+    assert hop_of(Network.of(CHIPS["v5e"], mesh)) == CHIPS["v5e"].link_bandwidth
+    assert hop_of(Network.of(CHIPS["h100"], mesh)) == LINKS
+
+
+def test_seconds_are_those_of_each_collective_along_its_axes():
+    found = network("h100:2x8", stage=2, data=8)
+    one = SimpleNamespace(bytes=5e9, loops=(3,), axes=("data",), collective="all_reduce")
+    hop = SimpleNamespace(bytes=5e9, loops=(), axes=("stage",), collective="permute")
+    assert found.seconds([one, hop]) == pytest.approx(15e9 / LINKS + 5e9 / ADAPTER)
+
+
+# --- TPUs: links along the axes of a torus ---
+
+
+def on_torus(chip, *shape, **sizes):
+    """The network of TPUs in a slice of this shape, in the order of their coordinates."""
+    places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), -1)
+    coordinates = tuple(tuple(map(int, place)) for place in places)
+    return Network(CHIPS[chip], Torus(chip, tuple(sizes.items()), coordinates))
+
+
+@pytest.mark.parametrize(
+    ("chip", "shape", "links"),
+    [("v5p", (2, 1, 1), 1), ("v5e", (4, 1), 1), ("v5e", (2, 2), 2), ("v5e", (2, 4), 2), ("v5p", (4, 4, 4), 6)],
+)
+def test_a_collective_has_the_links_of_the_torus(chip, shape, links):
+    """In a line the device at an end has one; a cube of v5p has all six."""
+    found = on_torus(chip, *shape, model=math.prod(shape))
+    assert found.bandwidth(["model"]) == links * CHIPS[chip].link_bandwidth
+
+
+# --- measured chip ----------------------------------------------------------------------------------------------------
+
+
+def test_a_device_is_measured():
+    """Bounds that any machine keeps, and no figure that is forgotten (0) or infinite does."""
+    chip = measure_chip(jax.devices()[:2])
+    assert 1e8 < chip.flops < 1e15
+    assert 1e7 < chip.memory_bandwidth < 1e13
+    assert 2**20 < chip.memory < 2**50
+    assert chip.clock is None and chip.name == jax.devices()[0].device_kind
+
+
+def test_a_mesh_needs_no_devices():
+    mesh = mesh_of_nowhere({"stage": 64, "data": 32})
+    assert mesh.size > len(jax.devices())
+    assert dict(mesh.shape) == {"stage": 64, "data": 32}

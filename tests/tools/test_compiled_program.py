@@ -16,7 +16,7 @@ import jpipe
 from compiled_transfers import branches_of, counted, has_products, host_stops, transfers
 from gpu_program import compile_with_text, kernels, largest_copy, needs_gpu_compiler
 from jpipe.mesh.users_mesh import Torus
-from jpipe.tools.chips import CHIPS, parse_topology
+from jpipe.tools.chips import CHIPS, Network, parse_topology
 from jpipe.tools.compiled_program import (
     COLLECTIVES,
     Loop,
@@ -30,7 +30,6 @@ from jpipe.tools.compiled_program import (
     type_bytes,
     with_waits,
 )
-from jpipe.tools.time_model import Network
 from tpu_program import large_moves, largest_move, needs_tpu_compiler, num_bytes
 
 PROGRAM = """HloModule step
@@ -243,11 +242,11 @@ def test_loops_count_as_often_as_they_turn(step):
 
     scan = loop("of/its/own/while", 1, trips=7)
     program = loop("", 1000, loop(ticks, 5, action("F", 10), action("B", 20, scan)))
-    found = count_cycles(step, program)
-    assert found.actions == {"F": (31.0, 31.0), "B": (1 + 3 * 27, 1 + 3 * 27)}
-    assert (found.parts.ticks, found.parts.update) == (5 * step.table.num_ticks, 1000)
-    assert found.timeline.makespan == (4 + 1) * (31 + 82)
-    assert found.parts.total == found.timeline.makespan + found.parts.ticks + found.parts.update
+    work, parts, timeline = count_cycles(step, program)
+    assert work.times == {"F": [31.0, 31.0], "B": [1 + 3 * 27, 1 + 3 * 27]}
+    assert (parts.ticks, parts.update) == (5 * step.table.num_ticks, 1000)
+    assert timeline.makespan == (4 + 1) * (31 + 82)
+    assert parts.total == timeline.makespan + parts.ticks + parts.update
 
 
 def test_a_program_without_ticks_is_no_step(step):
@@ -403,8 +402,9 @@ def test_a_forecast_says_which_part_of_a_step_waits_for_links():
 
     batch = {"inputs": jax.ShapeDtypeStruct((4 * 2048, 1024), jnp.bfloat16)}
     mesh = jpipe.make_mesh(stage=2, model=4, devices=jax.devices()[:8])
-    layers, loss_fn = [Block() for _ in range(4)], lambda y, _: jnp.mean(y.astype(jnp.float32) ** 2)
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh)
+    layers = [jnp.copy, *(Block() for _ in range(4)), jnp.copy]
+    loss_fn = lambda y, _: jnp.mean(y.astype(jnp.float32) ** 2)
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh, balance=[3, 3])
     found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="v5p:2x2x2")
     assert "waits for links" in str(found)
     # Each layer sums its result and its input's cotangent, [2048, 1024] each, by 2 n 3/4 on two links.

@@ -1,4 +1,4 @@
-"""What is drawn is what the timeline says, and can be read: at both sizes, with any colour vision."""
+"""What is drawn is what the timeline says, and can be read: at both sizes, with any colour vision; so is a profile."""
 
 import base64
 import io
@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
+from matplotlib.text import Text
 
 import jpipe
+from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.simulate import Timeline, simulate
-from jpipe.tools import palette
-from jpipe.tools.gantt import corners
+from jpipe.tools import figures
+from jpipe.tools.figures import draw_memory, draw_profile
+from jpipe.tools.measure import SLICES, StageTimes
 from published import schedule_of
 
 ROOT = Path(__file__).parents[2]
@@ -47,13 +51,15 @@ def rendered(figure) -> FigureCanvasAgg:
 
 def drawn_bars(axes) -> dict[str, list[tuple[float, ...]]]:
     """(stage, start, end) of all bars, by the label of what they are of."""
-    found = {}
-    for collection in axes.collections:
-        corners = [path.vertices for path in collection.get_paths()]
-        found[collection.get_label()] = sorted(
-            (round(c[:, 1].mean() if len(c) == 4 else c[:4, 1].mean()), c[:, 0].min(), c[:, 0].max()) for c in corners
-        )
-    return found
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for container in axes.containers:
+        places = [(round(b.get_y() + b.get_height() / 2), b.get_x(), b.get_x() + b.get_width()) for b in container]
+        found.setdefault(container.get_label(), []).extend(places)
+    return {label: sorted(places) for label, places in found.items()}
+
+
+def numbers_of(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts if text.get_text()]
 
 
 def drawn_memory(axes, timeline, scale) -> list[tuple[list[float], list[float]]]:
@@ -64,19 +70,22 @@ def drawn_memory(axes, timeline, scale) -> list[tuple[list[float], list[float]]]
 
 
 def check_drawn(gantt, memory, timeline: Timeline, scale: float) -> None:
-    expected: dict[str, list] = {"bubble": [(k, 0.0, timeline.makespan) for k in range(timeline.schedule.num_stages)]}
-    for span in timeline.spans:
-        kind = palette.NAMES[span.action.kind]
-        bar = (span.stage, span.start + span.recompute, span.end)
-        expected.setdefault(f"{kind} {span.action.chunk}", []).append(bar)
-        if span.recompute:
-            again = (span.stage, span.start, span.start + span.recompute)
-            expected.setdefault(f"recomputation {span.action.chunk}", []).append(again)
-    assert drawn_bars(gantt) == {label: sorted(found) for label, found in expected.items()}
-    numbers = sorted((text.bar.stage, *text.get_position(), int(text.get_text())) for text in gantt.texts)
-    assert numbers == sorted(
-        (s.stage, (s.start + s.recompute + s.end) / 2, s.stage, s.action.microbatch) for s in timeline.spans
-    )
+    lines = [(k, 0.0, timeline.makespan) for k in range(timeline.schedule.num_stages)]
+    expected: dict[str, list] = {"bubble: stage waits": lines}
+    for bar in timeline.bars:
+        label = figures.LATER if bar.action.chunk else ACTION_KINDS[bar.action.kind].name
+        expected.setdefault(label, []).append((bar.stage, bar.start, bar.end))
+    found = drawn_bars(gantt)
+    assert found.keys() == expected.keys()
+    for label, bars in expected.items():
+        np.testing.assert_allclose(found[label], sorted(bars), atol=1e-9)
+    numbered = [
+        bars for bars in gantt.containers if not bars.patches[0].get_hatch() and "bubble" not in bars.get_label()
+    ]
+    begins = {(bar.stage, round(bar.start, 6)): bar.action.microbatch for bar in timeline.bars if bar.start < bar.end}
+    for bar, text in zip(itertools.chain(*numbered), gantt.texts, strict=True):
+        assert text.xy == (0.5, 0.5), "in the middle of its bar"
+        assert text.get_text() in ("", str(begins[round(bar.get_y()), round(bar.get_x(), 6)]))
     for stage, (edges, heights) in enumerate(drawn_memory(memory, timeline, scale)):
         times, counts = zip(*timeline.in_flight(stage), strict=True)
         assert edges == [*times, timeline.makespan]
@@ -97,12 +106,8 @@ def test_plot_shows_the_timeline(size, recompute):
     assert gantt.get_xlim() == axes[1].get_xlim() == (0, timeline.makespan)
     labels = [text.get_text() for text in gantt.figure.legends[0].get_texts()]
     kinds = timeline.schedule.kinds | {"R"} if recompute else timeline.schedule.kinds
-    assert [label.partition(" (")[0] for label in labels] == [
-        *(word for kind, word in palette.NAMES.items() if kind in kinds),
-        "bubble: stage waits",
-        "micro-batches in flight",
-    ]
-    assert any("darker: later chunks" in label for label in labels) == (timeline.schedule.num_chunks > 1)
+    wanted = {ACTION_KINDS[kind].name for kind in kinds} | {"bubble: stage waits", "micro-batches in flight"}
+    assert sorted(labels) == sorted(wanted | ({figures.LATER} if timeline.schedule.num_chunks > 1 else set()))
 
 
 def test_compare_shows_all_on_one_axis_and_one_scale():
@@ -157,20 +162,26 @@ def test_no_text_leaves_its_bar_or_the_picture(size, dpi):
     figure = timeline.plot().figure
     figure.set_dpi(dpi)
     check_texts(figure)
-    shown = [text for text in figure.axes[0].texts if text.fits(figure.canvas.get_renderer())]
+    shown = numbers_of(figure.axes[0])
     if timeline.schedule.num_stages == 4 and timeline.schedule.num_chunks == 1:
         assert len(shown) == len(timeline.spans)
     elif timeline.schedule.num_stages == 16:
         assert not shown
 
 
+@pytest.mark.parametrize(("width", "count"), [(1.0, 0), (2.0, 32), (9.0, 64)])
+def test_numbers_are_there_where_they_fit(width, count):
+    """None, the backwards' (which are wider), all."""
+    axes = make("1f1b", 4, 8).plot(Figure(figsize=(width, 3.0)).subplots())
+    assert len(numbers_of(axes)) == count
+    assert len({text.get_color() for text in axes.texts}) == 2
+
+
 def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
     check_texts(jpipe.compare(NAMES, num_stages=4, num_microbatches=8, recompute=1.0))
     figure = jpipe.compare(NAMES, num_stages=4, num_microbatches=8)
     check_texts(figure)
-    shown = [text for text in figure.axes[2].texts if text.fits(figure.canvas.get_renderer())]
-    kinds = {text.bar.action.kind for text in shown}
-    assert kinds == {"F", "B"}, "of GPipe all, though naive takes three times as long"
+    assert len(numbers_of(figure.axes[2])) == 2 * 4 * 8, "of GPipe all, though naive takes three times as long"
 
 
 def test_the_picture_in_the_readme_is_drawn(tmp_path):
@@ -208,14 +219,15 @@ def test_pictures_of_the_docs_are_what_their_scripts_draw(script, tmp_path):
 def check_texts(figure) -> None:
     """Numbers lie within their bars; what is written beside them lies within the picture, and on nothing else."""
     renderer = rendered(figure).get_renderer()
-    gantts = [axes for axes in figure.axes if axes.collections]
-    memories = [axes for axes in figure.axes if not axes.collections]
+    gantts = [axes for axes in figure.axes if "bubble: stage waits" in drawn_bars(axes)]
+    memories = [axes for axes in figure.axes if axes not in gantts]
     for axes in gantts:
-        for text in axes.texts:
-            if text.fits(renderer):
-                low, high = np.sort(axes.transData.transform(corners(text.bar)[::2]), axis=0)
-                extent = text.get_window_extent(renderer)
-                assert (extent.min >= low).all() and (extent.max <= high).all(), text.get_text()
+        bars = itertools.chain(*(bars for bars in axes.containers if "bubble" not in bars.get_label()))
+        boxes = [bar.get_window_extent(renderer) for bar in bars]
+        for text in filter(Text.get_text, axes.texts):
+            extent = text.get_window_extent(renderer)
+            within = [box for box in boxes if (extent.min >= box.min).all() and (extent.max <= box.max).all()]
+            assert within, text.get_text()
     others = [text for axes in memories for text in axes.texts]
     for axes in figure.axes:
         others += [axes.xaxis.label, axes.yaxis.label, axes._left_title, *axes.get_yticklabels()]
@@ -228,13 +240,41 @@ def check_texts(figure) -> None:
         width, height = np.minimum(one.max, other.max) - np.maximum(one.min, other.min)
         assert width <= 0 or height <= 2, "texts on each other"  # boxes have some room above and below their letters
     for gantt, memory in itertools.zip_longest(gantts, memories):
-        end = max(bar[2] for bar in drawn_bars(gantt)["bubble"])
+        end = max(bar[2] for bar in drawn_bars(gantt)["bubble: stage waits"])
         for axes, box in itertools.product((gantt, memory or gantt), boxes):
             (left, low), (right, high) = np.sort(
                 axes.transData.transform([(0, axes.get_ylim()[0]), (end, -0.5)]), axis=0
             )
             over = np.minimum(box.max, (right, high)) - np.maximum(box.min, (left, low))
             assert over[0] <= 1 or over[1] <= 2, "a text on bars"
+
+
+@pytest.mark.parametrize("name, num_chunks, most", [("gpipe", 1, 8), ("1f1b", 1, 7), ("interleaved", 2, None)])
+def test_peaks_are_in_micro_batches(name, num_chunks, most):
+    schedule = jpipe.make_schedule(name, num_stages=4, num_microbatches=8, num_chunks=num_chunks)
+    timeline = jpipe.simulate(schedule)
+    peaks = [count / num_chunks for count in timeline.peak_in_flight]
+    assert max(peaks) == (most or max(peaks))
+    axes = Figure().subplots()
+    draw_memory(axes, timeline, timeline.makespan, max(peaks))
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == [f"peak {peaks[0]:g}", *(f"{number:g}" for number in peaks[1:])]
+
+
+def test_bars_of_a_profile_are_as_long_as_its_times(tmp_path):
+    stages = StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3))
+    timeline = stages.timeline(jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=4))
+    slices = dict(zip(SLICES, (0.05, 0.02, 0.02, 0.005, 0.003, 0.002), strict=True))
+    figure = draw_profile(slices, stages, timeline, tmp_path / "profile.png")
+    assert (tmp_path / "profile.png").stat().st_size > 10_000
+    step, alone, gantt = figure.axes
+    assert [bar.get_width() for bar in step.patches] == pytest.approx([50, 20, 20, 5, 3, 2])
+    assert numbers_of(step) == ["50%", "20%", "20%", "5%"], "no numbers in narrow slices"
+    assert [bar.get_width() for bar in alone.patches] == pytest.approx([1, 2, 0, 3, 2, 4])
+    assert [text.get_text() for text in alone.texts] == ["0.50 of the mean", "1.50 of the mean"]
+    assert gantt.get_title(loc="left").startswith(
+        f"Timeline, predicted from the stages' times: {timeline.makespan:.3g} ms"
+    )
 
 
 # --- where to ---------------------------------------------------------------------------------------------------------
@@ -247,15 +287,14 @@ def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
     axes = Figure().subplots()
     assert timeline.plot(axes, unit="s") is axes
     title = "interleaved: K=2, M=4, V=2; time 13.5, bubble 11.1 %"
-    assert axes.get_title() == f"{title}, peak in flight 2.5, 1.5" and axes.get_xlabel() == "time (s)"
-    assert sorted(text.get_text() for text in axes.texts) == sorted(str(s.action.microbatch) for s in timeline.spans)
+    assert axes.get_title(loc="left") == f"{title}, peak in flight 2.5, 1.5" and axes.get_xlabel() == "time (s)"
+    assert sorted(numbers_of(axes)) == sorted(str(s.action.microbatch) for s in timeline.spans)
     assert timeline.plot().get_title(loc="left") == title
     assert timeline.plot().figure.axes[1].get_xlabel() == "time (1 = the forward of one micro-batch on one stage)"
 
 
 def without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "jpipe.tools.gantt", raising=False)
 
 
 @pytest.mark.parametrize("draw", [lambda t: t.plot(), lambda t: jpipe.compare([t])], ids=["plot", "compare"])
@@ -276,7 +315,7 @@ def test_a_notebook_shows_the_picture(what):
     assert kind == "data:image/png;base64"
     pixels = pyplot.imread(io.BytesIO(base64.b64decode(data)))
     assert pixels.shape[1] > 900 and (pixels[..., 3] == 1).all(), "opaque, so that it can be read on any background"
-    assert np.isclose(pixels[..., :3], palette.COLOURS["F"], atol=0.01).all(-1).mean() > 0.01
+    assert np.isclose(pixels[..., :3], figures.COLOURS["F"], atol=0.01).all(-1).mean() > 0.01
     assert not pyplot.get_fignums()
 
 
@@ -329,3 +368,54 @@ def test_a_wrong_unit_is_named(unit):
     timeline = simulate(jpipe.make_schedule("gpipe", num_stages=2, num_microbatches=2))
     with pytest.raises(ValueError, match=f"unit_in_seconds={unit} has to be more than 0 and finite"):
         timeline.to_chrome_trace(unit_in_seconds=unit)
+
+
+# --- colours ----------------------------------------------------------------------------------------------------------
+
+# Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB; the rows sum to 1, so that greys stay.
+VISION = {
+    "usual": np.eye(3),
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def seen(colour, vision: str) -> np.ndarray:
+    """CIELAB of a colour as it looks with a kind of colour vision; 2.3 is a just noticeable difference."""
+    rgb = np.asarray(to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.asarray(VISION[vision]) @ linear, 0, 1)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    x, y, z = np.cbrt(np.asarray(to_xyz) @ linear / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_kinds_can_be_told_apart(vision):
+    colours = {**figures.COLOURS, "bubble": figures.BUBBLE}
+    for one, other in itertools.combinations(colours, 2):
+        distance = np.linalg.norm(seen(colours[one], vision) - seen(colours[other], vision))
+        assert distance > (15 if "W" in (one, other) else 24), (one, other)
+    assert figures.HATCH.keys() == {"R"}, "the forward once more is near to the forward, so it is hatched too"
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("num_chunks", [2, 4])
+def test_chunks_keep_the_look_of_their_kind(vision, num_chunks):
+    """The forward and the backward of any chunks are as far apart as kinds are; chunks side by side are noticeable."""
+    shades = {kind: [seen(figures.shade(kind, v, num_chunks), vision) for v in range(num_chunks)] for kind in "FB"}
+    for one, other in itertools.product(shades["F"], shades["B"]):
+        assert np.linalg.norm(one - other) > 24
+    for kind in "FB":
+        for one, other in itertools.pairwise(shades[kind]):
+            assert np.linalg.norm(one - other) > 5
+
+
+@pytest.mark.parametrize("kind", figures.COLOURS)
+def test_numbers_stand_out_from_their_bars(kind):
+    for num_chunks in (1, 2, 3, 8):
+        for chunk in range(num_chunks):
+            colour = figures.shade(kind, chunk, num_chunks)
+            text, bar = (figures.relative_luminance(to_rgb(c)) for c in (figures.text_colour(colour), colour))
+            assert (max(text, bar) + 0.05) / (min(text, bar) + 0.05) >= 4.5  # WCAG 2.2, level AA

@@ -1,5 +1,6 @@
 """The step's program, of which only some actions run."""
 
+import socket
 from types import SimpleNamespace
 
 import jax
@@ -12,18 +13,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
-from jpipe.tools.findings import recomputation_apart
 from jpipe.tools.measure import (
     SLICES,
     LayerTimes,
+    ProcessTime,
     Program,
     StageTimes,
     StepModel,
-    by_stage,
+    host_names,
     measure_layers,
     memory_of,
     noise_of,
+    process_times,
 )
+from jpipe.tools.profile import process_table, slow_process
 from wide import make
 
 
@@ -97,19 +100,44 @@ def planned(**options):
 
 
 def test_sums_over_stages_and_their_chunks():
-    planner = planned().planner
-    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0]).tolist() == [1.0, 9.0]
-    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0], jpipe.partition([1.0] * 4, 2)).tolist() == [3.0, 7.0]
-    chunks = planned(schedule="interleaved", num_chunks=2, balance="even").planner
-    assert by_stage(chunks, [1.0, 2.0, 3.0, 4.0]).tolist() == [4.0, 6.0]
+    times = LayerTimes(planned().planner, [], [])
+    assert times.by_stage([1.0, 2.0, 3.0, 4.0]).tolist() == [1.0, 9.0]
+    assert times.by_stage([1.0, 2.0, 3.0, 4.0], jpipe.partition([1.0] * 4, 2)).tolist() == [3.0, 7.0]
+    chunks = LayerTimes(planned(schedule="interleaved", num_chunks=2, balance="even").planner, [], [])
+    assert chunks.by_stage([1.0, 2.0, 3.0, 4.0]).tolist() == [4.0, 6.0]
 
 
 def test_the_part_of_a_backward_that_is_recomputed():
     cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
-    times = LayerTimes([cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
-    apart = recomputation_apart(planned().planner, times, StageTimes((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
+    times = LayerTimes(planned().planner, [cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
+    apart = times.with_recomputation(StageTimes((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
     assert apart.recompute == pytest.approx([1.0, 0.0])  # never less than nothing
     assert apart.backward == pytest.approx([3.0, 4.0])
+
+
+STAGES = StageTimes((2.0, 6.0), (4.0, 12.0), (0.0, 3.0))
+"""Of layers of 6 seconds each, and 3 of recomputation on the second stage."""
+
+
+def costs(of_layers):
+    return [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in of_layers]
+
+
+def test_stages_times_are_shared_among_their_layers():
+    shares = LayerTimes(planned().planner, costs([9.0] * 4), costs([9.0] * 4)).shares(STAGES)
+    assert shares.forward == pytest.approx((2.0,) * 4) and shares.backward == pytest.approx((4.0,) * 4)
+    assert shares.recompute == pytest.approx((0.0, 1.0, 1.0, 1.0))
+
+
+def test_the_best_cut_puts_them_together_anew():
+    cut, stages = LayerTimes(planned().planner, costs([9.0] * 4), costs([9.0] * 4)).best_cut(STAGES)
+    assert list(cut.counts) == [2, 2]
+    assert stages.forward == pytest.approx((4.0, 4.0)) and stages.recompute == pytest.approx((1.0, 2.0))
+
+
+def test_without_recomputation_stages_take_what_their_layers_do():
+    kept, here = costs([2.0, 3.0, 3.0, 3.0]), costs([4.0] * 4)
+    assert LayerTimes(planned().planner, here, kept).over_here(kept) == pytest.approx([0.5, 0.75])
 
 
 def test_a_number_of_micro_batches_that_a_layer_refuses_is_left_out():
@@ -131,8 +159,8 @@ def test_equal_stages_wait_for_the_bubble_alone():
     model = StepModel(gpipe(), stages, idle=5.0, update=3.0, measured=52.0)
     assert model.contention == pytest.approx(1.0)  # (8 + 3) * 4 = 44
     expected = {"computation": 24, "recomputation": 8, "bubble": 12, "imbalance": 0}
-    assert model.slices == pytest.approx(expected | {"transfer and set-up": 5, "weight update": 3}, abs=1e-9)
-    assert tuple(model.slices) == SLICES
+    assert model.what_if().seconds == pytest.approx(expected | {"transfer and set-up": 5, "weight update": 3}, abs=1e-9)
+    assert tuple(model.what_if().seconds) == SLICES
 
 
 def test_unequal_stages_wait_more():
@@ -143,10 +171,10 @@ def test_unequal_stages_wait_more():
     model = StepModel(gpipe(), stages, idle=1.0, update=1.0, measured=2.0 + 3 * total)
     assert model.contention == pytest.approx(3.0)
     mean = np.mean(forward) + np.mean(backward)
-    assert model.slices["computation"] == pytest.approx(3 * 8 * mean)
-    assert model.slices["bubble"] == pytest.approx(3 * 3 * mean)
-    assert model.slices["imbalance"] == pytest.approx(3 * (total - 11 * mean))
-    assert sum(model.slices.values()) == pytest.approx(2.0 + 3 * total)
+    assert model.what_if().seconds["computation"] == pytest.approx(3 * 8 * mean)
+    assert model.what_if().seconds["bubble"] == pytest.approx(3 * 3 * mean)
+    assert model.what_if().seconds["imbalance"] == pytest.approx(3 * (total - 11 * mean))
+    assert sum(model.what_if().seconds.values()) == pytest.approx(2.0 + 3 * total)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
@@ -166,9 +194,9 @@ def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbat
     model = StepModel(made, stages, idle=0.5, update=0.25, measured=0.75 + 2 * timeline.makespan / 1e3)
     expected = [computed, recomputed, waited_if_equal, waited - waited_if_equal]
     expected = [2 * each / num_stages / 1e3 for each in expected] + [0.5, 0.25]
-    assert list(model.slices.values()) == pytest.approx(expected, abs=1e-12)
-    assert sum(model.slices.values()) == pytest.approx(model.step())
-    assert all(seconds >= 0 for seconds in model.slices.values())
+    assert list(model.what_if().seconds.values()) == pytest.approx(expected, abs=1e-12)
+    assert sum(model.what_if().seconds.values()) == pytest.approx(model.what_if().step)
+    assert all(seconds >= 0 for seconds in model.what_if().seconds.values())
 
 
 def test_another_number_of_micro_batches_has_other_ticks():
@@ -177,13 +205,13 @@ def test_another_number_of_micro_batches_has_other_ticks():
     model = StepModel(gpipe(), stages, idle=11.0, setup=4.0, update=0.0, measured=11.0 + 66.0)
     more = gpipe(num_microbatches=16)
     ticks = more.ticks.num_ticks / gpipe().ticks.num_ticks
-    assert model.step(stages.scaled([0.5] * 4), more) == pytest.approx(19 * 3 + 4 + 7 * ticks)
+    assert model.what_if(stages.scaled([0.5] * 4), more).step == pytest.approx(19 * 3 + 4 + 7 * ticks)
 
 
 def test_a_step_too_short_to_be_taken_apart_is_an_error():
     stages = StageTimes((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
     with pytest.raises(ValueError, match="too short to be taken apart"):
-        StepModel(gpipe(), stages, idle=5.0, update=3.0, measured=7.0).step()
+        StepModel(gpipe(), stages, idle=5.0, update=3.0, measured=7.0).what_if()
 
 
 def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
@@ -192,5 +220,43 @@ def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
     stages = StageTimes((2.0, 2.0), (3.0, 1.0), (0.0, 0.0))
     assert (stages.makespan(schedule), stages.even.makespan(schedule)) == pytest.approx((11, 12))
     model = StepModel(schedule, stages, idle=0.5, update=0.25, measured=0.75 + 11)
-    assert list(model.slices.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])
-    assert sum(model.slices.values()) == pytest.approx(model.step())
+    assert list(model.what_if().seconds.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])
+    assert sum(model.what_if().seconds.values()) == pytest.approx(model.what_if().step)
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+
+
+def mesh_of(processes):
+    """A mesh of stages and data on devices of these processes, `[data, K]`."""
+    devices = np.vectorize(lambda process: SimpleNamespace(process_index=process), otypes=[object])(processes)
+    return SimpleNamespace(devices=devices, axis_names=("data", "stage"))
+
+
+def test_one_process_has_nobody_to_be_compared_with(make_mesh):
+    assert host_names() == [socket.gethostname()]
+    assert process_times((0.5,), host_names(), make_mesh((2,))) == ()
+
+
+def test_each_process_with_its_stages_over_the_median():
+    mesh = mesh_of([[0, 0, 1, 1], [2, 2, 1, 1]])
+    found = process_times((0.2, 0.5, 0.1, 0.2), ("a", "b", "c", "d"), mesh)
+    assert [own.stages for own in found] == [(0, 1), (2, 3), (0, 1), ()]
+    assert [own.of_median for own in found] == pytest.approx([1.0, 2.5, 0.5, 1.0])
+    table = process_table(found)
+    assert table.rows[1] == ("1", "b", "2, 3", "500", "2.50")
+    assert table.marks == {1: "slowest"}
+    assert [finding.text for finding in slow_process(found)] == [
+        "process 1 on b (stages 2, 3) takes 2.50 times the median of the processes for the same layers, and every step "
+        "waits for it: see what else runs on that machine, or run without it"
+    ]
+
+
+def test_of_two_the_slow_one_is_over_the_fast_one():
+    assert [own.of_median for own in process_times((0.1, 0.3), ("a", "b"), mesh_of([[0, 1]]))] == pytest.approx([1, 3])
+
+
+def test_processes_that_are_alike_are_no_finding():
+    alike = [ProcessTime(p, "a", (p,), seconds, seconds) for p, seconds in enumerate((1.0, 1.01, 1.015))]
+    assert process_table(alike).marks == {}
+    assert list(slow_process(alike)) == list(slow_process(())) == []

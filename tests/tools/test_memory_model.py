@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import pytest
 
 import jpipe
 from jpipe.tools.chips import CHIPS, parse_topology
-from jpipe.tools.memory_model import Amount, Compiler, holdings, predict_host_memory, predict_memory, working_bytes
+from jpipe.tools.memory_model import Amount, holdings, predict_host_memory, predict_memory, working_bytes
 from tpu_program import needs_tpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -45,7 +46,7 @@ def test_what_is_tied_is_not_copied():
 
     tied = lambda x: chain(x, lambda *values: jax.lax.optimization_barrier(values))
     assert of(tied, X) == of(lambda x: chain(x, lambda *values: values), X)
-    assert of(tied, X, compiler=TPU) == of(lambda x: chain(x, lambda *values: values), X, compiler=TPU)
+    assert of(tied, X, chip=TPU) == of(lambda x: chain(x, lambda *values: values), X, chip=TPU)
 
 
 def test_what_isnt_fused_reads_a_copy_of_a_slice():
@@ -57,27 +58,27 @@ def test_each_product_reads_a_copy_of_its_own():
     assert of(lambda x: (x @ x.T, x @ x), X, copied=[0]) == 4 * ARRAY  # each reads it once; and two results
 
 
-TPU = Compiler(into_products=True, in_place=True)
+TPU = replace(CHIPS["v5e"], vector_memory=0)
 
 
 def test_a_tpus_products_read_and_give_what_is_elementwise():
-    assert of(lambda x: jnp.sum(jnp.tanh(x @ x) @ x, 0) @ x, X, compiler=TPU) == 2 * ARRAY
-    assert of(lambda x: (x @ x).astype("bfloat16"), X, compiler=TPU) == 0  # added to a sum elsewhere
-    assert of(lambda x: x @ x, X, copied=[0], compiler=TPU) == 0
+    assert of(lambda x: jnp.sum(jnp.tanh(x @ x) @ x, 0) @ x, X, chip=TPU) == 2 * ARRAY
+    assert of(lambda x: (x @ x).astype("bfloat16"), X, chip=TPU) == 0  # added to a sum elsewhere
+    assert of(lambda x: x @ x, X, copied=[0], chip=TPU) == 0
 
 
 def test_a_gpus_elementwise_results_take_the_place_of_what_they_read_and_its_products_turn_nothing():
     """Two arrays of logits were counted as three: predicted steps with a large vocabulary were a sixth too large."""
-    gpu = Compiler(in_place=True)
+    gpu = CHIPS["h100"]
     chain = lambda x: jnp.tanh(x @ x) @ x[0]
-    assert (of(chain, X), of(chain, X, compiler=gpu)) == (2 * ARRAY, ARRAY + 2 * 8 * 4)  # and x[0], and the result
+    assert (of(chain, X), of(chain, X, chip=gpu)) == (2 * ARRAY, ARRAY + 2 * 8 * 4)  # and x[0], and the result
     turned = lambda x: jax.lax.dot_general(x, x, (((0,), (1,)), ((), ())))
-    assert of(turned, X, compiler=gpu) == ARRAY < of(turned, X)
+    assert of(turned, X, chip=gpu) == ARRAY < of(turned, X)
 
 
 def test_arrays_lie_on_the_chip_while_there_is_room():
     products = lambda x: ((x @ x) @ x) @ x
-    most = lambda near: of(products, X, compiler=Compiler(into_products=True, near=near, in_place=True))
+    most = lambda near: of(products, X, chip=replace(TPU, vector_memory=2 * near))
     assert [most(near * ARRAY) for near in (0, 1, 2)] == [2 * ARRAY, ARRAY, 0]
 
 

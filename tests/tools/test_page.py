@@ -1,7 +1,6 @@
 """The page in a real browser: its numbers are `jpipe.simulate`'s, its sliders move, its address keeps the setting."""
 
 import base64
-import dataclasses
 import functools
 import itertools
 import json
@@ -12,7 +11,7 @@ import tempfile
 import webbrowser
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,6 @@ from jpipe.tools.page import (
     OFFERED,
     PAGE,
     STAGES,
-    Held,
-    PipelineFacts,
-    Rows,
     facts_of,
     orders_of,
     show,
@@ -691,13 +687,15 @@ def test_the_page_asks_for_nothing_but_itself(page):
 
 # --- a pipeline's own numbers -----------------------------------------------------------------------------------------
 
-FACTS = PipelineFacts(
-    table=Table(
-        "Pipeline(6 layers, </script>)",
-        ("stage", "what"),
-        (("0", "Embed, 2 Block"), ("1", "3 <Block>")),
-        {},
-        ("layers 0, 5 share parameters",),
+FACTS: dict[str, Any] = dict(
+    table=asdict(
+        Table(
+            "Pipeline(6 layers, </script>)",
+            ("stage", "what"),
+            (("0", "Embed, 2 Block"), ("1", "3 <Block>")),
+            {},
+            ("layers 0, 5 share parameters",),
+        )
     ),
     schedule="1f1b",
     orders=orders_of(schedule_of("1f1b", 2, 4, 1), 24, keeps_inputs=False),
@@ -712,11 +710,11 @@ FACTS = PipelineFacts(
     forward=(2.0, 3.0),
     backward=(5.0, 6.0),
     recompute=(1.0, 1.5),
-    parameters=Held((3e9, 5e9), 6e9),
-    gradients=Held((3e9, 5e9), 6e9),
-    other=Held((1e6, 2e6), 2e6),
-    optimizer=Held((1e9, 2e9), 2.5e9),
-    residuals=(Rows("residual", 10**8, (3, 2)), Rows("residual", 10**6, (1, 5))),
+    parameters={"own": [3e9, 5e9], "room": 6e9},
+    gradients=6e9,
+    other={"own": [1e6, 2e6], "room": 2e6},
+    optimizer=2.5e9,
+    residuals=(("residual", (3 * 10**8, 2 * 10**8)), ("residual", (10**6, 5 * 10**6))),
     activation=10**7,
     cotangent=2 * 10**7,
     passing=3 * 10**6,
@@ -729,13 +727,13 @@ def own_page(tab: Page, path: Path, schedule: Schedule | None = None, **changes:
     if schedule:
         orders = orders_of(schedule, 24, keeps_inputs=changes.get("keeps_inputs", False))
         changes |= {"schedule": schedule.name, "orders": orders, **schedule.sizes}
-    tab.open(show(replace(FACTS, **changes), path / "own.html").address)
+    tab.open(show(FACTS | changes, path / "own.html").address)
 
 
 def boundaries(schedule: Schedule, **options: bool) -> int:
     """The bytes of what waits between stages, by the tick table and the rows of `FACTS`."""
     rows = lower(schedule, **options).rows_written
-    return FACTS.passing + FACTS.activation * rows("activation") + FACTS.cotangent * rows("cotangent")
+    return FACTS["passing"] + FACTS["activation"] * rows("activation") + FACTS["cotangent"] * rows("cotangent")
 
 
 def test_a_pipelines_page_shows_its_times_and_bytes(tab, tmp_path):
@@ -744,10 +742,10 @@ def test_a_pipelines_page_shows_its_times_and_bytes(tab, tmp_path):
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     assert text(tab, "makespan") == f"{timeline.makespan:g} ms"
     assert shown(tab, "speedup-one") == pytest.approx(4 * (5 + 8.5) / timeline.makespan)
-    assert text(tab, "title") == FACTS.table.title
+    assert text(tab, "title") == FACTS["table"]["title"]
     cells = tab.get("[...document.querySelectorAll('#layers td')].map((c) => c.textContent)")
-    assert cells == [cell for row in FACTS.table.rows for cell in row]
-    assert text(tab, "notes") == FACTS.table.notes[0]
+    assert cells == [cell for row in FACTS["table"]["rows"] for cell in row]
+    assert text(tab, "notes") == FACTS["table"]["notes"][0]
     assert not tab.get("document.querySelector('.playground')?.offsetParent"), "nothing of the playground is left"
     tab.click("#tab-memory")
     peaks, table = timeline.peak_in_flight, lower(schedule_of("1f1b", 2, 4, 1))
@@ -802,23 +800,23 @@ def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots
 def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
     """Its backwards are in two parts, some or all, and each kind of row is as often there as stages hold it."""
     schedule = PUBLISHED[name](2, 5)
-    residuals = tuple(Rows(kind, 10**6, (1, 1)) for kind in ("residual", "late_residual", "w_input"))
+    residuals = tuple((kind, (10**6, 10**6)) for kind in ("residual", "late_residual", "w_input"))
     own_page(tab, tmp_path, schedule, residuals=residuals)
     timeline = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5])
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
     found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
-    assert found == [FACTS.work + 1e6 * sum(rows) for rows in zip(*schedule.ticks.rows.values(), strict=True)]
+    assert found == [FACTS["work"] + 1e6 * sum(rows) for rows in zip(*schedule.ticks.rows.values(), strict=True)]
 
 
 def test_recomputation_ahead_has_the_numbers_of_simulate(tab, tmp_path):
     schedule = ahead(2, 6)
-    own_page(tab, tmp_path, schedule, keeps_inputs=True, residuals=(Rows("residual", 10**6, (1, 1)),))
+    own_page(tab, tmp_path, schedule, keeps_inputs=True, residuals=(("residual", (10**6, 10**6)),))
     timeline, table = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5]), lower(schedule, keep_inputs=True)
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
     found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
-    assert found == [FACTS.work + 1e6 * rows for rows in table.rows["residual"]]
+    assert found == [FACTS["work"] + 1e6 * rows for rows in table.rows["residual"]]
     assert table.rows["residual"] == (2, 1)
     assert tab.get("jpipe.shown()[0].memory.room.boundaries") == boundaries(schedule, keep_inputs=True)
 
@@ -859,7 +857,7 @@ def test_a_page_is_a_file_and_its_address(tmp_path, monkeypatch, capsys):
     whole = page.path.read_text()
     head, _, rest = whole.partition('<script type="application/json" id="facts">')
     data, _, tail = rest.partition("</script>")
-    assert json.loads(data) == json.loads(json.dumps(asdict(FACTS)))
+    assert json.loads(data) == json.loads(json.dumps(FACTS))
     assert f"{head}{NO_FACTS}{tail}" == PAGE.read_text()
     assert (opened, capsys.readouterr().out) == ([], ""), "nobody sits at a terminal"
     temporary = show(FACTS)
@@ -927,12 +925,12 @@ def test_bytes_are_those_of_the_arrays(make_mesh, axes):
     for device in pipe.mesh.devices.flat:
         at_rest = bytes_of(state.variables["params"], device)
         gathered = at_rest + (2 * kernel if "fsdp" in axes else 0)
-        assert found.parameters.room == at_rest
-        assert found.gradients.room == gathered + 2 * (2 * kernel + narrow)
+        assert found["parameters"]["room"] == at_rest
+        assert found["gradients"] == gathered + 2 * (2 * kernel + narrow)
         statistics = bytes_of(state.variables["batch_stats"], device)
         casts, part = 4 * (2 * kernel + narrow), BATCH.nbytes // axes.get("fsdp", 1)
-        assert found.other.room == 2 * statistics + casts + part
-    own = np.sum(found.parameters.own) / found.parameters.room
+        assert found["other"]["room"] == 2 * statistics + casts + part
+    own = np.sum(found["parameters"]["own"]) / found["parameters"]["room"]
     trees = [tree["params"] for tree in pipe.layer_variables(state.variables)]
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
     assert own == pytest.approx(whole / sum(a[0].nbytes for a in state.variables["params"].values()))
@@ -945,17 +943,19 @@ def test_rows_of_residuals_are_those_of_the_step(options):
     pipe = make(**options)
     found, step = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH))
     arrays = jax.eval_shape(step.kept.storages["residual"].empty).values()
-    held = [b.bytes * max(np.multiply(b.strides, pipe.schedule.ticks.rows["residual"])) for b in found.residuals]
+    held = [max(np.multiply(row, pipe.schedule.ticks.rows["residual"])) for _, row in found["residuals"]]
     assert held == [a.size * a.dtype.itemsize for a in arrays]
-    assert found.activation == found.cotangent == 2 * 16 * 4, "two examples of 16 float32 values cross"
+    assert found["activation"] == found["cotangent"] == 2 * 16 * 4, "two examples of 16 float32 values cross"
 
 
 def test_rows_that_go_to_the_host_count_as_if_they_stayed():
     layers = [nn.Dense(16) for _ in range(8)]
     sizes = {"num_stages": 4, "num_microbatches": 8, "remat": "none", "balance": [2] * 4, "layers": layers}
-    own, gone = (facts_of(make(**sizes, offload=offload).planner, "", BATCH).residuals for offload in ((), "residuals"))
-    assert {rows.kind for rows in gone} == {"residual"} and {len(rows.strides) for rows in gone} == {4}
-    of = lambda found, k: sum(rows.bytes * rows.strides[k] for rows in found)
+    own, gone = (
+        facts_of(make(**sizes, offload=offload).planner, "", BATCH)["residuals"] for offload in ((), "residuals")
+    )
+    assert {kind for kind, _ in gone} == {"residual"} and {len(row) for _, row in gone} == {4}
+    of = lambda found, k: sum(row[k] for _, row in found)
     assert [of(gone, k) for k in (1, 2)] == [of(own, k) for k in (1, 2)]
 
 
@@ -966,10 +966,10 @@ def test_all_together_is_what_the_model_of_memory_says(make_mesh, axes, remat):
     names = ("fsdp", "tp") if "tp" in axes else (None, None)
     pipe = make(names, remat=remat, schedule="gpipe", mesh=make_mesh(tuple(axes.values()), tuple(axes)))
     found, table = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH)).table
-    rows = [1, 1] if found.keeps_inputs else table.rows["residual"]
-    moving = sum(b.bytes * max(np.multiply(b.strides, rows)) for b in found.residuals) + found.work + found.passing
-    moving += sum(getattr(found, name) * table.rows_written(name) for name in ("activation", "cotangent"))
-    fixed = found.parameters.room + found.gradients.room + found.other.room
+    rows = [1, 1] if found["keeps_inputs"] else table.rows["residual"]
+    moving = sum(max(np.multiply(row, rows)) for _, row in found["residuals"]) + found["work"] + found["passing"]
+    moving += sum(found[name] * table.rows_written(name) for name in ("activation", "cotangent"))
+    fixed = found["parameters"]["room"] + found["gradients"] + found["other"]["room"]
     assert fixed + moving == predict_memory(pipe.planner, BATCH, optax.sgd(0.1)).total
 
 
@@ -980,16 +980,16 @@ def test_other_schedules_and_micro_batches_have_the_bytes_that_the_page_scales(r
 
     def held(of, schedule, num_microbatches):
         rows = make(schedule=schedule, num_microbatches=num_microbatches).schedule.ticks.rows["residual"]
-        rows = [1, 1] if of.keeps_inputs else rows
-        share = of.num_microbatches / num_microbatches
-        return [share * buffer.bytes * max(np.multiply(buffer.strides, rows)) for buffer in of.residuals]
+        rows = [1, 1] if of["keeps_inputs"] else rows
+        share = of["num_microbatches"] / num_microbatches
+        return [share * max(np.multiply(row, rows)) for _, row in of["residuals"]]
 
     here = facts_of(make(layers=dense, remat=remat).planner, "", BATCH)
     for schedule, num_microbatches in (("gpipe", 4), ("gpipe", 2), ("1f1b", 8)):
         pipe = make(layers=dense, remat=remat, schedule=schedule, num_microbatches=num_microbatches)
         there = facts_of(pipe.planner, "", BATCH)
         assert sum(held(here, schedule, num_microbatches)) == sum(held(there, schedule, num_microbatches))
-        assert here.activation * 4 / num_microbatches == there.activation
+        assert here["activation"] * 4 / num_microbatches == there["activation"]
 
 
 def test_the_first_batch_counts_unless_another_is_given_and_nothing_is_compiled(tmp_path):
@@ -1003,9 +1003,8 @@ def test_the_first_batch_counts_unless_another_is_given_and_nothing_is_compiled(
         assert facts_of(pipe.planner, "") == of_shapes
         twice = facts_of(pipe.planner, "", np.ones((16, 16), np.float32))
         assert not compiled()
-    assert (of_shapes.batch, twice.batch, twice.activation) == (8, 16, 2 * of_shapes.activation)
-    titled = dataclasses.replace(of_shapes, table=dataclasses.replace(of_shapes.table, title=repr(pipe)))
-    data = json.dumps(dataclasses.asdict(titled))
+    assert (of_shapes["batch"], twice["batch"], twice["activation"]) == (8, 16, 2 * of_shapes["activation"])
+    data = json.dumps(of_shapes | {"table": of_shapes["table"] | {"title": repr(pipe)}})
     assert data in pipe.view(path=tmp_path / "pipe.html").path.read_text()
 
 
@@ -1013,7 +1012,7 @@ def test_times_are_the_plans_with_the_mean_forward_as_unit():
     pipe = make(balance=[1.0, 1.0, 1.0, 9.0])
     with pytest.warns(UserWarning, match="layer 3"):
         found = facts_of(pipe.planner, "", BATCH)
-    assert (found.forward, found.backward) == ((0.5, 1.5), (1.0, 3.0))
+    assert (found["forward"], found["backward"]) == ([0.5, 1.5], [1.0, 3.0])
 
 
 def unpacked(orders: str) -> dict[str, Any]:
@@ -1022,15 +1021,15 @@ def unpacked(orders: str) -> dict[str, Any]:
 
 def test_a_schedule_of_ones_own_is_on_the_page_beside_others():
     names = lambda orders: [*dict.fromkeys(key.split()[0] for key in orders)]
-    found = unpacked(facts_of(make().planner, "", BATCH).orders)
+    found = unpacked(facts_of(make().planner, "", BATCH)["orders"])
     assert names(found) == ["naive", "gpipe", "1f1b", "zero_bubble"]
     assert [key for key in found if key.startswith("1f1b")] == [f"1f1b 2 {M} 1" for M in (1, 2, 4, 8)]
     actions = [["F0", "B0", "F1", "B1"]] * 2
     for name in ("mine", "1f1b"):
         schedule = jpipe.Schedule(actions, slots=("FB",), name=name)
-        found = unpacked(facts_of(make(schedule=schedule, num_microbatches=2).planner, "", BATCH).orders)
+        found = unpacked(facts_of(make(schedule=schedule, num_microbatches=2).planner, "", BATCH)["orders"])
         assert names(found) == ["own", "naive", "gpipe", "1f1b", "zero_bubble"]
-        assert found["own 2 2 1"]["slots"] == ["FB"]
+        assert found["own 2 2 1"]["crossings"] == [[[0, 1, False], [1, 0, False]]]
 
 
 def test_a_cell_says_by_how_many_the_micro_batch_is_off_the_next_one():
@@ -1046,5 +1045,5 @@ def test_pages_are_small(tmp_path):
     """Of any pipeline below 1 MB, of one's own below 200 kB."""
     assert write_page(tmp_path / "any.html").path.stat().st_size < 10**6
     schedule = schedule_of("interleaved", 32, 128, 2)
-    facts = replace(FACTS, **schedule.sizes, orders=orders_of(schedule, 128 * 3 * 5 * 7, keeps_inputs=False))
+    facts = FACTS | schedule.sizes | {"orders": orders_of(schedule, 128 * 3 * 5 * 7, keeps_inputs=False)}
     assert show(facts, tmp_path / "own.html").path.stat().st_size < 200_000

@@ -16,9 +16,16 @@ import pytest
 import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
-from jpipe.tools.findings import MicrobatchSize, ProcessTime
-from jpipe.tools.measure import LayerTimes, StageTimes, StepModel
-from jpipe.tools.profile import prediction_in_words, size_table, stage_table
+from jpipe.tools.measure import LayerTimes, ProcessTime, StageTimes, StepModel
+from jpipe.tools.profile import (
+    MicrobatchSize,
+    find,
+    microbatch_sizes,
+    other_schedules,
+    prediction_in_words,
+    size_table,
+    stage_table,
+)
 from wide import WIDTH, Wide, loss_fn, make
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -63,9 +70,8 @@ def test_it_finds_the_layers_to_move(unbalanced, monkeypatch):
     stages = [[sum(getattr(cost, name) for cost in part) for part in (layers[:2], layers[2:])] for name in KINDS]
     seconds = {"measured": 0.14, "update": 0.001, "idle": 0.002, "setup": 0.001, "noise": 0.01}
     measured = StepModel(pipe.schedule, StageTimes(*map(tuple, stages), (0.0, 0.0)), **seconds)
-    module = sys.modules["jpipe.tools.profile"]
-    monkeypatch.setattr(module, "measure", lambda *_: measured)
-    monkeypatch.setattr(module, "measure_layers", lambda *_: LayerTimes(layers, layers))
+    monkeypatch.setattr("jpipe.tools.measure.measure_step", lambda *_: measured)
+    monkeypatch.setattr("jpipe.tools.measure.measure_layers", lambda *_: LayerTimes(pipe.planner, layers, layers))
     found = jpipe.profile(pipe, state, batch, other_sizes=False)
     balance = [finding for finding in found.findings if "balance" in finding.change]
     assert len(balance) == 1
@@ -120,10 +126,10 @@ def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
 def test_its_page_has_what_was_measured(unbalanced, found, tmp_path):
     page, facts, pipe = found.view(path=tmp_path / "step.html"), found.facts, unbalanced[0]
     assert f'"title": "{pipe!r}"' in page.path.read_text()
-    assert facts.unit == "ms" and facts.forward == pytest.approx([1e3 * time for time in found.stages.forward])
-    total = np.add(facts.forward, facts.backward)
+    assert facts["unit"] == "ms" and facts["forward"] == pytest.approx([1e3 * time for time in found.stages.forward])
+    total = np.add(facts["forward"], facts["backward"])
     assert total == pytest.approx([1e3 * time for time in found.stages.total])
-    assert (facts.parameters.room, facts.optimizer.room) == (found.memory.parameters, found.memory.optimizer)
+    assert (facts["parameters"]["room"], facts["optimizer"]) == (found.memory.parameters, found.memory.optimizer)
 
 
 def test_a_trace_names_ticks_slots_actions_layers_and_the_update(tmp_path):
@@ -247,3 +253,202 @@ def test_sizes_and_which_was_measured():
     table = size_table([MicrobatchSize(2, 8, 1e-3, 0.5, 0.1), MicrobatchSize(4, 4, 2e-3, 0.25, 0.2)], 4)
     assert list(table.rows) == [("2", "8", "1", "50.0%", "100"), ("4", "4", "2", "25.0%", "200")]
     assert table.marks == {0: "predicted", 1: "measured"}
+
+
+# --- findings, from times that are known ------------------------------------------------------------------------------
+
+
+LAYERS = 8
+BATCH = np.ones((16, 4), np.float32)
+
+
+def layers():
+    return [lambda x, i=i: x + i for i in range(LAYERS)]
+
+
+def planned(**options):
+    """A pipeline of eight layers that has seen a batch."""
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": "even", "remat": "none"} | options
+    pipe = jpipe.Pipeline(layers(), lambda outputs, _: jnp.mean(outputs), **options)
+    jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
+    return pipe
+
+
+def costs(of_layers, scale=1.0, residual_bytes=0):
+    """A third of a layer's time is its forward, the rest its backward."""
+    return [Cost(scale * t / 3, 2 * scale * t / 3, 0, 0, residual_bytes) for t in of_layers]
+
+
+def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1.0, others=None, noise=0.0):
+    """Findings where layers take these times in stages as alone.
+
+    Args:
+      pipe: a pipeline.
+      of_layers: forward and backward of each layer, `[N]`.
+      idle: a step without actions.
+      update: the optimiser's update.
+      contention: how many times as long stages take together.
+      kept: what layers take without recomputation, of what they take.
+      others: by number of micro-batches, what layers take in its micro-batches, of what they take.
+      noise: by how much rounds differ.
+    """
+    schedule, total = pipe.schedule, np.zeros(pipe.schedule.num_stages)
+    for virtual_stage, (start, stop) in enumerate(pipe.partition.bounds):
+        total[schedule.placement.stage_of(virtual_stage)] += sum(of_layers[start:stop])
+    stages = StageTimes(tuple(total / 3), tuple(2 * total / 3), (0.0,) * len(total))
+    step = contention * stages.makespan(schedule) + idle + update
+    model = StepModel(schedule, stages, idle=idle, update=update, measured=step, noise=noise)
+    times = LayerTimes(
+        pipe.planner,
+        costs(of_layers),
+        costs(of_layers, kept, residual_bytes=2**20),
+        {m: costs(of_layers, scale) for m, scale in (others or {}).items()},
+    )
+    sizes = microbatch_sizes(BATCH, model, times, other_schedules(pipe.planner, BATCH))
+    return find(model, times, sizes)
+
+
+def with_change(found):
+    return [finding for finding in found if finding.change]
+
+
+def test_nothing_to_find_where_stages_are_equal():
+    assert findings_of(planned(num_stages=1), [3.0] * LAYERS) == ()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_layers_to_move(schedule):
+    """Two stages of 2 and 6 equal layers, M=4: 2 + 6 + 3 * 6 layers' time becomes 4 + 4 + 3 * 4."""
+    pipe = planned(balance=[2, 6], schedule=schedule)
+    (found,) = with_change(findings_of(pipe, [3.0] * LAYERS, idle=6.0, update=12.0, contention=2.0))
+    assert found.change == {"balance": [4, 4]}
+    assert found.promise == pytest.approx((2 * 3 * 20 + 18) / (2 * 3 * 26 + 18))
+    assert found.text == (
+        "stage 1 takes 1.50 times the mean of the stages: balance=[4, 4] instead of [2, 6], step -21 %"
+    )
+
+
+def test_layers_to_move_among_chunks():
+    pipe = planned(balance=[1, 3, 1, 3], num_chunks=2, schedule="interleaved")
+    (found,) = with_change(findings_of(pipe, [1.0] * LAYERS))
+    assert found.change == {"balance": [2, 2, 2, 2]}
+    assert "stage 1 takes 1.50 times the mean of the stages: balance=[2, 2, 2, 2] instead of [1, 3, 1, 3]" in found.text
+
+
+def test_a_layer_that_no_cut_makes_lighter():
+    found = findings_of(planned(balance=[1, 7]), [30.0, *[1.0] * 7])
+    assert with_change(found) == []
+    assert any("stage 0 takes 1.62 times" in finding.text and "layer 0 (" in finding.text for finding in found)
+
+
+def test_more_micro_batches_where_examples_take_as_long():
+    """Equal stages: (M + K - 1) / M times the work, here 5/4, and 17/16 with M=16."""
+    found = findings_of(planned(), [1.0] * LAYERS, others={8: 0.5, 16: 0.25})
+    (change,) = with_change(found)
+    assert change.change == {"num_microbatches": 16, "schedule": "1f1b"}
+    assert change.promise == pytest.approx((17 / 16) / (5 / 4))
+    assert "M=4 leaves a bubble of 20.0%, M=16 of 5.9%" in change.text and "step -15 %" in change.text
+
+
+def test_fewer_micro_batches_where_examples_take_longer_in_small_ones():
+    """Half as many micro-batches that take no longer each: 3 turns instead of 5."""
+    found = findings_of(planned(), [1.0] * LAYERS, others={2: 1.0, 8: 1.0})
+    (change,) = with_change(found)
+    assert change.change["num_microbatches"] == 2
+    assert change.promise == pytest.approx(3 / 5)
+    said = "an example takes 2.0 times as long in micro-batches of 4 as of 8: they are too small to keep a device busy"
+    assert f"{said}; use a larger batch in as many micro-batches" in [finding.text for finding in found]
+
+
+def test_a_bubble_that_only_a_larger_batch_makes_smaller():
+    """It said "M=8 ...: step +80 %", which nobody wants."""
+    (found,) = findings_of(planned(), [1.0] * LAYERS, others={8: 1.0})
+    assert found.text == (
+        "M=4 leaves a bubble of 20.0%, and other numbers of micro-batches of this batch shorten the step by less than "
+        "10%; use a larger batch of micro-batches as large, M=8 leaves 11.1%"
+    )
+    assert found.change == {} and found.promise is None
+
+
+def test_a_bubble_that_more_micro_batches_hardly_make_smaller():
+    """1/17 of 16 + 1 turns is a bubble of 5.9 %; 8 larger micro-batches leave 11.1 %."""
+    assert findings_of(planned(num_microbatches=16), [1.0] * LAYERS, others={8: 2.0}) == ()
+
+
+def test_stages_that_are_even_enough():
+    """4 and 4.52 seconds, 1.06 times the mean: a step of 8.52 + 3 * 4.52, and 5 * 4.26 if they were equal, 3.5 % less.
+
+    It said to split a layer.
+    """
+    assert findings_of(planned(), [1.0] * 4 + [1.13] * 4) == ()
+    assert findings_of(planned(), [1.0] * 4 + [1.05] * 4) == ()
+    (found,) = findings_of(planned(balance=[3, 5]), [1.0] * LAYERS)  # 3 and 5: 8 + 3 * 5 turns to 8 + 3 * 4
+    assert found.text == (
+        "stage 1 takes 1.25 times the mean of the stages: balance=[4, 4] instead of [3, 5], step -13 %"
+    )
+    assert findings_of(planned(balance=[3, 5]), [1.0] * LAYERS, noise=0.14)[0].text.startswith("the step took longer")
+    assert len(findings_of(planned(balance=[3, 5]), [1.0] * LAYERS, noise=0.14)) == 1
+
+
+def test_recomputation_that_memory_buys_off():
+    """Under 1F1B the first of two stages holds three micro-batches of four layers, 1 MiB each."""
+    (found,) = with_change(findings_of(planned(remat="layer"), [1.0] * LAYERS, kept=0.75))
+    assert found.change == {"remat": "none"} and found.promise == pytest.approx(0.75)
+    assert "holds up to 12.0 MiB of residuals: step -25 %" in found.text
+
+
+def test_what_is_around_the_stages():
+    pipe = planned()
+    found = findings_of(pipe, [1.0] * LAYERS, idle=10.0, update=8.0, contention=1.5)  # 1.5 * 20 + 18
+    texts = "\n".join(finding.text for finding in found)
+    assert "stages take 1.5 times as long together" in texts
+    each = f"{10 / pipe.schedule.ticks.num_ticks * 1e3:.2g} ms in each of {pipe.schedule.ticks.num_ticks} ticks"
+    assert f"take 21% of the step: 0 ms once, of which a larger batch has less, and {each}" in texts
+    assert "the weight update" not in texts  # 8 of 48 are less than a fifth
+
+
+def test_too_little_work_promises_nothing():
+    found = findings_of(planned(balance=[2, 6]), [1.0] * LAYERS, idle=20.0, update=20.0, contention=9.0)
+    assert with_change(found) == []
+    assert any("too little to promise anything" in finding.text for finding in found)
+
+
+# --- changes that a pipeline takes ---
+
+
+def named(name, **sizes):
+    return jpipe.make_schedule(name, **({"num_stages": 2, "num_microbatches": 4} | sizes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": named("gpipe")},
+        {"schedule": "interleaved", "num_chunks": 2, "balance": [1, 3, 1, 3]},
+        {"balance": [1.0] * 6 + [3.0] * 2},
+        {"remat": "layer", "balance": "size"},
+    ],
+    ids=str,
+)
+def test_a_pipeline_takes_all_changes_besides_its_other_arguments(options):
+    found = findings_of(planned(**options), [1.0] * LAYERS, kept=0.5, others={8: 0.4, 16: 0.2})
+    assert any("num_microbatches" in finding.change for finding in found)
+    for finding in with_change(found):
+        planned(**options | finding.change)
+
+
+def test_a_promise_is_more_than_the_noise():
+    pipe = planned(balance=[3, 5], schedule="gpipe")
+    (quiet,) = with_change(findings_of(pipe, [3.0] * LAYERS, noise=0.08))
+    assert quiet.change == {"balance": [4, 4]} and 0.8 < quiet.promise < 0.9
+    noisy = findings_of(pipe, [3.0] * LAYERS, noise=0.25)
+    assert not with_change(noisy)
+    assert [finding.text for finding in noisy if "by 25%: something else runs" in finding.text]
+
+
+def test_an_order_of_ones_own_is_tried_with_no_other_number_of_micro_batches():
+    own = [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]
+    for name in ("custom", "1f1b", "naive", "interleaved"):
+        schedule = jpipe.Schedule(own, slots=("FB",), name=name)
+        assert other_schedules(planned(num_microbatches=2, schedule=schedule).planner, BATCH) == {}
+    assert sorted(other_schedules(planned(schedule=named("gpipe")).planner, BATCH)) == [1, 2, 8, 16]

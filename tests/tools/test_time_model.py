@@ -1,6 +1,4 @@
-import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -11,89 +9,11 @@ import pytest
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe.mesh.users_mesh import Torus, make_mesh
-from jpipe.tools.chips import CHIPS, parse_topology
+from jpipe.jax.inside import needed_part
+from jpipe.tools.chips import CHIPS, Chip, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP
 from jpipe.tools.memory_model import predict_host_memory
-from jpipe.tools.time_model import Network, bearable_share, layer_seconds, predict_time
-
-LINKS, ADAPTER = CHIPS["h100"].link_bandwidth, CHIPS["h100"].network_bandwidth
-
-
-def network(topology, **sizes):
-    parsed = parse_topology(topology)
-    return Network.of(parsed.chip, make_mesh(devices=parsed.stand_ins(), **sizes))
-
-
-def hop_of(network):
-    return network.bandwidth(["stage"], "permute")
-
-
-def test_within_a_host_all_axes_have_links():
-    found = network("h100:8", stage=2, data=2, tensor=2)
-    assert {hop_of(found), *map(found.bandwidth, ([axis] for axis in ("stage", "data", "tensor")))} == {LINKS}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "hop", "data", "tensor"),
-    [
-        ({"stage": 4, "data": 2, "tensor": 4}, ADAPTER, LINKS, LINKS),
-        ({"stage": 8, "data": 2, "tensor": 2}, ADAPTER, LINKS, LINKS),  # two stages a host: one hop in two is fast
-        ({"stage": 2, "data": 4, "tensor": 4}, ADAPTER, 2 * ADAPTER, LINKS),  # a ring of data has two of a host
-        ({"stage": 2, "data": 16, "tensor": 1}, ADAPTER, 8 * ADAPTER, LINKS),
-        ({"stage": 1, "data": 4, "tensor": 8}, LINKS, ADAPTER, LINKS),
-    ],
-)
-def test_axes_that_leave_a_host_have_its_adapters(sizes, hop, data, tensor):
-    """Transfers between hosts took as long as those within."""
-    found = network("h100:4x8", **sizes)
-    assert (hop_of(found), found.bandwidth(["data"]), found.bandwidth(["tensor"])) == (hop, data, tensor)
-    assert found.bandwidth(["data"], "all_to_all") == min(data, ADAPTER if data < LINKS else LINKS)
-
-
-def test_a_ring_along_several_axes_has_the_adapters_of_all_its_devices_on_a_host():
-    found = network("h100:2x8", stage=1, data=4, tensor=4)
-    assert found.bandwidth(["data"]) == 2 * ADAPTER
-    assert found.bandwidth(["data", "tensor"]) == 8 * ADAPTER
-
-
-def test_no_ring_is_faster_than_links():
-    wide = Network(CHIPS["h100"], Torus("h100", (("data", 32),)), (0,) * 16 + (1,) * 16)
-    assert wide.bandwidth(["data"]) == LINKS < 16 * ADAPTER
-
-
-def test_devices_at_hand_that_are_no_slices_are_one_host():
-    mesh = make_mesh(stage=2, data=2, devices=jax.devices()[:4])
-    assert hop_of(Network.of(CHIPS["v5e"], mesh)) == CHIPS["v5e"].link_bandwidth
-    assert hop_of(Network.of(CHIPS["h100"], mesh)) == LINKS
-
-
-def test_seconds_are_those_of_each_collective_along_its_axes():
-    found = network("h100:2x8", stage=2, data=8)
-    one = SimpleNamespace(bytes=5e9, loops=(3,), axes=("data",), collective="all_reduce")
-    hop = SimpleNamespace(bytes=5e9, loops=(), axes=("stage",), collective="permute")
-    assert found.seconds([one, hop]) == pytest.approx(15e9 / LINKS + 5e9 / ADAPTER)
-
-
-# --- TPUs: links along the axes of a torus ---
-
-
-def on_torus(chip, *shape, **sizes):
-    """The network of TPUs in a slice of this shape, in the order of their coordinates."""
-    places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), -1)
-    coordinates = tuple(tuple(map(int, place)) for place in places)
-    return Network(CHIPS[chip], Torus(chip, tuple(sizes.items()), coordinates))
-
-
-@pytest.mark.parametrize(
-    ("chip", "shape", "links"),
-    [("v5p", (2, 1, 1), 1), ("v5e", (4, 1), 1), ("v5e", (2, 2), 2), ("v5e", (2, 4), 2), ("v5p", (4, 4, 4), 6)],
-)
-def test_a_collective_has_the_links_of_the_torus(chip, shape, links):
-    """In a line the device at an end has one; a cube of v5p has all six."""
-    found = on_torus(chip, *shape, model=math.prod(shape))
-    assert found.bandwidth(["model"]) == links * CHIPS[chip].link_bandwidth
-
+from jpipe.tools.time_model import bearable_share, layer_seconds, predict_time, roofline
 
 # --- the time of a step -----------------------------------------------------------------------------------------------
 
@@ -336,3 +256,147 @@ def test_an_optimisers_state_is_waited_for_as_far_as_it_takes_longer_than_the_up
     assert found.update == plain.update
     assert found.host == pytest.approx(gone / V5E.host.bandwidth - plain.update)
     assert predict_time(pipe.planner, BATCH, with_link(1e30), tx=tx).seconds.host == 0
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+CHIP = replace(V5E, start=0.0)  # of kernels' starts there is a test of its own
+CPU = Chip("cpu", 50e9, 2**34, 10e9, 10e9, None)
+ENDLESS = replace(CHIP, counted=1e30)  # nothing but FLOPs
+
+
+def traced(function, *shapes, dtype=jnp.float32):
+    return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
+
+
+def one_pass(size, chip=CHIP):
+    return 8 * size / chip.pass_bandwidth
+
+
+def test_a_product_takes_its_flops_and_its_bytes():
+    product = traced(lambda x, y: x @ y, (1024, 2048), (2048, 512))
+    flops, read, written = 2 * 1024 * 2048 * 512, 4 * (1024 * 2048 + 2048 * 512), 4 * 1024 * 512
+    found = roofline(product, CPU)
+    assert found == pytest.approx(flops / CPU.flops + (read + 3 * written) / CPU.memory_bandwidth)
+    stays = roofline(product, CHIP)  # on the chip, but for the result's own pass
+    assert stays == pytest.approx(flops / CHIP.flops + read / CHIP.pass_bandwidth + one_pass(1024 * 512))
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns", "padded"), [(1024, 64, 1024, 2), (64, 1024, 1024, 1)])
+def test_what_the_matrix_unit_holds_is_padded(rows, depth, columns, padded):
+    product = traced(lambda x, y: x @ y, (rows, depth), (depth, columns))
+    assert roofline(product, ENDLESS) == pytest.approx(padded * 2 * rows * depth * columns / CHIP.flops)
+
+
+def test_a_reduction_on_a_gpu_reads_its_operand_and_writes_next_to_nothing():
+    """It took as long as a copy: predicted steps were a fifth longer than their kernels' bytes and FLOPs take."""
+    h100, size = CHIPS["h100"], 2048 * 2048
+    found = roofline(traced(lambda x: x.sum(axis=1), (2048, 2048)), h100)
+    assert found == pytest.approx(4 * size / h100.memory_bandwidth, rel=0.01)
+
+
+def test_elementwise_operations_are_free_where_products_take_them_in():
+    plain, more = (traced(f, (512, 512)) for f in (lambda x: x @ x, lambda x: jnp.tanh(x) @ x))
+    assert roofline(more, CHIP) == pytest.approx(roofline(plain, CHIP))
+    assert roofline(more, CPU) == pytest.approx(roofline(plain, CPU) + one_pass(512**2, CPU))
+
+
+def test_a_reduction_is_a_pass_but_of_what_a_product_makes():
+    alone, twice, made = (
+        traced(f, (512, 512)) for f in (jnp.sum, lambda x: (jnp.sum(x), jnp.sum(x * x)), lambda x: jnp.sum(x @ x))
+    )
+    small = one_pass(2)
+    assert roofline(alone, CHIP) == pytest.approx(one_pass(512**2), abs=small)
+    assert roofline(twice, CHIP) == pytest.approx(one_pass(512**2), abs=small)
+    flops = 2 * 512**3 / CHIP.flops
+    assert roofline(made, CHIP) == pytest.approx(flops + 2 * 4 * 512**2 / CHIP.pass_bandwidth, abs=small)
+
+
+def test_a_softmax_takes_a_pass_more_if_its_sum_is_kept():
+    def attend(x, keep):
+        scores = x @ x.T
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        total = weights.sum(-1, keepdims=True)
+        return ((weights / total) @ x, total) if keep else (weights / total) @ x
+
+    kept, free = (roofline(traced(lambda x, keep=keep: attend(x, keep), (1024, 128)), CHIP) for keep in (True, False))
+    assert kept - free == pytest.approx(one_pass(1024**2 + 1024), rel=1e-6)
+
+
+def test_a_narrow_last_dimension_is_turned_by_a_pass():
+    wide, narrow = (traced(lambda x, w: jnp.tensordot(x, w, 1), (256, 512), (512, *to)) for to in ((8, 128), (16, 64)))
+    turned = 512 * 1024 + 256 * 1024  # the operand and the result
+    assert roofline(narrow, CHIP) - roofline(wide, CHIP) == pytest.approx(one_pass(turned))
+    assert roofline(narrow, CPU) == pytest.approx(roofline(wide, CPU))
+
+
+def test_loops_take_their_trips_and_branches_the_longest():
+    once = lambda x: x @ x
+    single = roofline(traced(once, (64, 64)), CHIP)
+    looped = traced(lambda x: jax.lax.scan(lambda x, _: (once(x), None), x, length=5)[0], (64, 64))
+    either = traced(lambda x: jax.lax.cond(x[0, 0] > 0, once, lambda x: x, x), (64, 64))
+    result = one_pass(64**2)
+    assert roofline(looped, CHIP) == pytest.approx(5 * single + result)
+    assert roofline(either, CHIP) == pytest.approx(single + result)
+
+
+def test_what_is_not_wanted_takes_nothing():
+    both = traced(lambda x: (x @ x, x.sum()), (512, 512))
+    assert roofline(needed_part(both, [False, True])[0], CHIP) == pytest.approx(
+        roofline(traced(jnp.sum, (512, 512)), CHIP)
+    )
+
+
+def test_operations_on_whole_arrays_read_and_write_them():
+    """They took nothing: the backward of a max-pool, Fourier transforms, the largest of a row."""
+    size = 64 * 64 * 8
+    pool = lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    pooled = traced(jax.grad(lambda x: pool(x).sum()), (1, 64, 64, 8))
+    assert roofline(pooled, CHIP) > one_pass(size) + one_pass(size)  # the gradient is a result
+    assert roofline(
+        traced(lambda x: jnp.fft.ifft(jnp.fft.fft(x)), (64, 512), dtype=jnp.complex64), CHIP
+    ) > 2 * one_pass(size)
+    assert roofline(traced(lambda x: jax.lax.top_k(x, 4)[1], (64, 512)), CHIP) > one_pass(size)
+
+
+def test_each_product_and_each_reduction_has_to_start():
+    started = replace(CHIP, start=1.0)
+    for count, function in (
+        (1, lambda x: x @ x),
+        (2, lambda x: x @ x @ x),
+        (1, jnp.sum),
+        (2, lambda x: jnp.exp(x - jnp.max(x)) @ x),
+    ):
+        jaxpr = traced(function, (8, 8))
+        assert roofline(jaxpr, started) - roofline(jaxpr, CHIP) == pytest.approx(count)
+
+
+CHANNELS = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "window_strides": (1, 1), "padding": "SAME"}
+
+
+@pytest.mark.parametrize("batch, channels", [(8, (128, 256)), (2, (32, 8)), (12, (200, 96))])
+def test_images_are_padded_to_lanes_and_sublanes(batch, channels):
+    """FLOPs and bytes of forward, and of the backward by its three products, as if all channels were there."""
+    convolve = lambda x, w: jax.lax.conv_general_dilated(x, w, **CHANNELS)
+    shapes = (batch, 14, 14, channels[0]), (1, 1, *channels)
+    padded = lambda n, tile: -(-n // tile) * tile
+    examples, read, given = padded(batch, 8), padded(channels[0], 128), padded(channels[1], 128)
+    flops = 2 * examples * 14 * 14 * read * given / CHIP.flops
+    image = lambda size: 4 * examples * 14 * 14 * size
+    weights = 4 * channels[0] * channels[1]
+    once = (image(read) + image(given) + weights) / CHIP.memory_bandwidth
+    jaxpr = traced(lambda x, w: jnp.sum(convolve(x, w)), *shapes)
+    assert roofline(jaxpr, CHIP) == pytest.approx(flops + once, abs=one_pass(2))
+
+    backward = traced(lambda x, w, g: jax.vjp(convolve, x, w)[1](g), *shapes, (batch, 14, 14, channels[1]))
+    results = one_pass(examples * 14 * 14 * read + channels[0] * channels[1])
+    assert roofline(backward, CHIP) == pytest.approx(2 * (flops + once) + results)
+
+
+def test_groups_of_channels_are_counted_as_they_are():
+    convolve = lambda x, w: jnp.sum(jax.lax.conv_general_dilated(x, w, **CHANNELS, feature_group_count=64))
+    found = roofline(
+        traced(convolve, (8, 14, 14, 64), (1, 1, 1, 64)), replace(CHIP, memory_bandwidth=1e30, counted=1e30)
+    )
+    assert found == pytest.approx(2 * 8 * 14 * 14 * 64 / CHIP.flops)
