@@ -201,9 +201,9 @@ def _with_ties_alone(traced: Traced, places: Sequence[int], sizes: Mapping[Part,
         at = [p for p in range(start, stop) if not tied.isdisjoint(traced.parts_used[p])]
         around = {at[0], at[-1] + 1} - {start, stop}
         state = (part for part, (first, last) in traced.spans.items() if any(first < p < last for p in around))
+        if not around and _mixed_piece(_in_parts(used(pairs), sizes)) is None:
+            return places
         if not around or any(map(traced.is_inside_of_state, around)):
-            if _mixed_piece(_in_parts(used(pairs), sizes)) is None:
-                return places
             raise TiedTogether(tied, frozenset(state))
         places = sorted({*places, *around})
     return places

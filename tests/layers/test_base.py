@@ -433,7 +433,7 @@ def test_state_that_stays_on_one_stage():
     options = {"num_stages": 2, "num_microbatches": 2, "merge": {"batch_stats": "mean"}}  # norms used several times
     make = lambda model: jpipe.Pipeline(model, lambda y, _: jnp.mean(y**2), **options)
     text = (
-        r"changes the state .*BatchNorm_0/mean, .*/var in between, .*mark .* jpipe\.cut.* or give each place a module"
+        r"changes the state .*BatchNorm_0/mean, .*/var in between; mark .* jpipe\.cut.* or give each place a module"
     )
     with pytest.raises(ValueError, match=text):
         make(LoopedNorms()).init(jax.random.key(0), batch)
