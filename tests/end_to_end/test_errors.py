@@ -484,7 +484,7 @@ class TestVariables:
 
 def test_per_layer_outside_of_a_pipeline():
     with pytest.raises(
-        TypeError, match=r"jpipe\.per_layer works on the parameters of a jpipe\.Pipeline, not on a dict"
+        TypeError, match=r"jpipe\.per_layer takes the parameters of a jpipe\.Pipeline, not a dict; put it outermost"
     ):
         jpipe.per_layer(optax.sgd(0.1)).init({"w": np.ones(3, np.float32)})
 
