@@ -409,4 +409,4 @@ def differences(facts_of: Mapping[int, Mapping[str, str]]) -> str:
 def _late(missing: Sequence[int]) -> str:
     """The message that names the processes that didn't come; empty if all did."""
     who = f"process {', '.join(map(str, missing))} did not come to the same step within {SECONDS:g} s"
-    return f"{who}; take the same steps of the same pipelines in all" if missing else ""
+    return f"{who}; all processes have to take the same steps of the same pipelines" if missing else ""

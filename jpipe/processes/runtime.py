@@ -58,7 +58,7 @@ def shared_store() -> Any:
 
         return global_state.client
     except (ImportError, AttributeError):
-        warn_once("this JAX hides the store of processes: nobody checks whether all of them want the same")
+        warn_once("this JAX hides the processes' store; use another, or nobody checks whether they all want the same")
         return None
 
 

@@ -225,8 +225,8 @@ class Watch:
         """The values that processes have put under this word, by their indices."""
         if self._count == 1:
             return {}
-        stored = self._store.key_value_dir_get(f"{self._folder}/{what}/")
-        return {int(key.rpartition("/")[2]): text for key, text in stored}
+        entries = self._store.key_value_dir_get(f"{self._folder}/{what}/")
+        return {int(key.rpartition("/")[2]): text for key, text in entries}
 
 
 def report(process: int, count: int, seconds: float, standings: Mapping[int, Standing]) -> str:

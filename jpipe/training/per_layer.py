@@ -136,7 +136,7 @@ def _updated(
     shared = [*before, *jax.tree.leaves(extra)]
     layouts = dict.fromkeys(own, layout) | {"state": state.own_layout}
     new = _for_each_layer(cut.on_device, layouts, own, shared, results)
-    counts = nested(zip(state.shared_paths, cut.of_shared(shared), strict=True))
+    counts = nested(zip(state.shared_paths, map(jnp.asarray, cut.of_shared(*shared)), strict=True))
     return new | {"state": PerParameterState(counts, new["state"])}
 
 
@@ -406,11 +406,8 @@ class _ModelUpdate:
         self._takes_of = _by_owner(self._owners, self._owners.values())
         self._gives_of = _by_owner(self._flat.results, (owner for name in gives for owner in owners[name]))
         self._cut, self._part = Kinds(), cache(self._part_of)
-        self._shared = jaxpr_as_fun(self._part(None).closed)
-
-    def of_shared(self, shared: Sequence[Leaf]) -> list[jax.Array]:
-        """Computes the results that belong to no parameter; `shared` as of `on_device`."""
-        return list(map(jnp.asarray, self._shared(*shared)))
+        # The results that belong to no parameter; its arguments are `shared` of `on_device`.
+        self.of_shared = jaxpr_as_fun(self._part(None).closed)
 
     def _part_of(self, owner: int | None) -> PartJaxpr:
         """Cuts off the equations that the results of one parameter need, or of None, the shared ones."""
