@@ -546,7 +546,7 @@ def test_arguments_of_other_types(tmp_path):
             saved.save(pipe, state, position={"key": jax.random.key(0)})
     with pytest.raises(ValueError, match="the directory's name is empty"):
         jpipe.Checkpointer("")
-    with pytest.raises(FileNotFoundError, match="did you mean"):
+    with pytest.raises(FileNotFoundError, match=f"3 has no checkpoint; pass {tmp_path}"):
         jpipe.load_layers(tmp_path / "3")
 
 

@@ -689,7 +689,7 @@ WRAPPED = (
     "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
     "jpipe.per_layer(optax.lamb(1e-3)))"
 )
-NOISE = "leave that part (noise) outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
+NOISE = "keep it outside, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
 
 
 @follows(WRAPPED, NOISE)
