@@ -22,7 +22,7 @@ from flax import serialization
 from jax.core import Tracer
 
 from jpipe.jax.in_place import is_apart
-from jpipe.jax.trees import check_same_shapes, check_same_structure
+from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves
 from jpipe.layers.base import describe
 from jpipe.memory.layout import NOT_SAVED, StageTree, laid_out
 from jpipe.model.groups import Model
@@ -54,11 +54,9 @@ def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
         tree = laid_out(tree, state_on_hosts=plan.layouts[name].state_on_hosts)
         if tree.layout != plan.layouts[name]:
             stages, here = tree.layout.num_stages, plan.layouts[name].num_stages
-            differs = f"num_stages={stages}, here {here}; layers, balance or mesh may differ too"
+            differs = "its layers, balance or mesh differ" if stages == here else f"num_stages={stages}, here {here}"
             raise ValueError(
-                f"variables[{name!r}] were laid out by another pipeline "
-                f"({differs if stages != here else 'its layers, balance or mesh differ'}); translate them: "
-                f"{translated(plan)}"
+                f"variables[{name!r}] were laid out by another pipeline ({differs}); translate them: {translated(plan)}"
             )
         check_same_structure(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
         check_same_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
@@ -78,20 +76,17 @@ def check_is_variables(variables: object) -> None:
     """
     if isinstance(variables, StageTree):
         raise TypeError('variables is a single collection; pass them by collection, such as {"params": grads}')
+    kind = type(variables).__name__
     if isinstance(variables, list | tuple):
-        raise TypeError(
-            f"variables is a {type(variables).__name__}; lay out trees of layers by "
-            "pipe.from_layer_variables(trees, batch), a model's own by pipe.from_model_variables(tree, batch)"
-        )
+        raise TypeError(f"variables is a {kind}; lay out trees of layers by pipe.from_layer_variables(trees, batch)")
     if not isinstance(variables, dict) or not variables:
         what = "state.variables" if hasattr(variables, "variables") else "what pipe.init returned, a dict by collection"
-        raise TypeError(f"variables is a {type(variables).__name__}; pass {what}")
+        raise TypeError(f"variables is a {kind}; pass {what}")
     for name, tree in variables.items():
         if not isinstance(tree, StageTree):
             raise TypeError(
-                f"variables[{name!r}] is a {type(tree).__name__}, not laid out by a pipeline; "
-                "use pipe.from_model_variables(tree, batch), of a list pipe.from_layer_variables(trees, batch) (a "
-                "batch comes after the variables)"
+                f"variables[{name!r}] is a {type(tree).__name__}, not laid out by a pipeline (a batch comes after): "
+                "use pipe.from_model_variables(tree, batch), of a list pipe.from_layer_variables(trees, batch)"
             )
 
 
@@ -102,8 +97,7 @@ def check_complete(plan: Plan, variables: dict[str, StageTree]) -> None:
       TypeError, ValueError: as `check_variables`; or naming the first collection that is.
     """
     check_variables(plan, variables)
-    missing = sorted(set(plan.layouts) - set(variables))
-    if missing:
+    if missing := sorted(set(plan.layouts) - set(variables)):
         raise ValueError(f"variables lack the collection {missing[0]!r}; pass what pipe.init returned")
 
 
@@ -141,9 +135,8 @@ def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> No
     stages, chunks = integer_or_none(num_stages) or 0, integer_or_none(num_chunks) or 0
     if min(stages, chunks) > 0 and stages * chunks > num_layers:
         raise ValueError(
-            f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {num_layers} layers; "
-            f"every stage and chunk needs at least one layer: use num_stages * num_chunks <= {num_layers}, or cut the "
-            "model into more layers"
+            f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {num_layers} layers; use "
+            f"num_stages * num_chunks <= {num_layers}, or cut the model into more layers"
         )
 
 
@@ -165,12 +158,11 @@ def check_offload(plan: Plan, state: TrainState) -> None:
     Raises:
       ValueError: another pipeline's `offload=` put it into the other memory.
     """
-    here, there = plan.layouts["params"].state_on_hosts, state.variables["params"].layout.state_on_hosts
-    if here != there:
-        memories = {True: "the memory of the hosts", False: "that of the devices"}
+    on_hosts = state.variables["params"].layout.state_on_hosts
+    if on_hosts != plan.layouts["params"].state_on_hosts:
+        where = "hosts" if on_hosts else "devices"
         raise ValueError(
-            f"state was made with another offload=: the optimiser's state lies in {memories[there]}, and a step here "
-            f"has it in {memories[here]}; move it: state = pipe.place_state(state, tx)"
+            f"state was made with another offload=, on the {where}; move it: state = pipe.place_state(state, tx)"
         )
 
 
@@ -198,16 +190,12 @@ def check_loop_state(plan: Plan, state: PyTree) -> None:
     for node in filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree)):
         if node.layout.num_stages != stages:
             raise ValueError(
-                f"state holds arrays that were laid out for num_stages={node.layout.num_stages}, and this pipeline has "
-                f"{stages}; begin with {translated(plan)} and "
-                "tx.init of its parameters, or go from one to the other by a jpipe.Checkpointer"
+                f"state was laid out for num_stages={node.layout.num_stages}, and this pipeline has {stages}; begin "
+                f"with {translated(plan)}, or go from one to the other by a jpipe.Checkpointer"
             )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    for name, leaf in named_leaves("state", state):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
-            raise TypeError(
-                f"state{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which can't lie on devices; pass a "
-                "pytree of arrays, random keys and numbers"
-            )
+            raise TypeError(f"{name} is a {type(leaf).__name__}, which can't lie on devices; pass arrays and numbers")
     check_alive("state", state)
 
 
@@ -286,12 +274,11 @@ def check_placed(batch: Batch) -> None:
     Raises:
       ValueError: naming the first that is.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for name, leaf in named_leaves("batch", batch):
         if _is_on_own_devices(leaf) and leaf.committed:
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} is on devices of process {jax.process_index()} alone, but the mesh "
-                "has those of several processes; give pipe.place(batch), with the rows that this process feeds "
-                "(pipe.data_shard)"
+                f"{name} is on devices of process {jax.process_index()} alone, but the mesh has those of several; give "
+                "pipe.place(batch), with the rows that this process feeds (pipe.data_shard)"
             )
 
 
@@ -320,12 +307,10 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         split = f", split by {_shortened(group.specs)}" if splits.axes else ""
         words[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}{split}"
     words |= {"cuts": _shortened(plan.partition.cuts), "costs of layers": _shortened(plan.partition.layer_costs)}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        name = f"batch{jax.tree_util.keystr(path)}"
+    for name, leaf in named_leaves("batch", batch):
         words[name] = describe(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         if values and _is_own(leaf):
-            remedy = "rows of this process alone go through pipe.place"
-            words[f"the values of {name} ({remedy})"] = _digest(np.asarray(leaf).tobytes())
+            words[f"the values of {name} (own rows go through pipe.place)"] = _digest(np.asarray(leaf).tobytes())
     if key is not None and _is_own(key):
         words["key"] = _shortened(np.asarray(jax.random.key_data(key)).tolist())
     return words | {"JAX": jax.__version__}
@@ -423,5 +408,5 @@ def differences(facts_of: Mapping[int, Mapping[str, str]]) -> str:
 
 def _late(missing: Sequence[int]) -> str:
     """The message that names the processes that didn't come; empty if all did."""
-    who = f"process {', '.join(map(str, missing))} did not come to the same step within {SECONDS:g} s; all processes "
-    return who + "have to make the same pipelines and take the same steps, in the same order" if missing else ""
+    who = f"process {', '.join(map(str, missing))} did not come to the same step within {SECONDS:g} s"
+    return f"{who}; all processes have to take the same steps of the same pipelines" if missing else ""

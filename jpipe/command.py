@@ -39,23 +39,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jpipe", description="Pipeline parallelism for Flax models.")
     parser.add_argument("--version", action="version", version=f"jpipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    view = commands.add_parser(
-        "view",
-        help="open a page that shows where a pipeline's time and memory go",
-        description="Opens a page with sliders for stages, micro-batches, schedule and memory: one file, which needs "
-        "no network.",
-    )
+    opens = "open a page that shows where a pipeline's time and memory go, with sliders for its settings"
+    view = commands.add_parser("view", help=opens, description=opens)
     view.add_argument("--save", type=Path, metavar="FILE", help="write the page to FILE, for a site, and open nothing")
     view.set_defaults(run=_view)
-    search = commands.add_parser(
-        "plan",
-        help="search the settings that train a model fastest",
-        description="Searches the settings that train a model fastest, of those that fit. FACTORY is a function in "
-        f"FILE.py that takes the batch size and returns ({RETURNS}); shapes do for a batch. Nothing is compiled "
-        "without --compile.",
-    )
+    finds = "search the settings that train a model fastest, of those that fit"
+    search = commands.add_parser("plan", help=finds, description=finds)
     add = search.add_argument
-    add("model", metavar="FILE.py:FACTORY", help="the function that makes the model")
+    add("model", metavar="FILE.py:FACTORY", help=f"a function that takes the batch size and returns ({RETURNS})")
     add("--batch", type=int, required=True, help="examples of a step")
     add("--topology", help='a slice of TPUs or GPUs, as "v5e:4x4" (default: the devices at hand)')
     add("--memory", type=float, metavar="GIB", help="of a device (default: nine tenths of what it has)")

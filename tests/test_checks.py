@@ -152,8 +152,8 @@ CHANGES = [
     ({"unroll": True}, {"unroll"}),
     ({"loss_over": "batch"}, {"loss_over"}),
     ({"balance": [1.0, 1.05]}, {"costs of layers"}),
-    ({"batch": INPUTS[:4]}, {"batch", "the values of batch (rows of this process alone go through pipe.place)"}),
-    ({"batch": 2 * INPUTS}, {"the values of batch (rows of this process alone go through pipe.place)"}),
+    ({"batch": INPUTS[:4]}, {"batch", "the values of batch (own rows go through pipe.place)"}),
+    ({"batch": 2 * INPUTS}, {"the values of batch (own rows go through pipe.place)"}),
     ({"key": jax.eval_shape(lambda: jax.random.key(0))}, set()),
 ]
 

@@ -175,11 +175,9 @@ class Checkpointer:
             files.set_aside(self.directory, self._damaged)
             self._damaged.clear()
             self._manager.reload()
-        newest = max(files.steps_in(self.directory), default=-1)
-        if newest >= step:
+        if (newest := max(files.steps_in(self.directory), default=-1)) >= step:
             raise ValueError(
-                f"{self.directory} holds a checkpoint of step {newest}, and this state is of step {step}; go on from "
-                "that one (restore), or save to another directory"
+                f"{self.directory} holds step {newest}, and the state is of step {step}; restore it, or save elsewhere"
             )
         keys = {"/".join(path): _key_to_json(key) for path, key in contents.random_keys.items()}
         about = {"jpipe": __version__, "step": step, "random_keys": keys, "position": encoded, **contents.description()}
@@ -211,11 +209,8 @@ class Checkpointer:
         except Exception as error:
             listed = files.listed(self.directory)
             self._done.intersection_update(listed)  # a step that wasn't written may be saved again
-            whole = max((s for s in listed if s not in self._damaged), default=None)
-            rest = "there is no other checkpoint" if whole is None else f"the checkpoint of step {whole} is whole"
-            raise RuntimeError(
-                f"{what} in {self.directory} failed: {error}; {rest}, and the state in memory is as it was"
-            ) from error
+            whole = max((step for step in listed if step not in self._damaged), default="none")
+            raise RuntimeError(f"{what} in {self.directory} failed: {error}; last whole checkpoint: {whole}") from error
 
     # --- restoring ---
 
@@ -246,8 +241,7 @@ class Checkpointer:
         steps = files.steps_in(self.directory)
         if not steps:
             return None, None
-        read = lambda step: self._restored(step, pipe, batch, tx)
-        step, restored, self._damaged = _newest(self.directory, steps, read)
+        step, restored, self._damaged = _newest(self.directory, steps, lambda s: self._restored(s, pipe, batch, tx))
         self._done.add(step)
         return restored
 
@@ -262,14 +256,13 @@ class Checkpointer:
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         wanted = contents.description()
         origin = origin_of(about, wanted)
-        difference = first_difference(origin.saved, wanted)
-        if difference is not None:
-            tree, kind = ("tree", "model") if "model" in wanted else ("trees", "layer")
+        if difference := first_difference(origin.saved, wanted):
+            kind = "model" if "model" in wanted else "layer"
+            load = "load_model" if "model" in about else "load_layers"
             raise ValueError(
-                f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or "
-                f"begin with those values that fit: {tree} = pipe.{kind}_variables(pipe.init(key, batch)), put in what "
-                f"jpipe.load_{'layers' if 'layers' in about else 'model'}(directory) has, in the same dtypes, and call "
-                f"pipe.create_state(..., variables=pipe.from_{kind}_variables({tree}, batch))"
+                f"{directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or put what fits of "
+                f"jpipe.{load}(directory), cast, into trees = pipe.{kind}_variables(pipe.init(key, batch)), and call "
+                f"pipe.create_state(..., variables=pipe.from_{kind}_variables(trees, batch))"
             )
         arrays, named = read_all(directory, contents, origin)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
@@ -310,8 +303,7 @@ def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Py
       RuntimeError: none can be read.
       TypeError, ValueError: `step` is no integer, or negative; the checkpoint is of a list of layers.
     """
-    (tree,) = _loaded(directory, step, MODEL)
-    return tree
+    return _loaded(directory, step, MODEL)[0]
 
 
 def _loaded(directory: str | os.PathLike[str], step: int | None, item: str) -> list[PyTree]:
@@ -321,19 +313,15 @@ def _loaded(directory: str | os.PathLike[str], step: int | None, item: str) -> l
     path = files.as_path(directory)
     steps = files.listed(path)
     if (step is not None and step not in steps) or not steps:
-        which = "" if step is None else f" of step {step!r}"
-        parent = f"; did you mean {path.parent}?" if path.name.isdigit() else ""
-        has = f"it has those of the steps {sorted(steps)}" if steps else "pass the folder of a jpipe.Checkpointer"
-        raise FileNotFoundError(f"{path} has no checkpoint{which}; {has}{parent}")
+        which = "" if step is None else f" of step {step}, but of {sorted(steps)}"
+        folder = path.parent if path.name.isdigit() else "the folder of a jpipe.Checkpointer"
+        raise FileNotFoundError(f"{path} has no checkpoint{which}; pass {folder}")
 
     def read(step: int) -> list[PyTree]:
         about = files.read_about(path / str(step))
         if item not in about:
-            name = about["model"]["name"] if item == LAYERS else ""
-            what = f"the model {name}, which is one module" if name else "a list of layers"
-            raise ValueError(
-                f"{path} has checkpoints of {what}; read them by jpipe.load_{'model' if name else 'layers'}(directory)"
-            )
+            kind, load = ("one module", "load_model") if item == LAYERS else ("a list of layers", "load_layers")
+            raise ValueError(f"{path} has checkpoints of {kind}; read them by jpipe.{load}(directory)")
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == item}
         with task(f"reading the {item} of step {step}"):
             arrays = files.read_arrays(path / str(step), wanted)
@@ -366,10 +354,7 @@ def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], V
         if reasons:
             warn_user(f"{directory}: going on from step {step}, since {'; '.join(reasons.values())}")
         return step, value, list(reasons)
-    raise RuntimeError(
-        f"none of the checkpoints in {directory} can be read: {'; '.join(reasons.values())}; to start anew, choose "
-        "another directory"
-    )
+    raise RuntimeError(f"no checkpoint in {directory} can be read: {'; '.join(reasons.values())}; use another folder")
 
 
 def _key_to_json(key: jax.Array) -> Json:

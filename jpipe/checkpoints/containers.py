@@ -49,8 +49,7 @@ def _key_to_json(path: tuple[str, ...], key: PathKey) -> str | int | float | boo
     """Returns a dict's key itself, and for another container the field's name; `path` leads to the container."""
     value = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
     if type(value) not in (str, int, float, bool):
-        where = f"a dict at {'/'.join(path) or 'the root'}"
-        raise TypeError(f"{where} has the key {value!r}; in a checkpoint keys are strings or numbers")
+        raise TypeError(f"a dict at {'/'.join(path) or 'the root'} has the key {value!r}; use strings or numbers")
     return value
 
 
@@ -85,8 +84,7 @@ def value_to_json(path: tuple[str, ...], value: object) -> Json:
     if array is None or array.dtype.kind not in "biufc":
         what = type(value).__name__ if array is None else f"array of {array.dtype}"
         raise TypeError(
-            f"the position in the data holds a {what} at {'/'.join(path) or 'its root'}; it may hold numbers, strings, "
-            "bytes and arrays of NumPy's own numbers, in dicts, lists and tuples"
+            f"the position holds a {what} at {'/'.join(path) or 'its root'}; pass numbers, strings, bytes and arrays"
         )
     return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
 

@@ -50,10 +50,7 @@ Named = dict[Path, Leaf]
 
 LAYERS, MODEL, OPTIMIZER = "layers", "model", "optimizer"
 NOTHING = ""
-_OF_BUFFERS = (
-    "{} follows the pipeline's buffers, not its layers, so that no other layout could read it; wrap the transformation "
-    "that keeps it in jpipe.per_layer(...)"
-)
+_OF_BUFFERS = "{} follows the pipeline's buffers, not its layers; wrap what keeps it in jpipe.per_layer(...)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,14 +224,13 @@ class Contents:
         if self.cut is None:
             return {"layers": self._layers(), "arrays": arrays}
         layer, trees = self.cut.whole.layer, {}
-        for name, variables in self.state.variables.items():
-            tree = variables.layout.model_tree
+        for name in sorted(self.state.variables.keys() & self.cut.whole.unboxed.keys()):
+            tree = self.state.variables[name].layout.model_tree
             assert tree is not None
             last = {part[0]: part[1] for part in sorted(chain.from_iterable(chain.from_iterable(tree.parts)))}
             stacked = [tuple(i + 1 for i in last[n]) for n in range(len(tree.paths))]
             leaves = [PathLeaf((MODEL, name, *path), counts) for path, counts in zip(tree.paths, stacked, strict=True)]
             trees[name] = jax.tree.unflatten(tree.treedef, leaves)
-        trees = {name: tree for name, tree in trees.items() if name in self.cut.whole.unboxed}
         item = containers_to_json(layer.to_item(trees), lambda _, leaf: [list(leaf.path), list(leaf.stacked)])
         return {"model": {"name": layer.name, "item": item}, "arrays": arrays}
 
@@ -321,16 +317,12 @@ def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | N
     kinds = ["one module" if "model" in description else "a list of layers" for description in (saved, wanted)]
     if kinds[0] != kinds[1]:
         return f"its model is {kinds[0]} in the checkpoint and {kinds[1]} in the pipeline"
-    for there, here in zip_longest(saved.get("layers", []), wanted.get("layers", []), fillvalue={}):
-        if not there or not here:
-            counts = f"{len(saved['layers'])} layers in the checkpoint, {len(wanted['layers'])} in the pipeline"
-            whose = "the checkpoint" if there else "the pipeline"
-            return f"only {whose} has the layer {(there or here)['name']} ({counts})"
+    layers = zip_longest(saved.get("layers", []), wanted.get("layers", []), fillvalue={"name": "missing"})
+    for i, (there, here) in enumerate(layers):
         if there["name"] != here["name"]:
-            return f"layer {here['name']} is called {there['name']} in the checkpoint"
+            return f"layer {i} is {there['name']} in the checkpoint and {here['name']} in the pipeline"
         if there["stored"] != here["stored"]:
-            one = f"one that shares its variables with {there['stored']}" if there["stored"] else "without variables"
-            return f"layer {here['name']} is {one} in the checkpoint"
+            return f"layer {here['name']} has the variables of {there['stored'] or 'no layer'} in the checkpoint"
     in_words = lambda arrays: {"/".join(path): f"{dtype}{shape}" for path, dtype, shape in arrays}
     saved_arrays, wanted_arrays = in_words(saved["arrays"]), in_words(wanted["arrays"])
     for name in sorted({*saved_arrays, *wanted_arrays}):

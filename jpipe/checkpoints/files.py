@@ -86,10 +86,7 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         return ocp.CheckpointManager(directory, options=options, item_names=(LAYERS, MODEL, OPTIMIZER, ABOUT))
     except (OSError, RuntimeError) as error:
-        raise OSError(
-            f"checkpoints can't be written to {directory}: {error}; choose another directory (jpipe.load_layers reads "
-            "one that can't be written)"
-        ) from error
+        raise OSError(f"checkpoints can't be written to {directory}: {error}; choose another directory") from error
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -145,9 +142,8 @@ def _reading(what: epath.Path) -> Iterator[None]:
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # orbax and tensorstore raise all kinds, ValueError and Exception too
-        words = "".join(traceback.format_exception(error))
         of_file = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-        if of_file or may_pass(words):
+        if of_file or may_pass("".join(traceback.format_exception(error))):
             raise
         first = str(error).partition("\n")[0]
         raise DamagedError(f"{what.name}: {type(error).__name__}: {first:.200}") from error
@@ -166,10 +162,7 @@ def read_about(directory: epath.Path) -> Json:
         about = ocp.JsonCheckpointHandler().restore(directory / ABOUT)
         version = int(about["format"])
     if version > (newest := max(FORMATS.values())):
-        raise ValueError(
-            f"the checkpoint {directory} has the format {version}, and this jpipe reads none newer than {newest}; "
-            "use a newer jpipe"
-        )
+        raise ValueError(f"{directory} has the format {version}, this jpipe reads up to {newest}; use a newer jpipe")
     return about
 
 
@@ -295,9 +288,7 @@ def origin_of(saved: Json, wanted: Json) -> Origin:
         if not is_told:
             one = next(p for p in names if parameter_of(p)[0] == layer)
             raise ValueError(
-                f"{'/'.join(path)} belongs to no single parameter by its name, while {layer} had other parameters "
-                f"frozen in the checkpoint ({'/'.join(one[2:])} is one that changed), so what the optimiser kept can't "
-                "be told apart; freeze the same parameters"
+                f"{'/'.join(path)} belongs to no single parameter by its name; freeze {'/'.join(one)} as it was saved"
             )
         if owner in names:
             (fresh if path in here else dropped).add(path)
@@ -410,10 +401,8 @@ def _new_state(contents: Contents, params: Buffers) -> Arrays:
     """Makes the buffers of a new optimiser's state for these parameters."""
     state = contents.state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    tree = StageTree(params, state.variables["params"].layout)
-    opt_state = make_opt_state(state.tx, tree, shardings)
-    new = Contents(contents.model, state.replace(opt_state=opt_state))
-    return of_item(OPTIMIZER, new.arrays)
+    opt_state = make_opt_state(state.tx, StageTree(params, state.variables["params"].layout), shardings)
+    return of_item(OPTIMIZER, Contents(contents.model, state.replace(opt_state=opt_state)).arrays)
 
 
 def _portions(records: list[NamedRecord]) -> list[list[NamedRecord]]:

@@ -195,8 +195,7 @@ def _welcome(other: socket.socket, num_processes: int, came: dict[socket.socket,
             is_twice = index in came.values()
             came[other] = index
             if wanted != num_processes:
-                differ = f"process {index} was given num_processes={wanted}, process 0 {num_processes}"
-                raise ValueError(f"{differ}; give all the same number")
+                raise ValueError(f"process {index} has num_processes={wanted}, not {num_processes}; give all the same")
             if is_twice:
                 raise ValueError(f"two processes came with process_id={index}; give each its own, from 0")
             return 0 < index < num_processes  # `initialize` lets no process of the program come with another one
@@ -226,10 +225,7 @@ def come(host: str, port: int, num_processes: int, process_id: int, timeout: flo
         if not answer:
             time.sleep(0.2)
     if not answer.startswith(ANSWER):
-        raise RuntimeError(
-            f"process {process_id} got no answer at coordinator={host}:{port}, but {answer[:40]!r}; is it process 0 of "
-            "this program, and did it call jpipe.initialize too?"
-        )
+        raise RuntimeError(f"coordinator={host}:{port} answers {answer[:40]!r}; pass the address of process 0")
     word = answer.removeprefix(ANSWER).decode(errors="replace")
     if word != GO:
         raise RuntimeError(f"process 0 gave up: {word}")

@@ -58,10 +58,7 @@ def shared_store() -> Any:
 
         return global_state.client
     except (ImportError, AttributeError):
-        fault = (
-            "this version of JAX hides the store of processes, so that nobody checks whether all of them want the same"
-        )
-        warn_once(f"{fault}; where they don't, they wait for one another for ever")
+        warn_once("this JAX hides the processes' store; use another, or nobody checks whether they all want the same")
         return None
 
 
@@ -115,8 +112,7 @@ def before_threads_end(function: Callable[[], object]) -> None:
     """
     register = getattr(threading, "_register_atexit", None)
     if register is None:
-        fault = "this version of Python doesn't let a checkpoint be finished at the program's end"
-        warn_once(f"{fault}; use the Checkpointer in a `with` block, or call its close()")
+        warn_once("this Python may end before a checkpoint is written; use the Checkpointer in a `with` block")
         register = atexit.register
     register(function)
 

@@ -256,9 +256,8 @@ def report(process: int, count: int, seconds: float, standings: Mapping[int, Sta
     if not any(standing.entered for standing in standings.values()):
         lines.append("A step of one's own under jax.jit is seen only if the loop calls watched.steps_of(step).")
     for p, at in sorted(standings.items(), key=lambda item: (item[1].entered, item[0]))[:_SHOWN]:
-        last, compiles = f" (the last: {at.last})" * bool(at.last), ", it compiles" * at.is_compiling
-        steps = f"{at.entered} steps{last}, of which {at.ended} ended{compiles}"
-        lines.append(f"  process {p} ({at.host}) had entered {steps}")
+        last, now = f" (the last: {at.last})" * bool(at.last), ", it compiles" * at.is_compiling
+        lines.append(f"  process {p} ({at.host}) had entered {at.entered} steps{last}, of which {at.ended} ended{now}")
     if elsewhere := sorted(set(range(count)) - set(standings)):
         lines.append(f"Not in this block, or not reached: process {_listed(elsewhere)}.")
     return "\n".join([*lines, f"The stacks of process {process}:", ""])

@@ -150,11 +150,10 @@ def compare(
       TypeError: `schedules` is no sequence, or something in it neither a name, a schedule nor a timeline.
       ValueError: there are none, or a name without `num_stages` and `num_microbatches`.
     """
-    remedy = 'pass names, schedules or timelines, as ["gpipe", "1f1b"]'
     if isinstance(schedules, str) or not isinstance(schedules, Sequence):
-        raise TypeError(f"schedules={schedules!r} is no list; {remedy}")
+        raise TypeError(f'schedules={schedules!r} is no list; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
     if not schedules:
-        raise ValueError(f"schedules is empty; {remedy}")
+        raise ValueError('schedules is empty; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
 
     def timeline_of(item: str | Schedule | Timeline) -> Timeline:
         if isinstance(item, Timeline):

@@ -116,8 +116,7 @@ class GradientCheck(Tabular):
         shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
         rows = [self.loss, *shown]
         texts = [(leaf.layer, leaf.path, *(f"{x:.2g}" for x in (leaf.size, leaf.off, leaf.rounding))) for leaf in rows]
-        unlike = [(i, leaf) for i, leaf in enumerate(rows) if leaf.is_zero or not leaf.agrees]
-        marks = {i: "zero" if leaf.agrees else "differs" for i, leaf in unlike}
+        marks = {i: "zero" if row.agrees else "differs" for i, row in enumerate(rows) if row.is_zero or not row.agrees}
         hidden, zeros = len(self.leaves) - len(shown), sum(leaf.is_zero and leaf.agrees for leaf in self.leaves)
         notes = [
             f"{self._verdict()}{f'; {hidden} that are nearer are left out here' if hidden else ''}.",
@@ -182,8 +181,7 @@ def _couples(planner: Planner, micro: MicroBatch) -> tuple[str, ...]:
     """Says what couples the examples of a mini-batch."""
     model, loss = planner.model(micro), planner.loss(micro)
     lines = planner.examples(micro).in_words(model)
-    assert loss is not None
-    if micro.count > 1 and loss.at_once is None:
+    if loss is not None and micro.count > 1 and loss.at_once is None:
         try:
             gives, lying = model.groups[-1].gives, planner.outputs_lie(micro)
             with planner.tracing():
@@ -223,10 +221,7 @@ def _of_reference(reference: Reference, planner: Planner, model: Model) -> Plain
             items = to_items(model, whole) if cut is None else cut.whole.layer.to_item(cut.to_model(whole))
             mean = reference(items, batch)
         except Exception as error:
-            raise ValueError(
-                f"reference(trees, batch) raised {raised(error)}; it is called with each layer's variables (or "
-                "those of a model that is one module) and the whole batch, and returns the mean loss"
-            ) from error
+            raise ValueError(f"reference raised {raised(error)}; it takes all variables and the whole batch") from error
         if jnp.shape(mean) != ():
             raise ValueError(f"reference returned an array of shape {jnp.shape(mean)}; it has to return the mean loss")
         return mean
@@ -304,10 +299,7 @@ def _parts(loss: TracedLoss, outputs: PyTree, parts: Batch, batch: Batch, keys: 
 def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """A traced function of whole arrays without what says how they are split over a mesh."""
     if any(equation.primitive.name == "shard_map" for equation in equations_in(jaxpr.jaxpr.eqns)):
-        raise ValueError(
-            "a layer calls jax.shard_map, which needs the mesh, while the plain model runs on one device; pass "
-            "reference=, a model that doesn't"
-        )
+        raise ValueError("a layer calls jax.shard_map, which needs the mesh; pass reference=, a model on one device")
     return jaxpr_per_device(jaxpr, (), [()] * len(jaxpr.in_avals), [summed] * len(jaxpr.out_avals)).jaxpr
 
 

@@ -77,10 +77,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
       ValueError: there is no batch, so that nothing is planned yet.
     """
     if batch is None and planner.plan is None:
-        raise ValueError(
-            "this pipeline has seen no batch yet, so its stages and bytes aren't known; call pipe.view(batch), with a "
-            "batch or its jax.ShapeDtypeStructs"
-        )
+        raise ValueError("no batch was seen yet; call pipe.view(batch), with a batch or its jax.ShapeDtypeStructs")
     schedule, splits, remat = planner.request.schedule, planner.request.splits, planner.request.remat
     K = schedule.num_stages
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
@@ -257,8 +254,7 @@ class Page:
 
 def page_of(facts: PipelineFacts | None = None) -> str:
     """The text of the page with a pipeline's numbers, or of that for any pipeline."""
-    data = json.dumps(facts or {"orders": orders_of_any()})
-    data = data.replace("<", "\\u003c")  # which could end the element
+    data = json.dumps(facts or {"orders": orders_of_any()}).replace("<", "\\u003c")  # "<" could end the element
     return PAGE.read_text(encoding="utf-8").replace(NO_FACTS, NO_FACTS.replace("null", data))
 
 
@@ -304,8 +300,7 @@ def open_page(page: Page, to_save: str) -> None:
 
     Without a display, a browser in a terminal would hold that until it is left.
     """
-    displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-    if sys.platform in ("darwin", "win32") or any(map(os.environ.get, displays)):
+    if sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))):
         with contextlib.suppress(webbrowser.Error):
             if webbrowser.open(page.address):
                 return

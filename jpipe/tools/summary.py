@@ -49,9 +49,8 @@ def summarize(title: str, planner: Planner) -> Table:
     except ValueError:
         notes.append(f"the layers are cut when a batch is seen (balance={planner.request.balance!r})")
     else:
-        names = [layer.name for layer in planner.request.layers]
         columns["layers"] = partition.ranges
-        columns["what"] = [in_words(names[start:stop]) for start, stop in partition.bounds]
+        columns["what"] = [in_words([layer.name for layer in planner.request.layers[a:b]]) for a, b in partition.bounds]
         total = math.fsum(partition.costs)
         if plan is not None and total:
             columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]
@@ -67,8 +66,7 @@ def summarize(title: str, planner: Planner) -> Table:
     columns["devices"] = _devices(planner) * num_chunks
     units = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
     notes += [f"bubble: {bubble}", f"in flight: the most {units} that a stage holds"]
-    rows = list(zip(*columns.values(), strict=True))
-    return Table(title, list(columns), rows, {}, notes)
+    return Table(title, list(columns), list(zip(*columns.values(), strict=True)), {}, notes)
 
 
 def in_words(names: list[str]) -> str:
@@ -128,15 +126,11 @@ def _shared(plan: Plan, held: Holdings) -> list[str]:
     placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
     last, notes = plan.model.num_layers - 1, []
     if plan.request.shares_ends:
-        notes.append(
-            f"ends='shared': all stages compute layers 0 and {last}; their parameters lie split over all, and count "
-            "with the stage that a layer is listed with"
-        )
+        notes.append(f"ends='shared': all stages compute layers 0 and {last}, and have parts of their parameters")
     for users in held.shared:
         stage = placement.stage_of(int(np.searchsorted(starts, users[0], "right")) - 1)
-        is_end = plan.request.shares_ends and {*users} <= {0, last}
-        where = f"count on stage {stage} alone" if is_end else f"lie on stage {stage} and count there alone"
-        notes.append(f"layers {', '.join(map(str, users))} share parameters, which {where}")
+        verb = "count" if plan.request.shares_ends and {*users} <= {0, last} else "lie and count"
+        notes.append(f"layers {', '.join(map(str, users))} share parameters, which {verb} on stage {stage} alone")
     return notes
 
 
@@ -207,8 +201,7 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
         hosted = predict_host_memory(planner, batch, tx).total
         most = f"; there JAX takes at most 64 GiB for a process, unless {HOST_LIMIT} is set"
         rest = [f"  and {bytes_in_words(hosted)} of its host{most * planner.request.splits.on_gpu}"] * bool(hosted)
-    room = room_on(planner.request.mesh)
-    has = f", which has {bytes_in_words(room)}" if room else ""
+    has = f", which has {bytes_in_words(room)}" if (room := room_on(planner.request.mesh)) else ""
     lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
     for size, name in _largest(parts)[:MOST]:
         settings = ", ".join(smaller.get(name, smaller["others"]))

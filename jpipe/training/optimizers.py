@@ -55,9 +55,8 @@ def check_update(tx: optax.GradientTransformation, params: Shapes, opt_state: Sh
             jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
     except Exception as error:
         raise TypeError(
-            f"tx.update raised {type(error).__name__}: {error}. train_step gives it gradients, state, parameters and "
-            "value=loss, and nothing that computes the loss again (value_fn, grad_fn); use another transformation, or "
-            "write a step of your own with pipe.value_and_grad"
+            f"tx.update raised {type(error).__name__}: {error}. train_step gives it value=loss, and nothing that "
+            "computes the loss again; use another transformation, or a step of your own with pipe.value_and_grad"
         ) from error
 
 
@@ -165,10 +164,8 @@ def check_elementwise(tx: optax.GradientTransformation) -> None:
     Raises:
       ValueError: updates are off; by how much, and the remedy, are named.
     """
-    off = deviation(tx)
-    if off is not None and off > TOLERANCE:
-        by = f"{off:.1%}"
-        raise ValueError(TELLS_APART.format(f"tried on small arrays that are joined, updates are off by up to {by}"))
+    if (off := deviation(tx) or 0.0) > TOLERANCE:
+        raise ValueError(TELLS_APART.format(f"tried on small arrays in one, updates are off by up to {off:.1%}"))
 
 
 @lru_cache(maxsize=32)

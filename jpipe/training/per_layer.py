@@ -136,7 +136,7 @@ def _updated(
     shared = [*before, *jax.tree.leaves(extra)]
     layouts = dict.fromkeys(own, layout) | {"state": state.own_layout}
     new = _for_each_layer(cut.on_device, layouts, own, shared, results)
-    counts = nested(zip(state.shared_paths, cut.of_shared(shared), strict=True))
+    counts = nested(zip(state.shared_paths, map(jnp.asarray, cut.of_shared(*shared)), strict=True))
     return new | {"state": PerParameterState(counts, new["state"])}
 
 
@@ -170,15 +170,10 @@ def _for_each_layer(
     specs = records.specs
     in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
     run = on_stages(body, records.layout.mesh, in_specs, [specs[name] for name in results])
-    new = _program(run)({name: dict(tree) for name, tree in trees.items()}, extra)
+    program = lambda trees, extra: run(trees, extra)
+    program.__name__ = PROGRAM  # one equation of whatever calls it
+    new = jax.jit(program)({name: dict(tree) for name, tree in trees.items()}, extra)
     return {name: StageTree(tree, layouts[name]) for name, tree in zip(results, new, strict=True)}
-
-
-def _program(run: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A function under `jax.jit`, called `PROGRAM`: one equation of whatever calls it."""
-    call = lambda *arguments: run(*arguments)
-    call.__name__ = PROGRAM
-    return jax.jit(call)
 
 
 def _on_trees(function: OnTrees, v: int, layer: Index, leaves: Leaves, records: Records, extra: PyTree) -> Leaves:
@@ -221,8 +216,7 @@ def _layout_of(tree: PyTree) -> Layout:
     """The layout of a pipeline's parameters, or of an optimiser's state for them."""
     if not isinstance(tree, StageTree):
         raise PerLayerError(
-            f"jpipe.per_layer works on the parameters of a jpipe.Pipeline, not on a {type(tree).__name__}; "
-            "inside optax.masked and the like, put per_layer outermost"
+            f"jpipe.per_layer takes the parameters of a jpipe.Pipeline, not a {type(tree).__name__}; put it outermost"
         )
     return tree.layout
 
@@ -266,9 +260,8 @@ def _check_numbers(state: Shapes) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise PerLayerError(
-                f"jpipe.per_layer: the transformation keeps a random key ({leaf.dtype}) in its state at "
-                f"{jax.tree_util.keystr(path)}, and every layer would draw the same numbers; leave that part (noise) "
-                "outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
+                f"jpipe.per_layer: state{jax.tree_util.keystr(path)} is a random key, the same for each layer; keep it "
+                "outside, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
             )
 
 
@@ -413,11 +406,8 @@ class _ModelUpdate:
         self._takes_of = _by_owner(self._owners, self._owners.values())
         self._gives_of = _by_owner(self._flat.results, (owner for name in gives for owner in owners[name]))
         self._cut, self._part = Kinds(), cache(self._part_of)
-        self._shared = jaxpr_as_fun(self._part(None).closed)
-
-    def of_shared(self, shared: Sequence[Leaf]) -> list[jax.Array]:
-        """Computes the results that belong to no parameter; `shared` as of `on_device`."""
-        return list(map(jnp.asarray, self._shared(*shared)))
+        # The results that belong to no parameter; its arguments are `shared` of `on_device`.
+        self.of_shared = jaxpr_as_fun(self._part(None).closed)
 
     def _part_of(self, owner: int | None) -> PartJaxpr:
         """Cuts off the equations that the results of one parameter need, or of None, the shared ones."""
@@ -433,10 +423,8 @@ class _ModelUpdate:
         paths = ["/".join(path) for path in self._state.tree.paths]
         what = "what it keeps for all parameters" if owner is None else f"the update of {paths[owner]}"
         raise ValueError(
-            f"jpipe.per_layer: {what} follows from {paths[other]} too, but parameters lie on different stages; keep "
-            "what sums over several parameters, or counts skipped updates, outside: "
-            "optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(...)), optax.apply_if_finite(jpipe.per_layer("
-            "...), 5)"
+            f"jpipe.per_layer: {what} follows from {paths[other]} too; keep sums over parameters outside: optax.chain("
+            "optax.clip_by_global_norm(1.0), jpipe.per_layer(...)), optax.apply_if_finite(jpipe.per_layer(...), 5)"
         )
 
     def _kinds(self, v: int) -> tuple[list[_Kind], dict[int, int]]:

@@ -145,8 +145,7 @@ CompiledStep = Callable[[StepT, TrainState, Batch], tuple[TrainState, Metrics]]
 
 def train_step(run: ValueAndGrad[StepT], step: StepT, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Does one step: (the state after it, the metrics); to be traced."""
-    key = jax.random.fold_in(state.key, state.step)
-    (loss, updates, metrics), grads = run(step, state.variables, batch, key)
+    (loss, updates, metrics), grads = run(step, state.variables, batch, jax.random.fold_in(state.key, state.step))
     with jax.named_scope("update"):
         return apply_update(state, loss, updates, metrics, grads)
 
@@ -163,8 +162,8 @@ def apply_update(
     variables = state.variables | {"params": new_params, **updates}
     norm = global_norm(grads)
     # If a gradient isn't finite, the norm isn't. The norm overflows first (at 1e19), where an update is as bad.
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    metrics = {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}  # a loss function's own have other names
+    # A loss function's own metrics have other names.
+    metrics = {"loss": loss, "grad_norm": norm, "finite": jnp.isfinite(loss) & jnp.isfinite(norm), **metrics}
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
 
 

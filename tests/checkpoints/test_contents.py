@@ -81,13 +81,13 @@ def test_the_first_difference_in_words(found):
         return first_difference(saved, own)
 
     assert change(lambda saved: saved["layers"][1].update(name="0001_Conv")) == (
-        "layer 0001_Dense is called 0001_Conv in the checkpoint"
+        "layer 1 is 0001_Conv in the checkpoint and 0001_Dense in the pipeline"
     )
     assert change(lambda saved: saved["layers"][3].update(stored="0001_Dense")) == (
-        "layer 0003_Dense is one that shares its variables with 0001_Dense in the checkpoint"
+        "layer 0003_Dense has the variables of 0001_Dense in the checkpoint"
     )
     assert change(lambda saved: saved["layers"].pop()) == (
-        "only the pipeline has the layer 0003_Dense (3 layers in the checkpoint, 4 in the pipeline)"
+        "layer 3 is missing in the checkpoint and 0003_Dense in the pipeline"
     )
     assert change(lambda saved: saved["arrays"].pop()) == (
         "optimizer/0/nu/0001_Dense/kernel is missing in the checkpoint and float32[8, 8] in the pipeline"

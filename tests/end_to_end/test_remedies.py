@@ -88,10 +88,7 @@ def plain_loss(trees, batch=BATCH):
 # --- variables and states ---------------------------------------------------------------------------------------------
 
 
-LAID_OUT = (
-    "use pipe.from_model_variables(tree, batch), of a list pipe.from_layer_variables(trees, batch) (a batch comes "
-    "after the variables)"
-)
+LAID_OUT = "use pipe.from_model_variables(tree, batch), of a list pipe.from_layer_variables(trees, batch)"
 
 
 @follows("lay out trees of layers by pipe.from_layer_variables(trees, batch)")
@@ -196,17 +193,13 @@ SAVED = (
     "jpipe.Checkpointer(directory).save(pipe, state)"
 )
 BEGUN = (
-    "begin with those values that fit: {tree} = pipe.{kind}_variables(pipe.init(key, batch)), put in what "
-    "jpipe.load_{read}(directory) has, in the same dtypes, and call pipe.create_state(..., "
-    "variables=pipe.from_{kind}_variables({tree}, batch))"
+    "put what fits of jpipe.{load}(directory), cast, into trees = pipe.{kind}_variables(pipe.init(key, batch)), and "
+    "call pipe.create_state(..., variables=pipe.from_{kind}_variables(trees, batch))"
 )
-OF_LAYERS = BEGUN.format(tree="trees", kind="layer", read="layers")
+OF_LAYERS = BEGUN.format(kind="layer", load="load_layers")
 
 
-BUFFERS = (
-    "{} follows the pipeline's buffers, not its layers, so that no other layout could read it; wrap the transformation "
-    "that keeps it in jpipe.per_layer(...)"
-)
+BUFFERS = "{} follows the pipeline's buffers, not its layers; wrap what keeps it in jpipe.per_layer(...)"
 
 
 @follows(
@@ -270,7 +263,7 @@ def test_checkpoints_of_other_models(change, key, tmp_path):
         first, other = (make(Chain(**k) if whole else blocks(**k), balance="flops") for k in ({}, sizes))
         with jpipe.Checkpointer(directory) as saved:
             saved.save(first, first.create_state(key, BATCH, TX))
-        words = {"tree": "tree", "kind": "model", "read": "model"} if whole else {}
+        words = {"kind": "model", "load": "load_model"} if whole else {}
         with jpipe.Checkpointer(directory) as saved, refused(ValueError, BEGUN.format(**words) if whole else OF_LAYERS):
             saved.restore(other, BATCH, TX)
         if whole:
@@ -679,7 +672,7 @@ WRAPPED = (
     "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
     "jpipe.per_layer(optax.lamb(1e-3)))"
 )
-NOISE = "leave that part (noise) outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
+NOISE = "keep it outside, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
 
 
 @follows(WRAPPED, NOISE)

@@ -81,7 +81,7 @@ def test_arrays_are_named_as_the_model_names_its_parameters(tmp_path):
     assert f"1/own/inner_states/slow/inner_state/0/mu/{kernel}/2" in optimizer
     assert "1/own/inner_states/fast/inner_state/0/nu/table/embedding" in optimizer
     assert "1/shared/inner_states/fast/inner_state/0/count" in optimizer
-    with pytest.raises(ValueError, match=r"the model Transformer, which is one module; read them by jpipe.load_model"):
+    with pytest.raises(ValueError, match=r"checkpoints of one module; read them by jpipe.load_model"):
         jpipe.load_layers(tmp_path)
 
 

@@ -70,7 +70,7 @@ def test_two_with_one_index_are_refused():
 def test_another_number_of_processes_is_told(index):
     port = free_port()
     first, other = met((gather, port, 2, 10), (come, HOST, port, 5, index, 10))
-    assert first == (f"ValueError: process {index} was given num_processes=5, process 0 2; give all the same number")
+    assert first == (f"ValueError: process {index} has num_processes=5, not 2; give all the same")
     assert other == f"RuntimeError: process 0 gave up: {first.partition(': ')[2]}"
 
 
@@ -104,7 +104,7 @@ def test_nobody_listens_and_somebody_else_does():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(RuntimeError, match=r"got no answer at .*, but b'HTTP/1.1 400 .*is it process 0"):
+        with pytest.raises(RuntimeError, match=r"coordinator=.* answers b'HTTP/1.1 400 .*; pass the address of proc"):
             come(HOST, other.getsockname()[1], 2, 1, 10)
         thread.join()
 

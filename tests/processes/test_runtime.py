@@ -84,7 +84,7 @@ def test_a_store_that_is_hidden(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setitem(sys.modules, "jax._src.distributed", None)
     warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="nobody checks whether all of them want the same"):
+    with pytest.warns(UserWarning, match="nobody checks whether they all want the same"):
         assert runtime.shared_store() is None
     assert runtime.shared_store() is None  # a second warning would be an error
 

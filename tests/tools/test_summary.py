@@ -82,7 +82,7 @@ def test_what_a_device_holds_and_what_is_shared():
     memory = predict_memory(pipe.planner, np.ones((4, 3), np.int32), optax.sgd(1.0))
     assert f"a training step holds {bytes_in_words(memory.total)} a device (predicted, without the" in words
     assert f"gradients {bytes_in_words(memory.gradients)}" in words
-    assert "layers 0, 6 share parameters, which lie on stage 0 and count there alone" in words
+    assert "layers 0, 6 share parameters, which lie and count on stage 0 alone" in words
     after = cells(pipe._repr_html_())
     parameters = [row[after[0].index("parameters")] for row in after[1:]]
     assert parameters == [str(32 * 4 + 3 * 20), f"{2 * 20} + shared"]
@@ -123,7 +123,7 @@ def test_ends_that_all_stages_compute_are_told():
     """They were told to lie on stage 0."""
     table = jpipe.Shared(nn.Embed(128, 8))
     layers = [table, nn.Dense(8), nn.Dense(8), table.using("attend")]
-    for ends, lies in (("shared", "count on stage 0 alone"), ("own", "lie on stage 0 and count there alone")):
+    for ends, lies in (("shared", "count on stage 0 alone"), ("own", "lie and count on stage 0 alone")):
         pipe = jpipe.Pipeline(
             layers, lambda y, _: jax.nn.logsumexp(y, -1).mean(), num_stages=2, num_microbatches=2, ends=ends
         )

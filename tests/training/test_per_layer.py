@@ -185,7 +185,7 @@ def test_labels_may_be_a_tree_and_counts_are_those_of_the_plain_state():
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state.own))
     assert held == 2 * 2 * 16 * 8  # two stages have room for the two moments of a kernel
 
-    with pytest.raises(TypeError, match=r"the update of Dense_./.* follows from Dense_0/bias too, .* outside: optax"):
+    with pytest.raises(TypeError, match=r"the update of Dense_./.* follows from Dense_0/bias too; .* outside: optax"):
         pipe.abstract_state(batch, jpipe.per_layer(optax.clip_by_global_norm(1.0)))
     with pytest.raises(TypeError, match=r"what it keeps for all parameters follows from Dense_0/bias too"):
         pipe.abstract_state(batch, jpipe.per_layer(optax.apply_if_finite(optax.sgd(0.1), 3)))
