@@ -31,7 +31,7 @@ from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
 from jpipe.execution.executor import moved
 from jpipe.execution.programs import run_step
 from jpipe.execution.stage import Stage
-from jpipe.execution.sweep import Job, Sweep
+from jpipe.execution.sweep import Job, sweep
 from jpipe.jax.in_place import Index, put_slice, take_row, take_slice, when
 from jpipe.layers.base import describe
 from jpipe.layers.fingerprint import fingerprint
@@ -186,7 +186,7 @@ def _work(
             return carry._replace(activation=buffers)
         return _said(stage, call, job.microbatch, begin + at_once, decoding.logits(results.outputs)[:, -1], carry)
 
-    return Sweep(stage.step, Job(microbatch, {}, virtual_stage=virtual_stage), reads, visit, "F").run(carry)
+    return sweep(step, Job(microbatch, {}, virtual_stage=virtual_stage), "F", reads, visit, carry)
 
 
 def _said(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.sweep import Job, Sweep
+from jpipe.execution.sweep import Job, sweep
 from jpipe.jax.in_place import Index, look_up, of_trip, put_row, take_row, when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import compact_order, in_order
@@ -158,7 +158,7 @@ class Stage:
                 work = work._replace(kept=step.kept.write_residuals(work.kept, job.layer, new, job.rows))
             return work
 
-        return Sweep(step, job, reads, visit, "F").run(work)
+        return sweep(step, job, "F", reads, visit, work)
 
     def backward(
         self, job: Job, work: BackwardWork, kept: Kept, back: Kept, *, whole: bool = True
@@ -216,7 +216,7 @@ class Stage:
             passed_on = self._passed_on(step.cotangents, job, first - 1, cotangents, work.cotangent)
             return work._replace(cotangent=passed_on), kept
 
-        return Sweep(step, job, reads, visit, "B" if whole else "I").run((work, kept))
+        return sweep(step, job, "B" if whole else "I", reads, visit, (work, kept))
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
         """Adds up the gradients that a `backward` which wasn't whole left."""
@@ -233,7 +233,7 @@ class Stage:
             gradients = step.layers[job.g].backward_weights(self.arguments(job, batch), residuals, w_inputs)
             return self.add_gradients(job, work, gradients)
 
-        return Sweep(step, job, reads, visit, "W").run(work)
+        return sweep(step, job, "W", reads, visit, work)
 
     def add_gradients(self, job: Job, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
