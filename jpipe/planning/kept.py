@@ -21,9 +21,8 @@ n leaves are a row: as many as the virtual stage with the most has, on all stage
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -103,21 +102,6 @@ class AwayStorage(Storage):
         return {name: in_order(rows[name], order(buffer)) for name, buffer in self.named_buffers}
 
 
-def build_away_storage(
-    leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
-    owners: Sequence[Sequence[int]],
-    rows: tuple[int, int],
-    *,
-    orders: Sequence[Sequence[Order | None]],
-    labels: Sequence[Sequence[tuple[int, ...]]] | None = None,
-    moves: bool,
-) -> AwayStorage:
-    """Gives every record its place; `rows` on the device and on the host, the rest as of `build_storage`."""
-    count = 1 + max((owner for of_type in owners for owner in of_type), default=0)
-    storage = build_storage(leaves, owners, device_of=[0] * count, rows=rows[:1], orders=orders, labels=labels)
-    return AwayStorage(storage.record_types, storage.named_buffers, storage.num_devices, rows[1], moves)
-
-
 Going = list[tuple[bool, ...]]
 """For each group as traced, whether each of its residuals goes."""
 
@@ -156,8 +140,6 @@ def residuals_that_go(request: Request, trained: Sequence[TracedLayer], layers: 
 
 Kept: TypeAlias = dict[str, Buffers]
 """A device's buffers by the name of their rows."""
-Owners = Sequence[Sequence[int]]
-"""For each of some groups the virtual stage of each of its layers."""
 Ordered = list[tuple[jax.ShapeDtypeStruct, Order | None]]
 """Leaves, and the order of dimensions in which each is made."""
 
@@ -237,47 +219,52 @@ def make_kept_storage(
       own_buffers: each leaf has a stacked buffer of its own, if it has one at all (`own_labels`).
     """
     groups = traced_as if layers else ()
-    of_traced = [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))]
-    frees = _frees(table, of_traced, device_of)
-    rows_of = [_rows_of(*one) for one in zip(layers, goes, frees, strict=True)]
+    owned = [Counter(s for i, g in enumerate(groups) if g == one for s in owners[i]) for one in range(len(layers))]
+    rows_of = [_rows_of(layer, going, n, device_of, table) for layer, going, n in zip(layers, goes, owned, strict=True)]
     by_name = [_by_name(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
-    storages, away = {}, {}
+    storages, away = dict[str, Storage](), dict[str, AwayStorage]()
     for name in [*names, *(name for name in table.away_rows if any(name in rows for rows in rows_of))]:
         leaves = [[leaf for leaf, _ in by_name[g].get(name, ())] for g in groups]
-        orders = [[order for _, order in by_name[g].get(name, ())] for g in groups]
-        labels, own = own_labels(leaves) if own_buffers else None, owners[: len(groups)]
-        if name in table.away_rows:
-            rows, moves = table.away_rows[name], is_apart(mesh)
-            away[name] = build_away_storage(leaves, own, rows, orders=orders, labels=labels, moves=moves)
-            storages[name] = away[name]
-        else:
-            storages[name] = build_storage(
-                leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, labels=labels
-            )
+        on_device, on_host = table.away_rows.get(name, (0, 0))
+        storages[name] = storage = build_storage(
+            leaves,
+            owners[: len(groups)],
+            device_of=[0] * len(device_of) if on_device else device_of,
+            rows=[on_device] if on_device else table.rows[name],
+            orders=[[order for _, order in by_name[g].get(name, ())] for g in groups],
+            labels=own_labels(leaves) if own_buffers else None,
+        )
+        if on_device:
+            places = storage.record_types, storage.named_buffers, storage.num_devices
+            storages[name] = away[name] = AwayStorage(*places, on_host, moves=is_apart(mesh))
     return KeptStorage(storages, away, tuple(rows_of[g] for g in groups))
 
 
-def _frees(table: TickTable, owners: Sequence[Owners], device_of: Sequence[int]) -> list[frozenset[str]]:
-    """For each group as traced, the names of `AWAY` under which its residuals take fewer rows of the devices.
+def _rows_of(
+    layer: DeviceLayer, goes: Sequence[bool], owned: Counter[int], device_of: Sequence[int], table: TickTable
+) -> tuple[str, ...]:
+    """The name of the rows of each residual; those that may go do so if this takes fewer rows of the devices.
 
     Rows that go are as many on all stages, and as large as on the stage with the most layers of the group: more than
     those that stay, if only stages near the end of the pipeline have the group.
+
+    Args:
+      layer: the group.
+      goes: for each of its residuals, whether it may go.
+      owned: how many layers of the group each virtual stage has.
+      device_of, table: as of `make_kept_storage`.
     """
 
-    def of_group(owned: Owners, name: str) -> bool:
-        counts = Counter(itertools.chain(*owned))
-        stays = max((n * table.rows[AWAY[name]][device_of[s]] for s, n in counts.items()), default=0)
-        return (table.away_rows[name][0] + 1) * max(counts.values(), default=0) < stays
+    def name_of(name: str, may_go: bool) -> str:
+        stays = max((n * table.rows[name][device_of[s]] for s, n in owned.items()), default=0)
+        if not may_go or f"{name}_away" not in table.away_rows:
+            return name
+        on_device = table.away_rows[f"{name}_away"][0] + 1  # one more is the place for what comes back
+        return f"{name}_away" if on_device * max(owned.values(), default=0) < stays else name
 
-    return [frozenset(name for name in table.away_rows if of_group(owned, name)) for owned in owners]
-
-
-def _rows_of(layer: DeviceLayer, goes: Sequence[bool], frees: Collection[str]) -> tuple[str, ...]:
-    """The name of the rows of each residual."""
     names = ["late_residual" if waits else "residual" for waits in layer.waits]
-    away = [f"{name}_away" if leaves else name for name, leaves in zip(names, goes, strict=True)]
-    return tuple(there if there in frees else name for name, there in zip(names, away, strict=True))
+    return tuple(map(name_of, names, goes))
 
 
 def _by_name(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> dict[str, Ordered]:
