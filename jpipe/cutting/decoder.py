@@ -46,8 +46,7 @@ def cut_decoder(
     whole = WholeModel(layer, strong(init.variables), init, model.whole.read)
     cutting = model.cutting.renumbered(_numbers(model.whole, whole))
     decoder = CutModel(whole, cutting)
-    traced, _ = trace_decoder(decoder, read, tokens)
-    caches = _caches(decoder, traced, places_of(decoder, traced))
+    caches = _caches(decoder, *_trace_again(decoder, read, tokens)[:2])
     parts = tuple((*own, *more) for own, more in zip(cutting.parts, caches, strict=True))
     return partial(_layers, CutModel(whole, replace(cutting, parts=parts)), read)
 
@@ -58,8 +57,8 @@ def _layers(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[
     Raises:
       ValueError: the model can't be cut for so many tokens; or a piece but the first reads the tokens.
     """
-    traced, outputs = trace_decoder(model, read, tokens)
-    pieces = model.pieces_of(traced, places_of(model, traced), Kinds())
+    traced, places, outputs = _trace_again(model, read, tokens)
+    pieces = model.pieces_of(traced, places, Kinds())
     for index, piece in enumerate(pieces[1:], start=1):
         if piece.data:
             raise ValueError(
@@ -83,20 +82,15 @@ def _numbers(training: WholeModel, decoder: WholeModel) -> list[int]:
     return list(by_name.values())
 
 
-def trace_decoder(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[Traced, Shapes]:
-    """(the trace of a model in decode mode, with slices where training has slices; its outputs, as in training)."""
+def _trace_again(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[Traced, list[int], Shapes]:
+    """(the trace of a model in decode mode, with slices where training has slices; its places; outputs as trained)."""
     whole, (straight, outputs) = model.whole, model.whole.trace_mode(read, tokens, train=False)
     depths = {part.leaf: len(part.indices) for part in model.cutting.all_parts}
     straight = replace(straight, depths=straight.depths_read | depths)
-    if whole.read is None or len(whole.read) != len(straight.read):
-        return Traced(straight), outputs
-    return Traced(replace(straight, read=whole.read)), without_unread(outputs, whole.read)
-
-
-def places_of(model: CutModel, traced: Traced) -> list[int]:
-    """The places of a trace in decode mode, from 0 on."""
+    if whole.read is not None and len(whole.read) == len(straight.read):
+        straight, outputs = replace(straight, read=whole.read), without_unread(outputs, whole.read)
     try:
-        return places_again(model.cutting, traced, None)
+        return (traced := Traced(straight)), places_again(model.cutting, traced, None), outputs
     except NoSuchPlace as error:
         raise ValueError(
             f"generate: {model.whole.layer.name} does in decode mode other things than in training behind the piece "

@@ -60,15 +60,14 @@ def on_inputs(plan: Plan) -> Sequence[LayerFunction]:
     return [LayerFunction(replace(first, layer=layer), None, remat, traced.inputs), *of_others]
 
 
-def warn_of_uncached(plan: Plan, model: Model, functions: Sequence[LayerFunction]) -> None:
+def warn_of_uncached(plan: Plan, model: Model) -> None:
     """Warns of layers that keep no cache in decode mode, and don't treat each token by itself in training.
 
     Args:
       plan: with the layers as they train, on sequences.
       model: the same layers in decode mode.
-      functions: each group on whole sequences (`on_inputs`).
     """
-    for function in functions:
+    for function in on_inputs(plan):
         group = function.group
         if model.group_at(group.indices[0]).variables.get(CACHE):
             continue
@@ -173,10 +172,15 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     """
     tokens = _check_tokens(plan, logits)
     plan = _with_own_ends(plan) if plan.shares_ends else plan
-    layers_for = _decoding_layers(plan, size, length)
+    if plan.cut is not None:
+        layers_for = cut_decoder(plan.cut, plan.traced.inputs, size, length)
+    else:
+        takes = map(plan.traced.called_with, range(plan.traced.num_layers))
+        layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
+        layers_for = lambda tokens: layers
     fed = lambda count: jax.ShapeDtypeStruct((size, count), tokens.dtype)
     step = _decoding_step(plan, layers_for(fed(1)), fed(1), length)
-    warn_of_uncached(plan, step.model, on_inputs(plan))
+    warn_of_uncached(plan, step.model)
     try:
         first = _decoding_step(plan, layers_for(fed(prefill)), fed(prefill), length) if prefill > 1 else None
     except ValueError as error:
@@ -188,15 +192,6 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     outputs = jax.tree.structure(plan.traced.groups[-1].gives)
     pick = lambda leaves: leaves[0] if logits is None else logits(jax.tree.unflatten(outputs, leaves))
     return Decoding(step, first, caches, starts, pick)
-
-
-def _decoding_layers(plan: Plan, size: int, length: int) -> Callable[[jax.ShapeDtypeStruct], Sequence[AnyLayer]]:
-    """Tokens `[b, T]` -> the layers that take them in decode mode, with caches for sequences of a length."""
-    if plan.cut is not None:
-        return cut_decoder(plan.cut, plan.traced.inputs, size, length)
-    takes = [plan.traced.called_with(i) for i in range(plan.traced.num_layers)]
-    layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
-    return lambda tokens: layers
 
 
 def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:

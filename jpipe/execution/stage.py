@@ -140,12 +140,11 @@ class Stage:
             if work.results and job.g == step.model.last:
                 work = work._replace(results=self.collected(job, work.results, results.outputs))
             if work.state and arguments.state:
-                is_last_microbatch = job.microbatch == step.schedule.num_microbatches - 1
-                names = groups[job.g].state_names
+                is_last, names = job.microbatch == step.schedule.num_microbatches - 1, groups[job.g].state_names
                 totals = self._read(work.state, names, job.layer)
-                new_state = step.mergings[job.g].accumulate(totals, arguments.state, results.state, is_last_microbatch)
-                totals = job.chosen(new_state, totals)
-                work = work._replace(state=self._write(work.state, names, job.layer, totals))
+                new_state = step.mergings[job.g].accumulate(totals, arguments.state, results.state, is_last)
+                state = self._write(work.state, names, job.layer, job.chosen(new_state, totals))
+                work = work._replace(state=state)
             if job.g != step.model.last:
                 boundary = groups[job.g].indices[0]
                 activation = self._passed_on(step.activations, job, boundary, results.outputs, work.activation)
