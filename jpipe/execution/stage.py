@@ -178,11 +178,9 @@ class Stage:
 
         def reads(job: Job, state: tuple[BackwardWork, Kept]) -> tuple[LayerInputs, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
-            work, kept = state
-            if job.g == step.model.last:
-                cotangents = self.of_loss()
-            else:
-                cotangents = step.cotangents.read(work.cotangent, step.model.groups[job.g].indices[0], 0)
+            (work, kept), boundary = state, step.model.groups[job.g].indices[0]
+            is_last = job.g == step.model.last
+            cotangents = self.of_loss() if is_last else step.cotangents.read(work.cotangent, boundary, 0)
             return self.batch_of(job), step.kept.read_residuals(kept, job.layer, job.rows, back), cotangents
 
         def visit(
@@ -209,11 +207,10 @@ class Stage:
                 largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(so_far, new, strict=True)]
                 largest = job.chosen(largest, so_far)
                 work = work._replace(overwritten=self._write(work.overwritten, names, job.layer, largest))
-            first = step.model.groups[job.g].indices[0]
-            if first == 0:
-                return work, kept
-            passed_on = self._passed_on(step.cotangents, job, first - 1, cotangents, work.cotangent)
-            return work._replace(cotangent=passed_on), kept
+            if first := step.model.groups[job.g].indices[0]:
+                passed_on = self._passed_on(step.cotangents, job, first - 1, cotangents, work.cotangent)
+                work = work._replace(cotangent=passed_on)
+            return work, kept
 
         return sweep(step, job, "B" if whole else "I", reads, visit, (work, kept))
 
