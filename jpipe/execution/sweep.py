@@ -61,13 +61,14 @@ class Job(NamedTuple):
         return array if self.counts is True else jnp.where(self.counts, array, jnp.zeros_like(array))
 
 
+Reader = Callable[[Job, Carry], Reads]
+"""A layer's job, the carry -> what the layer reads."""
+Visitor = Callable[[Job, Reads, Carry], Carry]
+"""A layer's job, what it reads, the carry -> the carry after the layer."""
+
+
 def sweep(
-    step: Step,
-    job: Job,
-    kind: str,
-    reads: Callable[[Job, Carry], Reads],
-    visit: Callable[[Job, Reads, Carry], Carry],
-    carry: Carry,
+    step: Step, job: Job, kind: str, reads: Reader[Carry, Reads], visit: Visitor[Reads, Carry], carry: Carry
 ) -> Carry:
     """The carry after `carry = visit(layer, reads(layer, carry), carry)` for the job of each layer of a virtual stage.
 
@@ -91,8 +92,7 @@ def sweep(
       step: the step.
       job: that of the action, with the virtual stage.
       kind: the kind of the action: "F" goes from the first layer to the last, the others back.
-      reads: a layer's job, the carry -> what the layer reads.
-      visit: a layer's job, that, the carry -> the carry after the layer.
+      reads, visit: of each layer.
       carry: what the layers read and write.
     """
     virtual_stage, ranges, reverse, count = job.virtual_stage, step.ranges, kind != "F", len(step.model.groups)
@@ -123,8 +123,8 @@ def _run_group(
     start: Index,
     stop: Index,
     reverse: bool,
-    reads: Callable[[Job, Carry], Reads],
-    visit: Callable[[Job, Reads, Carry], Carry],
+    reads: Reader[Carry, Reads],
+    visit: Visitor[Reads, Carry],
     carry: Carry,
 ) -> Carry:
     """Runs the virtual stage's own layers of the job's group, none if it idles; or as many as all others run."""
