@@ -36,6 +36,7 @@ With `ends="shared"`, `beside_slots` adds work before and after slots; with `off
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial, reduce
 from operator import or_
@@ -246,19 +247,24 @@ def _held(crossing: Arrivals, carry: TickCarry, *, together: bool) -> tuple[Arri
 def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Arrivals:
     """The values, by flow and route, that slot `i` left and that cross beside the slot after it, or else before it.
 
-    They are what a neighbour, or this stage itself, left at its boundary. Slot -1 is the last of the tick before.
+    They are what a neighbour, or this stage itself, left at its boundary.
     """
-    step, slots, earlier, crossing = stage.step, stage.step.table.slots, int(i < 0), Arrivals()
-    leaves, arrives = slots[i], slots[(i + beside) % len(slots)]
-    codes = np.unique(leaves.kind[max(0, run.start - earlier) : run.stop - earlier])
-    kinds = {leaves.kinds[code - 1] for code in codes if code}
-    for flow, sending in FLOWS.items():
-        if kinds & {*sending} and crosses_beside(step.schedule.slots, flow, i) == beside:
+    step, slots, crossing = stage.step, stage.step.table.slots, Arrivals()
+    for flow in _flows(slots, run, i):
+        if crosses_beside(step.schedule.slots, flow, i) == beside:
             boundaries, left = _at_boundary(step, SENT[flow], carry)
-            sent, columns = boundaries.crossing(left), getattr(arrives, f"{SENT[flow]}_in")
+            sent, columns = boundaries.crossing(left), getattr(slots[(i + beside) % len(slots)], f"{SENT[flow]}_in")
             routes = enumerate(step.schedule.placement.routes(flow))
             crossing[flow] = {r: moved(sent, route, stage.device) for r, route in routes if (columns[r] >= 0).any()}
     return crossing
+
+
+def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
+    """The directions in which a slot's actions send in the ticks of a run; slot -1 is the last of the tick before."""
+    slot, earlier = slots[i], int(i < 0)
+    codes = np.unique(slot.kind[max(0, run.start - earlier) : run.stop - earlier])
+    kinds = {slot.kinds[code - 1] for code in codes if code}
+    return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]
 
 
 def _at_boundary(step: Step, name: str, carry: TickCarry) -> tuple[Boundaries, Buffers]:
