@@ -241,6 +241,7 @@ def lay_out_rows(
             storages[name] = away[name] = AwayStorage(*places, on_host, moves=is_apart(request.mesh))
     if layers and not keep_inputs and not away:
         _warn_if_none_go(request.options.offload, goes, schedule)
+    # The executor moves the rows that hold something, and no others.
     slots = tuple(replace(slot, away={name: slot.away[name] for name in away}) for slot in table.slots)
     return replace(table, slots=slots), KeptStorage(storages, away, tuple(rows_of[g] for g in traced_as))
 
