@@ -106,7 +106,7 @@ class Round:
     decoding: Decoding
     prompts: jax.Array
     num_tokens: int
-    start: int = 0
+    start: int
 
     def run(self, caches: Buffers) -> tuple[jax.Array, Buffers]:
         """(the tokens that follow prompts, `[K, b, num_tokens]`, on all stages; the caches after them)."""
@@ -311,6 +311,9 @@ def generate(
     size, stages = step.model.batch.shape[0], step.schedule.num_microbatches
     spec = lambda rows: to_spec(step.plan.request.splits.of_examples(rows), step.model.axes, 2)
 
+    prefill = decoding.prefill
+    rounds = [(step, num_tokens)] if prefill is None else [(prefill, 1), (step, num_tokens - 1)]
+
     def fill(asked: tuple[jax.Array, jax.Array | None]) -> Batch:
         """Prompts, their indices and temperatures, `[K * b, ...]` each."""
         prompts, temperature = asked
@@ -322,14 +325,12 @@ def generate(
         """The prompts with the tokens that follow, `[K, b, S + num_tokens]`, on any device."""
         caches = {n: jnp.full(a.shape, decoding.starts[n], a.dtype) for n, a in decoding.caches.named_buffers}
         prompts = done = stage.batch[0]
-        start, more = 0, num_tokens
-        if decoding.prefill is not None:
-            prompts, caches = Round(replace(stage, step=decoding.prefill), decoding, done, 1).run(caches)
-            start, more, done = done.shape[-1], num_tokens - 1, jnp.concatenate([done, prompts], axis=-1)
-        if not more:
-            return done
-        said, _ = Round(stage, decoding, prompts, more, start).run(caches)
-        return jnp.concatenate([done, said], axis=-1)
+        for one, more in rounds:
+            if more:
+                start = done.shape[-1] - prompts.shape[-1]
+                prompts, caches = Round(replace(stage, step=one), decoding, prompts, more, start).run(caches)
+                done = jnp.concatenate([done, prompts], axis=-1)
+        return done
 
     return run_step(
         step,
@@ -337,7 +338,7 @@ def generate(
         (variables, (prompts, temperature), key, None),
         PartitionSpec(None, *spec(size)),
         fill,
-        [] if decoding.prefill is None else [decoding.prefill],
+        [one for one, _ in rounds],
         after=lambda sequences: join_microbatches(sequences)[:count],
         result_specs=spec(count),
     )
