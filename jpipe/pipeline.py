@@ -329,10 +329,9 @@ class Pipeline(Tabular):
         with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
         checks.check_complete(self.plan, variables)
-        asked = self._generator.asked(prompts, num_tokens, key, temperature, prefill, logits)
-        self.agreement.check(prompts, asked.words, key)
-        run = partial(self._generator.program, **asked.static)
-        return self._run("generation", run, variables, prompts, *asked.drawn_by)
+        words, run, drawn_by = self._generator.asked(prompts, num_tokens, key, temperature, prefill, logits)
+        self.agreement.check(prompts, words, key)
+        return self._run("generation", run, variables, prompts, *drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""

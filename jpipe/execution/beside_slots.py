@@ -3,7 +3,7 @@
 The executor calls the functions of this file before, in and after the ticks:
 
     before the ticks    first_carry                   what the carry needs
-    before a slot       start_rows, copy_stayed_rows  rows that come back
+    before a slot       rows_back                     rows that come back
                         before_slot                   enter: the first layer's forward
     in an action        with_end                      what the layers between take from the ends
     after a slot        after_slot                    leave: the last layer, the loss, their backward;
@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
-from jpipe.execution.sweep import Counts, Job
+from jpipe.execution.sweep import Job
 from jpipe.jax.in_place import Carry, Index, when
 from jpipe.jax.trees import is_float
 from jpipe.memory.storage import Buffers
@@ -94,10 +94,10 @@ def _take(
     slot: int,
     name: str,
     reads: Callable[[Carry], list[Leaf]] | None,
-    body: Callable[[Stage, Index, list[Leaf], Counts, Carry], Carry],
+    body: Callable[[Stage, Job, list[Leaf], Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """The carry after `body(stage, micro-batch, reads(carry), counts, carry)`, if a turn of this name is taken now.
+    """The carry after `body(stage, job, reads(carry), carry)`, if a turn of this name is taken now.
 
     `reads` takes from the carry what the layers between have left there, right on one stage alone. It doesn't change in
     the loop: if the body read it, a compiler would compute all that follows from it ahead of the loop, and so in every
@@ -109,32 +109,28 @@ def _take(
     taken = getattr(stage.step.ends.turns[slot], name)[run.start : run.stop] >= 0
     if not taken.any():
         return carry
-    m = jnp.asarray(getattr(turns[slot], name))
+    m, g = jnp.asarray(getattr(turns[slot], name)), stage.step.model.last if name == "leave" else 0
     leaves = lambda carry: [] if reads is None else reads(carry)
     with jax.named_scope(name):
-        group = stage.step.model.last if name == "leave" else 0
-        if group in stage.step.idle_work.safe and taken.mean() >= LEAST_SHARE[name]:
-            counts = True if taken.all() else m >= 0
-            m = jnp.maximum(m, 0)
-            return body(stage, m, leaves(carry), counts, carry)
-        counted = lambda read, carry: body(stage, read[0], read[1], True, carry)
+        if g in stage.step.idle_work.safe and taken.mean() >= LEAST_SHARE[name]:
+            job = Job(jnp.maximum(m, 0), {}, True if taken.all() else m >= 0, g=g)
+            return body(stage, job, leaves(carry), carry)
+        counted = lambda read, carry: body(stage, Job(read[0], {}, g=g), read[1], carry)
         return when(m >= 0, (m, []), counted, carry, reads=reads and (lambda at, carry: (at[0], leaves(carry))))
 
 
-def _enter(stage: Stage, microbatch: Index, _: list[Leaf], counts: Counts, entered: list[Leaf]) -> list[Leaf]:
+def _enter(stage: Stage, job: Job, _: list[Leaf], entered: list[Leaf]) -> list[Leaf]:
     """The first layer's outputs, on all stages; those that don't count are overwritten before they are read."""
-    job = Job(microbatch, {})
     return stage.step.forwards[0](stage.arguments(job, stage.batch_of(job)), [])[0].outputs
 
 
-def _leave(stage: Stage, microbatch: Index, x: list[Leaf], counts: Counts, carry: TickCarry) -> TickCarry:
+def _leave(stage: Stage, job: Job, x: list[Leaf], carry: TickCarry) -> TickCarry:
     """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`.
 
     It is never taken where it doesn't count (`LEAST_SHARE`).
     """
-    step, last = stage.step, stage.step.model.last
-    job = Job(microbatch, {}, g=last)
-    arguments, mine = stage.arguments(job, stage.batch_of(job)), stage.device == step.ends.last
+    step, last = stage.step, job.g
+    arguments, mine = stage.arguments(job, stage.batch_of(job)), stage.device == step.schedule.placement.ends[1]
     x = _from_stage(mine, x)
     backward, cotangents = carry.backward, []
     if step.schedule.trains:
@@ -149,10 +145,10 @@ def _leave(stage: Stage, microbatch: Index, x: list[Leaf], counts: Counts, carry
     return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
 
 
-def _back(stage: Stage, microbatch: Index, cotangents: list[Leaf], counts: Counts, carry: TickCarry) -> TickCarry:
+def _back(stage: Stage, job: Job, cotangents: list[Leaf], carry: TickCarry) -> TickCarry:
     """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
-    step, job = stage.step, Job(microbatch, {}, counts)
-    cotangents = _from_stage(stage.device == step.ends.first, cotangents)
+    step = stage.step
+    cotangents = _from_stage(stage.device == step.schedule.placement.ends[0], cotangents)
     arguments = stage.arguments(job, stage.batch_of(job))
     _, residuals = step.layers[0].forward(arguments, [])
     gradients = step.layers[0].backward(arguments, residuals, cotangents).params
@@ -183,26 +179,22 @@ def with_end(step: Step, name: str, job: Job, buffers: Buffers, carry: TickCarry
     return boundaries.write(buffers, boundary, 0, [jnp.where(mine, *pair) for pair in zip(leaves, old, strict=True)])
 
 
-def copy_stayed_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> TickCarry:
-    """The carry with the row of this slot's action in `back`, also if it has stayed: then it is copied.
+def rows_back(
+    stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry
+) -> tuple[Kept, TickCarry]:
+    """The rows that come back beside this slot, for the next one; and the carry with this slot's own row in `back`.
 
-    Only stages that have it copy, by a loop of one trip. On GPUs such a loop would stop the host, and slices are copied
-    anyway: there layers choose between the two as they read (`AwayStorage.read_back`).
+    That row is copied there if it has stayed. Only stages that have it copy, by a loop of one trip. On GPUs such a loop
+    would stop the host, and slices are copied anyway: there layers choose between the two as they read
+    (`AwayStorage.read_back`).
     """
-    if stage.step.plan.request.splits.on_gpu:
-        return carry
-    back = dict(carry.back)
-    for name in back:
+    away, back = stage.step.kept.away, dict(carry.back)
+    coming = {name: away[name].fetched(carry.host[name], now[name].returns) for name in _returning(away, slot)}
+    for name in () if stage.step.plan.request.splits.on_gpu else back:
         if slot.away[name].stays.any():
-            storage, at = stage.step.kept.away[name], (carry.forward.kept[name], now[name].row)
-            back[name] = when(now[name].stays > 0, at, lambda at, _, of=storage: of.leaving(*at), back[name])
-    return carry._replace(back=back)
-
-
-def start_rows(stage: Stage, slot: SlotTable, now: Mapping[str, Away[Index]], carry: TickCarry) -> Kept:
-    """The rows that come back beside this slot, for the next one."""
-    away = stage.step.kept.away
-    return {name: away[name].fetched(carry.host[name], now[name].returns) for name in _returning(away, slot)}
+            copy = lambda at, _, of=away[name]: of.leaving(*at)
+            back[name] = when(now[name].stays > 0, (carry.forward.kept[name], now[name].row), copy, back[name])
+    return coming, carry._replace(back=back)
 
 
 def send_rows(

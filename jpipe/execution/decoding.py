@@ -13,13 +13,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.cutting.decoder import cut_decoder
+from jpipe.cutting.module import Read, WholeModel, told_of, without_unread
+from jpipe.cutting.pieces import NoSuchPlace, places_again, unused_parts
+from jpipe.cutting.places import Traced
+from jpipe.cutting.straight import Part
+from jpipe.cutting.whole import CutModel
 from jpipe.jax.flat_jaxpr import without_calls
 from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ELEMENTWISE, MOVES, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
@@ -29,9 +34,11 @@ from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.connections import with_inputs
 from jpipe.memory.storage import Storage, build_storage
 from jpipe.mesh.axes import AXIS, shapes_only
-from jpipe.model.groups import KEEP, LayerGroup, Model, same_type
-from jpipe.model.layer_function import LayerFunction
-from jpipe.model.trace import trace_model
+from jpipe.model.alike import Kinds
+from jpipe.model.groups import KEEP, LayerGroup, Model, same_type, strong
+from jpipe.model.layer_function import LayerFunction, trace_init
+from jpipe.model.random_keys import key_shape
+from jpipe.model.trace import telling, trace_model
 from jpipe.partitioner.choice import always
 from jpipe.partitioner.conversions import sent_in
 from jpipe.partitioner.per_device import jaxpr_per_device
@@ -40,7 +47,7 @@ from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step, build_step
 from jpipe.processes.progress import warn_user
 from jpipe.schedules.orders import forward_only
-from jpipe.types import Leaf, PyTree
+from jpipe.types import Leaf, PyTree, Shapes
 
 AXIS_OF_TOKENS = "tokens"
 _SPREADS = (ELEMENTWISE | MOVES) - {"iota", "concatenate", "pad"}
@@ -60,15 +67,14 @@ def on_inputs(plan: Plan) -> Sequence[LayerFunction]:
     return [LayerFunction(replace(first, layer=layer), None, remat, traced.inputs), *of_others]
 
 
-def warn_of_uncached(plan: Plan, model: Model, functions: Sequence[LayerFunction]) -> None:
+def warn_of_uncached(plan: Plan, model: Model) -> None:
     """Warns of layers that keep no cache in decode mode, and don't treat each token by itself in training.
 
     Args:
       plan: with the layers as they train, on sequences.
       model: the same layers in decode mode.
-      functions: each group on whole sequences (`on_inputs`).
     """
-    for function in functions:
+    for function in on_inputs(plan):
         group = function.group
         if model.group_at(group.indices[0]).variables.get(CACHE):
             continue
@@ -172,10 +178,15 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     """
     tokens = _check_tokens(plan, logits)
     plan = _with_own_ends(plan) if plan.shares_ends else plan
-    layers_for = _decoding_layers(plan, size, length)
+    if plan.cut is not None:
+        layers_for = cut_decoder(plan.cut, plan.traced.inputs, size, length)
+    else:
+        takes = map(plan.traced.called_with, range(plan.traced.num_layers))
+        layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
+        layers_for = lambda tokens: layers
     fed = lambda count: jax.ShapeDtypeStruct((size, count), tokens.dtype)
     step = _decoding_step(plan, layers_for(fed(1)), fed(1), length)
-    warn_of_uncached(plan, step.model, on_inputs(plan))
+    warn_of_uncached(plan, step.model)
     try:
         first = _decoding_step(plan, layers_for(fed(prefill)), fed(prefill), length) if prefill > 1 else None
     except ValueError as error:
@@ -184,15 +195,6 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     outputs = jax.tree.structure(plan.traced.groups[-1].gives)
     pick = lambda leaves: leaves[0] if logits is None else logits(jax.tree.unflatten(outputs, leaves))
     return Decoding(step, first, caches, starts, pick)
-
-
-def _decoding_layers(plan: Plan, size: int, length: int) -> Callable[[jax.ShapeDtypeStruct], Sequence[AnyLayer]]:
-    """Tokens `[b, T]` -> the layers that take them in decode mode, with caches for sequences of a length."""
-    if plan.cut is not None:
-        return cut_decoder(plan.cut, plan.traced.inputs, size, length)
-    takes = [plan.traced.called_with(i) for i in range(plan.traced.num_layers)]
-    layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
-    return lambda tokens: layers
 
 
 def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:
@@ -327,3 +329,109 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
                 f"{jax.tree_util.keystr(path)}; start from one real number, such as 0"
             )
     return [float(smallest) for _, (smallest, _) in pairs]
+
+
+# --- a model that is one module: cut as in training, each piece has the caches that it uses --------------------------
+
+
+def cut_decoder(
+    model: CutModel, inputs: Shapes, size: int, length: int
+) -> Callable[[jax.ShapeDtypeStruct], tuple[AnyLayer, ...]]:
+    """Cuts a model in decode mode: tokens `[b, T]` -> the pieces as layers that take these and write their caches.
+
+    Args:
+      model: as it is cut in training.
+      inputs: the shapes of what it is called with in training; the only array in them is the tokens, `[b, T]`.
+      size: the sequences that it is called with at a time.
+      length: of the longest sequence.
+
+    Raises:
+      ValueError: it has other variables in decode mode, does other things there, or uses a cache in several pieces.
+    """
+    layer, structure = decoding(model.whole.layer, inputs, size, length), jax.tree.structure(inputs)
+    tokens = jax.ShapeDtypeStruct((size, 1), jax.tree.leaves(inputs)[0].dtype)
+    read: Read = lambda tokens: jax.tree.unflatten(structure, [tokens])
+    with telling(f"generate: {layer.name}", lambda: told_of(read(tokens))):
+        init = trace_init(layer, key_shape(), read(tokens), tokens)
+    whole = WholeModel(layer, strong(init.variables), init, model.whole.read)
+    cutting = model.cutting.renumbered(_numbers(model.whole, whole))
+    decoder = CutModel(whole, cutting)
+    caches = _caches(decoder, *_trace_again(decoder, read, tokens)[:2])
+    parts = tuple((*own, *more) for own, more in zip(cutting.parts, caches, strict=True))
+    return partial(_pieces_in_decode_mode, CutModel(whole, replace(cutting, parts=parts)), read)
+
+
+def _pieces_in_decode_mode(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[AnyLayer, ...]:
+    """The pieces of a model in decode mode; `read` makes of tokens what it is called with.
+
+    Raises:
+      ValueError: the model can't be cut for so many tokens; or a piece but the first reads the tokens.
+    """
+    traced, places, outputs = _trace_again(model, read, tokens)
+    pieces = model.pieces_of(traced, places, Kinds())
+    for index, piece in enumerate(pieces[1:], start=1):
+        if piece.data:
+            raise ValueError(
+                f"generate: the piece {model.names[index]} of {model.whole.layer.name} reads the tokens in decode "
+                "mode, but they are on the first stage only: leave out there what is made of them, such as a mask of "
+                "padding"
+            )
+    return model.as_layers(pieces, pieces, outputs, 1, (CACHE,))
+
+
+def _numbers(training: WholeModel, decoder: WholeModel) -> list[int]:
+    """For each leaf of the variables in training, its index in decode mode."""
+    named = lambda whole: list(zip(whole.collections, whole.paths, strict=True))
+    by_name = {name: i for i, name in enumerate(named(decoder)) if name[0] != CACHE}
+    if [*by_name] != named(training):
+        without = {name: tree for name, tree in decoder.unboxed.items() if name != CACHE}
+        raise ValueError(
+            f"{training.layer.name} has {describe(without)} in decode mode and {describe(training.unboxed)} in "
+            "training, so that it can't take over what was trained"
+        )
+    return list(by_name.values())
+
+
+def _trace_again(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> tuple[Traced, list[int], Shapes]:
+    """(the trace of a model in decode mode, with slices where training has slices; its places; outputs as trained)."""
+    whole, (straight, outputs) = model.whole, model.whole.trace_mode(read, tokens, train=False)
+    depths = {part.leaf: len(part.indices) for part in model.cutting.all_parts}
+    straight = replace(straight, depths=straight.depths_read | depths)
+    if whole.read is not None and len(whole.read) == len(straight.read):
+        straight, outputs = replace(straight, read=whole.read), without_unread(outputs, whole.read)
+    try:
+        return (traced := Traced(straight)), places_again(model.cutting, traced, None), outputs
+    except NoSuchPlace as error:
+        raise ValueError(
+            f"generate: {model.whole.layer.name} does in decode mode other things than in training behind the piece "
+            f"{model.names[error.args[0]]}: no place there bears arrays of the same dtypes behind the same parameters; "
+            "mark places that both have by x = jpipe.cut(x)"
+        ) from None
+
+
+def _caches(model: CutModel, traced: Traced, places: Sequence[int]) -> list[list[Part]]:
+    """For each piece the parts of caches that it has.
+
+    Raises:
+      ValueError: several pieces use one.
+    """
+    whole, cutting = model.whole, model.cutting
+    is_cache = lambda part: whole.collections[part.leaf] == CACHE
+    used = [traced.used(*pair) for pair in itertools.pairwise([0, *places, len(traced.straight.main)])]
+    caches = [sorted(filter(is_cache, own)) for own in used]
+    users: dict[Part, int] = {}
+    for index, (own, parts) in enumerate(zip(used, cutting.parts, strict=True)):
+        if strange := [part for part in own if not is_cache(part) and part not in parts]:
+            name = "/".join(whole.paths[strange[0].leaf])
+            raise ValueError(f"generate: {whole.layer.name} uses {name} in decode mode in {model.names[index]} too")
+        for part in caches[index]:
+            if users.setdefault(part, index) != index:
+                raise ValueError(
+                    f"generate: {whole.layer.name} uses its cache {'/'.join(whole.paths[part.leaf])} in the pieces "
+                    f"{model.names[users[part]]} and {model.names[index]}, which may lie on two stages; give each "
+                    "block a cache of its own"
+                )
+    shapes = [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
+    first = next((i for i, tied in enumerate(cutting.tied) if tied is None), 0)
+    caches[first] += sorted(filter(is_cache, unused_parts([*cutting.all_parts, *users], shapes)))
+    return caches

@@ -193,8 +193,7 @@ def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carr
     # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
     #    is the last one of the tick before, whose results are in the carry.)
     crossing = _crossing(stage, run, i - 1, carry, beside=True)
-    coming = beside_slots.start_rows(stage, slot, now.away, carry)
-    carry = beside_slots.copy_stayed_rows(stage, slot, now.away, carry)
+    coming, carry = beside_slots.rows_back(stage, slot, now.away, carry)
     carry = beside_slots.before_slot(stage, run, turns, i, carry)
     # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
     #    the carry.
@@ -245,10 +244,18 @@ def _held(crossing: Arrivals, carry: TickCarry, *, together: bool) -> tuple[Arri
 
 
 def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Arrivals:
-    """The values, by flow and route, that slot `i` left and that cross beside the slot after it, or else before it."""
-    slots, names = stage.step.table.slots, stage.step.schedule.slots
-    flows = [flow for flow in _flows(slots, run, i) if crosses_beside(names, flow, i) == beside]
-    return {flow: _sent(stage, flow, slots[(i + beside) % len(slots)], carry) for flow in flows}
+    """The values, by flow and route, that slot `i` left and that cross beside the slot after it, or else before it.
+
+    They are what a neighbour, or this stage itself, left at its boundary.
+    """
+    step, slots, crossing = stage.step, stage.step.table.slots, Arrivals()
+    for flow in _flows(slots, run, i):
+        if crosses_beside(step.schedule.slots, flow, i) == beside:
+            boundaries, left = _at_boundary(step, SENT[flow], carry)
+            sent, columns = boundaries.crossing(left), getattr(slots[(i + beside) % len(slots)], f"{SENT[flow]}_in")
+            routes = enumerate(step.schedule.placement.routes(flow))
+            crossing[flow] = {r: moved(sent, route, stage.device) for r, route in routes if (columns[r] >= 0).any()}
+    return crossing
 
 
 def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
@@ -257,16 +264,6 @@ def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
     codes = np.unique(slot.kind[max(0, run.start - earlier) : run.stop - earlier])
     kinds = {slot.kinds[code - 1] for code in codes if code}
     return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]
-
-
-def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[int, Buffers]:
-    """The values that arrive in this slot along a flow, if any ever do, by route.
-
-    They are what a neighbour, or this stage itself, left at its boundary.
-    """
-    columns, (boundaries, left) = getattr(slot, f"{SENT[flow]}_in"), _at_boundary(stage.step, SENT[flow], carry)
-    sent, routes = boundaries.crossing(left), stage.step.schedule.placement.routes(flow)
-    return {i: moved(sent, route, stage.device) for i, route in enumerate(routes) if (columns[i] >= 0).any()}
 
 
 def _at_boundary(step: Step, name: str, carry: TickCarry) -> tuple[Boundaries, Buffers]:
@@ -372,7 +369,7 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     at = {name: Row(getattr(now, name), stage.device) for name in ROWS}
-    chooses = stage.step.plan.request.splits.on_gpu  # on others `copy_stayed_rows` has chosen before
+    chooses = stage.step.plan.request.splits.on_gpu  # on others `rows_back` has chosen before
     at |= {name: Row(away.row, 0, away.stays if chooses else None) for name, away in now.away.items()}
     if counts is not True:
         at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
@@ -381,28 +378,22 @@ def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
 
 
 def _received(stage: Stage, name: str, job: Job, now: Now, carry: TickCarry) -> Buffers:
-    """Boundary buffers with the "activation" or "cotangent" that an action receives: from its row, or a shared end."""
-    return beside_slots.with_end(stage.step, name, job, _read_row(stage.step, name, now, carry), carry)
-
-
-def _read_row(step: Step, name: str, now: Now, carry: TickCarry) -> Buffers:
-    """Boundary buffers with the "activation" or "cotangent" that the action receives, from the row in which it waits.
+    """Boundary buffers with the "activation" or "cotangent" that an action receives: from its row, or a shared end.
 
     The rest of the buffers is only memory to write into: the stage's layers write each inner boundary before they read
     it. A row of -1 gives values of no use on the first or last virtual stage. With a buffer for each route it changes
     nothing: on other virtual stages what the action reads is there already.
     """
-
-    boundaries, buffers = _at_boundary(step, name, carry)
-    waiting, numbers, row = carry.waiting[name], step.table.waiting[name], getattr(now, name)
+    boundaries, buffers = _at_boundary(stage.step, name, carry)
+    numbers, row = stage.step.table.waiting[name], getattr(now, name)
 
     def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
         row, rows = at
         return boundaries.with_crossed(buffers, jax.tree.map(lambda a: take_row(a, row), rows))
 
-    if len(numbers) == 1:
-        return take((jnp.maximum(row, 0), waiting[0]), buffers) if len(numbers[0]) else buffers
-    for own, rows in zip(numbers, waiting, strict=True):
-        if len(own):
+    for own, rows in zip(numbers, carry.waiting[name], strict=True):
+        if len(numbers) == 1 and len(own):
+            buffers = take((jnp.maximum(row, 0), rows), buffers)
+        elif len(own):
             buffers = when((row >= own.start) & (row < own.stop), (row - own.start, rows), take, buffers)
-    return buffers
+    return beside_slots.with_end(stage.step, name, job, buffers, carry)

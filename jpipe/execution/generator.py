@@ -16,8 +16,8 @@ time (prefill), these go round first, as one "token" here; then the first that i
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
 from jpipe.execution.executor import moved
 from jpipe.execution.programs import run_step
 from jpipe.execution.stage import Stage
-from jpipe.execution.sweep import Job, Sweep
+from jpipe.execution.sweep import Job, sweep
 from jpipe.jax.in_place import Index, put_slice, take_row, take_slice, when
 from jpipe.layers.base import describe
 from jpipe.layers.fingerprint import fingerprint
@@ -48,24 +48,6 @@ from jpipe.processes.progress import task
 from jpipe.schedules.actions import Placement
 from jpipe.types import Batch, Leaf
 from jpipe.users_numbers import as_integer, as_number, integer_or_none
-
-
-class Round(NamedTuple):
-    """The values of one call that all devices know.
-
-    Attributes:
-      prompts: `[K, b, S]`.
-      rows: `[K, b]`, the index of each prompt among all.
-      temperatures: `[K, b]`, of samples; None takes the likeliest token.
-      num_tokens: to add to each prompt.
-      start: the place of a prompt's first token in its sequence.
-    """
-
-    prompts: jax.Array
-    rows: jax.Array
-    temperatures: jax.Array | None
-    num_tokens: int
-    start: int = 0
 
 
 class DecodingCarry(NamedTuple):
@@ -96,113 +78,118 @@ def timetable(placement: Placement, num_rounds: int) -> np.ndarray:
     count, hop = placement.num_virtual_stages, 2 if placement.style == "v" and placement.num_stages > 1 else 1
     table = np.zeros((count * num_rounds + hop * (placement.num_stages - 1), 4, placement.num_stages), np.int32)
     table[:, 2] = -1
-    routes = [{receiver: sender for sender, receiver in route} for route in placement.routes(+1)]
     for m in range(placement.num_stages):
         for t in range(count * num_rounds):
             s = t % count
             k = placement.stage_of(s)
             table[t + hop * m, :3, k] = m, s, t // count
             if s > 0:
-                sender = placement.stage_of(s - 1)
-                table[t + hop * m - 1, 3, k] = next(i for i, route in enumerate(routes) if route.get(k) == sender)
+                from_to = (placement.stage_of(s - 1), k)
+                table[t + hop * m - 1, 3, k] = [from_to in route for route in placement.routes(+1)].index(True)
     return table
 
 
-def run_decoding(stage: Stage, decoding: Decoding, call: Round) -> jax.Array:
-    """Returns prompts with the tokens that follow, `[K, b, S + num_tokens]`, on any device of a `shard_map`."""
-    caches = {n: jnp.full(a.shape, decoding.starts[n], a.dtype) for n, a in decoding.caches.named_buffers}
-    done = call.prompts
-    if decoding.prefill is not None:
-        said, caches = _go_round(replace(stage, step=decoding.prefill), decoding, call._replace(num_tokens=1), caches)
-        done = jnp.concatenate([done, said], axis=-1)
-        call = call._replace(prompts=said, num_tokens=call.num_tokens - 1, start=call.prompts.shape[-1])
-    if call.num_tokens:
-        said, _ = _go_round(stage, decoding, call, caches)
-        done = jnp.concatenate([done, said], axis=-1)
-    return done
+@dataclass(frozen=True, eq=False)
+class Round:
+    """Prompts that go round on a device, and the tokens that are added to them.
 
+    Attributes:
+      stage: the device, in a step in which layers take T tokens at a time.
+      decoding: how the layers decode. `stage.batch` has all prompts, their indices `[K, b]` among all, and temperatures
+        `[K, b]`, of samples; None takes the likeliest.
+      prompts: `[K, b, S]`, those that go round.
+      num_tokens: to add to each of them.
+      start: the place of their first token in its sequence.
+    """
 
-def _go_round(stage: Stage, decoding: Decoding, call: Round, caches: Buffers) -> tuple[jax.Array, Buffers]:
-    """Returns (the tokens that follow prompts, `[K, b, num_tokens]`, on all stages; the caches after them)."""
-    step, place, at_once = stage.step, stage.step.schedule.placement, stage.step.model.batch.shape[1]
-    num_rounds = call.prompts.shape[-1] // at_once + call.num_tokens - 1
-    table = jnp.moveaxis(jnp.asarray(timetable(place, num_rounds)), -1, 0)
-    turns = take_row(table, stage.device)
-    said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
-    # The last layer's weights are put into their order once. They may lie transposed, and a compiler would copy them
-    # in every tick.
-    rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
-    head = tuple(map(rows, stage.weights(Job(0, {}, g=step.model.last))))
-    carry = DecodingCarry(step.activations.empty(), caches, call.prompts[0, :, :at_once], said)
+    stage: Stage
+    decoding: Decoding
+    prompts: jax.Array
+    num_tokens: int
+    start: int
 
-    def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
-        microbatch, virtual_stage, round_, route = now
-        virtual_stage = 0 if place.num_virtual_stages == 1 else virtual_stage
-        work = partial(_work, stage, decoding, call, head)
-        carry = when(round_ >= 0, (microbatch, virtual_stage, round_), work, carry)
-        return _passed_on(stage, place, route, carry), None
+    def run(self, caches: Buffers) -> tuple[jax.Array, Buffers]:
+        """(the tokens that follow prompts, `[K, b, num_tokens]`, on all stages; the caches after them)."""
+        stage, step = self.stage, self.stage.step
+        place, at_once = step.schedule.placement, step.model.batch.shape[1]
+        num_rounds = self.prompts.shape[-1] // at_once + self.num_tokens - 1
+        turns = take_row(jnp.moveaxis(jnp.asarray(timetable(place, num_rounds)), -1, 0), stage.device)
+        said = jnp.zeros((*self.prompts.shape[:2], self.num_tokens), self.prompts.dtype)
+        # The last layer's weights are put into their order once. They may lie transposed, and a compiler would copy
+        # them in every tick.
+        rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
+        head = tuple(map(rows, stage.weights(Job(0, {}, g=step.model.last))))
+        carry = DecodingCarry(step.activations.empty(), caches, self.prompts[0, :, :at_once], said)
 
-    with jax.named_scope("ticks"):
-        carry = jax.lax.scan(tick, carry, turns)[0]
-    is_last = stage.device == place.stage_of(place.num_virtual_stages - 1)
-    return jax.lax.psum(jnp.where(is_last, carry.said, 0), AXIS), carry.caches
+        def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
+            microbatch, virtual_stage, round_, route = now
+            virtual_stage = 0 if place.num_virtual_stages == 1 else virtual_stage
+            carry = when(round_ >= 0, (microbatch, virtual_stage, round_), partial(self._work, head), carry)
+            return self._passed_on(place, route, carry), None
 
+        with jax.named_scope("ticks"):
+            carry = jax.lax.scan(tick, carry, turns)[0]
+        return jax.lax.psum(jnp.where(stage.device == place.ends[1], carry.said, 0), AXIS), carry.caches
 
-def _work(
-    stage: Stage,
-    decoding: Decoding,
-    call: Round,
-    head: tuple[list[Leaf], ...],
-    at: tuple[Index, ...],
-    carry: DecodingCarry,
-) -> DecodingCarry:
-    """Sends tokens through layers; `at` is (micro-batch, virtual stage, round), `head` the last layer's weights."""
-    step, groups, (microbatch, virtual_stage, round_) = stage.step, stage.step.model.groups, at
-    prompt_length, at_once = call.prompts.shape[-1], carry.tokens.shape[1]
-    begin = round_ * at_once  # of these tokens, counted from the prompt's first
-    column = jnp.minimum(begin, prompt_length - at_once)
-    of_prompt = take_slice(call.prompts, (microbatch, 0, column), (1, *carry.tokens.shape))[0]
-    begins = (virtual_stage == 0) & (begin < prompt_length)
-    carry = carry._replace(tokens=jnp.where(begins, of_prompt, carry.tokens))
+    def _work(self, head: tuple[list[Leaf], ...], at: tuple[Index, ...], carry: DecodingCarry) -> DecodingCarry:
+        """Sends tokens through layers; `at` is (micro-batch, virtual stage, round), `head` the last layer's weights."""
+        stage, step, caches, (microbatch, virtual_stage, round_) = self.stage, self.stage.step, self.decoding.caches, at
+        prompt_length, at_once, groups = self.prompts.shape[-1], carry.tokens.shape[1], step.model.groups
+        begin = round_ * at_once  # of these tokens, counted from the prompt's first
+        column = jnp.minimum(begin, prompt_length - at_once)
+        of_prompt = take_slice(self.prompts, (microbatch, 0, column), (1, *carry.tokens.shape))[0]
+        begins = (virtual_stage == 0) & (begin < prompt_length)
+        carry = carry._replace(tokens=jnp.where(begins, of_prompt, carry.tokens))
 
-    def reads(job: Job, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
-        """(the tokens, what the layer takes, its cache)."""
-        first = groups[job.g].indices[0]
-        x = step.activations.read(carry.activation, first - 1, 0) if first else []
-        row = Row(job.microbatch, stage.device)
-        return carry.tokens, x, decoding.caches.read(carry.caches, job.g, job.position, row)
+        def reads(job: Job, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
+            """(the tokens, what the layer takes, its cache)."""
+            first = groups[job.g].indices[0]
+            x = step.activations.read(carry.activation, first - 1, 0) if first else []
+            return carry.tokens, x, caches.read(carry.caches, *job.layer, Row(job.microbatch, stage.device))
 
-    def visit(job: Job, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
-        tokens, x, cache = arrays
-        params, fixed = head if job.g == step.model.last else stage.weights(job)
-        batch = tokens if step.functions[job.g].reads_batch else None
-        results, _ = step.forwards[job.g](LayerArguments(params, cache, fixed, None, batch), x)
-        if cache:
-            row = Row(job.microbatch, stage.device)
-            carry = carry._replace(caches=decoding.caches.write(carry.caches, job.g, job.position, results.state, row))
-        if job.g != step.model.last:
-            buffers = step.activations.write(carry.activation, groups[job.g].indices[0], 0, results.outputs)
-            return carry._replace(activation=buffers)
-        return _said(stage, call, job.microbatch, begin + at_once, decoding.logits(results.outputs)[:, -1], carry)
+        def visit(job: Job, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
+            tokens, x, cache = arrays
+            params, fixed = head if job.g == step.model.last else stage.weights(job)
+            batch = tokens if step.functions[job.g].reads_batch else None
+            results, _ = step.forwards[job.g](LayerArguments(params, cache, fixed, None, batch), x)
+            if cache:
+                row = Row(job.microbatch, stage.device)
+                carry = carry._replace(caches=caches.write(carry.caches, *job.layer, results.state, row))
+            if job.g != step.model.last:
+                buffers = step.activations.write(carry.activation, groups[job.g].indices[0], 0, results.outputs)
+                return carry._replace(activation=buffers)
+            return self._said(job.microbatch, begin + at_once, self.decoding.logits(results.outputs)[:, -1], carry)
 
-    return Sweep(stage.step, Job(microbatch, {}, virtual_stage=virtual_stage), reads, visit, "F").run(carry)
+        return sweep(step, Job(microbatch, {}, virtual_stage=virtual_stage), "F", reads, visit, carry)
 
+    def _said(self, microbatch: Index, count: Index, logits: jax.Array, carry: DecodingCarry) -> DecodingCarry:
+        """Adds to the carry the token `[b]` that follows `count` others, chosen by logits `[b, vocabulary]`."""
+        _, rows, temperatures = self.stage.batch
+        logits = logits.astype(jnp.promote_types(jnp.float32, logits.dtype))
+        if temperatures is None:
+            token = jnp.argmax(logits, axis=-1)
+        else:
+            temperatures = take_row(temperatures, microbatch)[:, None].astype(logits.dtype)
+            token = sample(self.stage.key, take_row(rows, microbatch), self.start + count, logits / temperatures)
+        token = token.astype(carry.tokens.dtype)[:, None]
+        # What is said within the prompt is written to the first place, over which the first new token is written later.
+        column = jnp.maximum(count - self.prompts.shape[-1], 0)
+        said = put_slice(carry.said, token[None], (microbatch, 0, column))
+        return carry._replace(tokens=jnp.broadcast_to(token, carry.tokens.shape), said=said)
 
-def _said(
-    stage: Stage, call: Round, microbatch: Index, count: Index, logits: jax.Array, carry: DecodingCarry
-) -> DecodingCarry:
-    """Adds to the carry the token `[b]` that follows `count` others, chosen by logits `[b, vocabulary]`."""
-    logits = logits.astype(jnp.promote_types(jnp.float32, logits.dtype))
-    if call.temperatures is None:
-        token = jnp.argmax(logits, axis=-1)
-    else:
-        temperatures = take_row(call.temperatures, microbatch)[:, None].astype(logits.dtype)
-        token = sample(stage.key, take_row(call.rows, microbatch), call.start + count, logits / temperatures)
-    token = token.astype(carry.tokens.dtype)[:, None]
-    # What is said within the prompt is written to the first place, over which the first new token is written later.
-    column = jnp.maximum(count - call.prompts.shape[-1], 0)
-    said = put_slice(carry.said, token[None], (microbatch, 0, column))
-    return carry._replace(tokens=jnp.broadcast_to(token, carry.tokens.shape), said=said)
+    def _passed_on(self, place: Placement, route: Index, carry: DecodingCarry) -> DecodingCarry:
+        """Adds to the carry what neighbours sent: activations, and on the first stage the token that was chosen."""
+        begins_on, ends_on = place.ends
+        if begins_on != ends_on:
+            carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(ends_on, begins_on)]))
+        boundaries = self.stage.step.activations
+        sent = boundaries.crossing(carry.activation)
+        arrived = [moved(sent, pairs, self.stage.device) for pairs in place.routes(+1)]
+        if not arrived:
+            return carry
+        chosen = lambda first, *others: jax.lax.select_n(route, first, *others) if others else first
+        taken = jax.tree.map(chosen, arrived[0], *arrived[1:])
+        return carry._replace(activation=boundaries.with_crossed(carry.activation, taken))
 
 
 def sample(key: jax.Array | None, rows: jax.Array, place: Index, logits: jax.Array) -> jax.Array:
@@ -210,35 +197,6 @@ def sample(key: jax.Array | None, rows: jax.Array, place: Index, logits: jax.Arr
     assert key is not None
     keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), place))(rows)
     return jax.vmap(jax.random.categorical)(keys, logits)
-
-
-def _passed_on(stage: Stage, place: Placement, route: Index, carry: DecodingCarry) -> DecodingCarry:
-    """Adds to the carry what neighbours sent: activations, and on the first stage the token that was chosen."""
-    begins_on, ends_on = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1)
-    if begins_on != ends_on:
-        carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(ends_on, begins_on)]))
-    boundaries = stage.step.activations
-    sent = boundaries.crossing(carry.activation)
-    arrived = [moved(sent, pairs, stage.device) for pairs in place.routes(+1)]
-    if not arrived:
-        return carry
-    chosen = lambda first, *others: jax.lax.select_n(route, first, *others) if others else first
-    taken = jax.tree.map(chosen, arrived[0], *arrived[1:])
-    return carry._replace(activation=boundaries.with_crossed(carry.activation, taken))
-
-
-class Asked(NamedTuple):
-    """The arguments of `Pipeline.generate`, checked.
-
-    Attributes:
-      words: the numbers in words, by which processes compare what they want.
-      drawn_by: the key and the temperature by which tokens are drawn; (None, None) takes the likeliest.
-      static: the keyword arguments of `generate`.
-    """
-
-    words: str
-    drawn_by: tuple[jax.Array | None, jax.Array | None]
-    static: dict[str, Decoding | int]
 
 
 class Generator:
@@ -272,8 +230,12 @@ class Generator:
         temperature: float,
         prefill: int,
         logits: PickLogits | None,
-    ) -> Asked:
+    ) -> tuple[str, Callable[..., jax.Array], tuple[jax.Array | None, jax.Array | None]]:
         """Checks the arguments of `Pipeline.generate`, and lays out how the layers decode such prompts.
+
+        Returns:
+          (the numbers in words, by which processes compare what they want; `generate`, jitted, for these numbers; the
+          key and the temperature by which tokens are drawn, None and None to take the likeliest).
 
         Raises:
           TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a
@@ -297,7 +259,7 @@ class Generator:
         decoding = self.decoding(size, length + num_tokens - 1, fed, logits)
         words = f"generate {num_tokens} tokens at {temperature}, prefill {fed}"
         drawn_by = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
-        return Asked(words, drawn_by, {"decoding": decoding, "num_tokens": num_tokens})
+        return words, partial(self.program, decoding=decoding, num_tokens=num_tokens), drawn_by
 
     def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
         planner = self._planner
@@ -341,6 +303,9 @@ def generate(
     size, stages = step.model.batch.shape[0], step.schedule.num_microbatches
     spec = lambda rows: to_spec(step.plan.request.splits.of_examples(rows), step.model.axes, 2)
 
+    prefill = decoding.prefill
+    rounds = [(step, num_tokens)] if prefill is None else [(prefill, 1), (step, num_tokens - 1)]
+
     def fill(asked: tuple[jax.Array, jax.Array | None]) -> Batch:
         """Prompts, their indices and temperatures, `[K * b, ...]` each."""
         prompts, temperature = asked
@@ -349,8 +314,15 @@ def generate(
         return filled, jnp.arange(size * stages, dtype=jnp.int32), temperatures
 
     def work(stage: Stage) -> jax.Array:
-        own_prompts, rows, temperatures = stage.batch
-        return run_decoding(stage, decoding, Round(own_prompts, rows, temperatures, num_tokens))
+        """The prompts with the tokens that follow, `[K, b, S + num_tokens]`, on any device."""
+        caches = {n: jnp.full(a.shape, decoding.starts[n], a.dtype) for n, a in decoding.caches.named_buffers}
+        prompts = done = stage.batch[0]
+        for one, more in rounds:
+            if more:
+                start = done.shape[-1] - prompts.shape[-1]
+                prompts, caches = Round(replace(stage, step=one), decoding, prompts, more, start).run(caches)
+                done = jnp.concatenate([done, prompts], axis=-1)
+        return done
 
     return run_step(
         step,
@@ -358,7 +330,7 @@ def generate(
         (variables, (prompts, temperature), key, None),
         PartitionSpec(None, *spec(size)),
         fill,
-        [] if decoding.prefill is None else [decoding.prefill],
+        [one for one, _ in rounds],
         after=lambda sequences: join_microbatches(sequences)[:count],
         result_specs=spec(count),
     )

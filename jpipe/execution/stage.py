@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.sweep import Job, Sweep
+from jpipe.execution.sweep import Job, sweep
 from jpipe.jax.in_place import Index, look_up, of_trip, put_row, take_row, when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import compact_order, in_order
@@ -140,12 +140,11 @@ class Stage:
             if work.results and job.g == step.model.last:
                 work = work._replace(results=self.collected(job, work.results, results.outputs))
             if work.state and arguments.state:
-                is_last_microbatch = job.microbatch == step.schedule.num_microbatches - 1
-                names = groups[job.g].state_names
+                is_last, names = job.microbatch == step.schedule.num_microbatches - 1, groups[job.g].state_names
                 totals = self._read(work.state, names, job.layer)
-                new_state = step.mergings[job.g].accumulate(totals, arguments.state, results.state, is_last_microbatch)
-                totals = job.chosen(new_state, totals)
-                work = work._replace(state=self._write(work.state, names, job.layer, totals))
+                new_state = step.mergings[job.g].accumulate(totals, arguments.state, results.state, is_last)
+                state = self._write(work.state, names, job.layer, job.chosen(new_state, totals))
+                work = work._replace(state=state)
             if job.g != step.model.last:
                 boundary = groups[job.g].indices[0]
                 activation = self._passed_on(step.activations, job, boundary, results.outputs, work.activation)
@@ -158,7 +157,7 @@ class Stage:
                 work = work._replace(kept=step.kept.write_residuals(work.kept, job.layer, new, job.rows))
             return work
 
-        return Sweep(step, job, reads, visit, "F").run(work)
+        return sweep(step, job, "F", reads, visit, work)
 
     def backward(
         self, job: Job, work: BackwardWork, kept: Kept, back: Kept, *, whole: bool = True
@@ -179,11 +178,9 @@ class Stage:
 
         def reads(job: Job, state: tuple[BackwardWork, Kept]) -> tuple[LayerInputs, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
-            work, kept = state
-            if job.g == step.model.last:
-                cotangents = self.of_loss()
-            else:
-                cotangents = step.cotangents.read(work.cotangent, step.model.groups[job.g].indices[0], 0)
+            (work, kept), boundary = state, step.model.groups[job.g].indices[0]
+            is_last = job.g == step.model.last
+            cotangents = self.of_loss() if is_last else step.cotangents.read(work.cotangent, boundary, 0)
             return self.batch_of(job), step.kept.read_residuals(kept, job.layer, job.rows, back), cotangents
 
         def visit(
@@ -210,13 +207,12 @@ class Stage:
                 largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(so_far, new, strict=True)]
                 largest = job.chosen(largest, so_far)
                 work = work._replace(overwritten=self._write(work.overwritten, names, job.layer, largest))
-            first = step.model.groups[job.g].indices[0]
-            if first == 0:
-                return work, kept
-            passed_on = self._passed_on(step.cotangents, job, first - 1, cotangents, work.cotangent)
-            return work._replace(cotangent=passed_on), kept
+            if first := step.model.groups[job.g].indices[0]:
+                passed_on = self._passed_on(step.cotangents, job, first - 1, cotangents, work.cotangent)
+                work = work._replace(cotangent=passed_on)
+            return work, kept
 
-        return Sweep(step, job, reads, visit, "B" if whole else "I").run((work, kept))
+        return sweep(step, job, "B" if whole else "I", reads, visit, (work, kept))
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
         """Adds up the gradients that a `backward` which wasn't whole left."""
@@ -233,7 +229,7 @@ class Stage:
             gradients = step.layers[job.g].backward_weights(self.arguments(job, batch), residuals, w_inputs)
             return self.add_gradients(job, work, gradients)
 
-        return Sweep(step, job, reads, visit, "W").run(work)
+        return sweep(step, job, "W", reads, visit, work)
 
     def add_gradients(self, job: Job, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""

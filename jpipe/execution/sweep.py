@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +61,16 @@ class Job(NamedTuple):
         return array if self.counts is True else jnp.where(self.counts, array, jnp.zeros_like(array))
 
 
-@dataclass(frozen=True, eq=False)
-class Sweep(Generic[Carry, Reads]):
-    """Goes through the layers of a virtual stage: `carry = visit(job, reads(job, carry), carry)` for each.
+Reader = Callable[[Job, Carry], Reads]
+"""A layer's job, the carry -> what the layer reads."""
+Visitor = Callable[[Job, Reads, Carry], Carry]
+"""A layer's job, what it reads, the carry -> the carry after the layer."""
+
+
+def sweep(
+    step: Step, job: Job, kind: str, reads: Reader[Carry, Reads], visit: Visitor[Reads, Carry], carry: Carry
+) -> Carry:
+    """The carry after `carry = visit(layer, reads(layer, carry), carry)` for the job of each layer of a virtual stage.
 
     A forward goes from the first layer to the last, all others from the last to the first. A pass goes once through
     all groups, in order, and runs a range of positions of each, by a loop:
@@ -83,96 +88,74 @@ class Sweep(Generic[Carry, Reads]):
     Groups without a layer on any virtual stage that has actions of this `kind` have no loop. Those of
     `Step.idle_work` are run by all virtual stages, as many of their layers on each.
 
-    Attributes:
+    Args:
       step: the step.
-      job: that of the action.
-      reads: a layer's job, the carry -> what the layer reads.
-      visit: a layer's job, that, the carry -> the carry after the layer.
+      job: that of the action, with the virtual stage.
       kind: the kind of the action: "F" goes from the first layer to the last, the others back.
+      reads, visit: of each layer.
+      carry: what the layers read and write.
     """
+    virtual_stage, ranges, reverse, count = job.virtual_stage, step.ranges, kind != "F", len(step.model.groups)
 
-    step: Step
-    job: Job
-    reads: Callable[[Job, Carry], Reads]
-    visit: Callable[[Job, Reads, Carry], Carry]
-    kind: str
-
-    def run(self, carry: Carry) -> Carry:
-        """The carry after all passes."""
-        virtual_stage, ranges = self.job.virtual_stage, self.step.ranges
-        num_passes = ranges.num_passes
-        if num_passes > 1 and not isinstance(virtual_stage, int):
-            stop = look_up(ranges.passes_of.tolist(), virtual_stage)
-            return each(0, stop, (), lambda p, _, carry: self.run_pass(p, carry), carry, reverse=self.reverse)
-        for p in reversed(range(num_passes)) if self.reverse else range(num_passes):
-            carry = self.run_pass(p, carry)
-        return carry
-
-    @property
-    def reverse(self) -> bool:
-        """Whether it goes from the last layer to the first, as all kinds but the forward do."""
-        return self.kind != "F"
-
-    def run_pass(self, p: Index, carry: Carry) -> Carry:
+    def run_pass(p: Index, carry: Carry) -> Carry:
         """Runs a range of the layers of each group that has a loop."""
-        virtual_stage, ranges, groups = self.job.virtual_stage, self.step.ranges, self.step.model.groups
         if isinstance(virtual_stage, int):
             start, stop = ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
         else:
             table = jnp.asarray([ranges.start, ranges.stop])
-            start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
-        for g in self.step.groups_in(self.kind)[:: -1 if self.reverse else 1]:
-            with jax.named_scope(groups[g].scope(g)):
-                if g in self.step.idle_work.trips:
-                    carry = self.run_along(g, start[g], stop[g], carry)
-                else:
-                    carry = self.run_range(g, start[g], stop[g], carry)
+            start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, count)).reshape(2, count)
+        for g in step.groups_in(kind)[:: -1 if reverse else 1]:
+            with jax.named_scope(step.model.groups[g].scope(g)):
+                carry = _run_group(step, job._replace(g=g), start[g], stop[g], reverse, reads, visit, carry)
         return carry
 
-    def run_range(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
-        """Runs the virtual stage's own layers of a group; none if it idles."""
-        ranges, tied = self.step.ranges, self.tied
-        if ranges.num_passes == 1 and ranges.always_one[0, g] and self.job.counts is True:
-            return self.run_layer(g, start, tied, carry)
-        if self.job.counts is not True:
-            stop = jnp.where(self.job.counts, stop, start)
-        if ranges.most[g] > 1:  # the trip is the position, which selects what is read
-            return each(start, stop, tied, partial(self.run_layer, g), carry, reverse=self.reverse)
-        # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
-        read = lambda position, tied, carry: (tied, self.reads(self.of_layer(g, position, tied), carry))
-        body = lambda position, read, carry: self.visit(self.of_layer(g, position, read[0]), read[1], carry)
-        return each(start, stop, tied, body, carry, reads=read, reverse=self.reverse)
+    if ranges.num_passes > 1 and not isinstance(virtual_stage, int):
+        stop = look_up(ranges.passes_of.tolist(), virtual_stage)
+        return each(0, stop, (), lambda p, _, carry: run_pass(p, carry), carry, reverse=reverse)
+    for p in range(ranges.num_passes)[:: -1 if reverse else 1]:
+        carry = run_pass(p, carry)
+    return carry
 
-    def run_along(self, g: int, start: Index, stop: Index, carry: Carry) -> Carry:
-        """Runs as many layers of a group as every other virtual stage does.
 
-        A layer counts if the job does, and the virtual stage has it.
-        """
-        trips, is_uneven = self.step.idle_work.trips[g], g in self.step.idle_work.uneven
+def _run_group(
+    step: Step,
+    job: Job,
+    start: Index,
+    stop: Index,
+    reverse: bool,
+    reads: Reader[Carry, Reads],
+    visit: Visitor[Reads, Carry],
+    carry: Carry,
+) -> Carry:
+    """Runs the virtual stage's own layers of the job's group, none if it idles; or as many as all others run."""
+    g, ranges, tied = job.g, step.ranges, (job.microbatch, job.rows)  # what loops tie to their trips
+    is_alone = len(step.model.groups[g].indices) == 1
 
-        def body(i: Index, carry: Carry) -> Carry:
-            counts, position = self.job.counts, start + (trips - 1 - i if self.reverse else i)
-            if is_uneven:
+    def of_layer(position: Index, tied: tuple[Index, dict[str, Row]], counts: Counts = True) -> Job:
+        return Job(*tied, counts, g=g, position=0 if is_alone else position)
+
+    def run_layer(layer: Job, carry: Carry) -> Carry:
+        return visit(layer, reads(layer, carry), carry)
+
+    if trips := step.idle_work.trips.get(g):
+
+        def along(i: Index, carry: Carry) -> Carry:
+            counts, position = job.counts, start + (trips - 1 - i if reverse else i)
+            if g in step.idle_work.uneven:  # a layer counts if the job does, and the virtual stage has it
                 counts = counts & (jnp.asarray(stop) > position)
-            return self.run_layer(g, position, self.tied, carry, counts)
+            return run_layer(of_layer(position, tied, counts), carry)
 
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
-        return body(0, carry) if trips == 1 else jax.lax.fori_loop(0, trips, body, carry)
-
-    def run_layer(
-        self, g: int, position: Index, tied: tuple[Index, dict[str, Row]], carry: Carry, counts: Counts = True
-    ) -> Carry:
-        """Runs one layer."""
-        job = self.of_layer(g, position, tied, counts)
-        return self.visit(job, self.reads(job, carry), carry)
-
-    def of_layer(self, g: int, position: Index, tied: tuple[Index, dict[str, Row]], counts: Counts = True) -> Job:
-        """The job of a layer; in a group of one layer the position is known."""
-        position = 0 if len(self.step.model.groups[g].indices) == 1 else position
-        return Job(*tied, counts, g=g, position=position)
-
-    @property
-    def tied(self) -> tuple[Index, dict[str, Row]]:
-        """The part of the job that loops tie to their trips: the micro-batch and the rows."""
-        return self.job.microbatch, self.job.rows
+        return along(0, carry) if trips == 1 else jax.lax.fori_loop(0, trips, along, carry)
+    if ranges.num_passes == 1 and ranges.always_one[0, g] and job.counts is True:
+        return run_layer(of_layer(start, tied), carry)
+    if job.counts is not True:
+        stop = jnp.where(job.counts, stop, start)
+    if ranges.most[g] > 1:  # the trip is the position, which selects what is read
+        body = lambda position, tied, carry: run_layer(of_layer(position, tied), carry)
+        return each(start, stop, tied, body, carry, reverse=reverse)
+    # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
+    read = lambda position, tied, carry: (tied, reads(of_layer(position, tied), carry))
+    body = lambda position, read, carry: visit(of_layer(position, read[0]), read[1], carry)
+    return each(start, stop, tied, body, carry, reads=read, reverse=reverse)

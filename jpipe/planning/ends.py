@@ -58,14 +58,10 @@ class Ends:
     """How a step runs its first and its last layer. By default each runs on its own stage, as other layers do.
 
     Attributes:
-      first: the stage of the first virtual stage, which goes on with what the first layer gives.
-      last: the stage of the last virtual stage, which leaves what the last layer takes.
       sets: the sets of variables of which each stage has a part, and computes with it.
       turns: for each slot of a tick the turns that all stages take; none if each end runs on its own stage.
     """
 
-    first: int = 0
-    last: int = 0
     sets: frozenset[int] = frozenset()
     turns: tuple[Turns[np.ndarray], ...] = ()
 
@@ -84,10 +80,8 @@ def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep
       table: that lowered.
       keep_inputs: whether the first stage's backward reads again what the first layer gave.
     """
-    place = schedule.placement
-    # The last virtual stage is always the last chunk of its stage.
-    first, last, chunk = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1), schedule.num_chunks - 1
-    ends = (model.groups[0], model.groups[model.last])
+    first, last = schedule.placement.ends
+    chunk = schedule.num_chunks - 1  # of the last virtual stage, on its stage
 
     def whose(slot: SlotTable, kinds: str, stage: int, chunk: int) -> np.ndarray:
         """The micro-batch of which a stage does an action of some kinds on a chunk, `[T]`."""
@@ -103,10 +97,10 @@ def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep
         )
         for slot in table.slots
     )
-    sets = frozenset(group.variable_set for group in ends if group.variable_set is not None)
     # A set that a layer between uses too lies whole on one stage (`make_layouts`), so that stages have no parts of it.
     in_others = {group.variable_set for group in model.groups[1 : model.last]}
-    return Ends(first, last, sets - in_others, tuple(turns))
+    sets = (model.groups[g].variable_set for g in (0, model.last))
+    return Ends(frozenset(v for v in sets if v is not None and v not in in_others), tuple(turns))
 
 
 def as_they_lie(

@@ -21,10 +21,9 @@ n leaves are a row: as many as the virtual stage with the most has, on all stage
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import jax
@@ -34,12 +33,15 @@ from jax.sharding import Mesh
 from jpipe.jax.in_place import Index, is_apart, put_row, take_row, take_slice, to_host
 from jpipe.jax.tracing import equations_in
 from jpipe.jax.trees import bytes_of
-from jpipe.memory.buffers import Buffer, Order, StackedBuffer, in_order, result_orders
+from jpipe.memory.buffers import Order, StackedBuffer, in_order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, own_labels
+from jpipe.model.groups import Model
 from jpipe.model.remat import check_names
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
-from jpipe.planning.request import Request
-from jpipe.schedules.ticks import AWAY, ROWS, TickTable
+from jpipe.planning.request import Offload, Request
+from jpipe.processes.progress import warn_once
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.ticks import AWAY, ROWS, TickTable, lower
 from jpipe.types import Leaf
 
 
@@ -85,13 +87,12 @@ class AwayStorage(Storage):
 
     def leaving(self, here: Buffers, row: Index) -> Buffers:
         """A row of the device's, to be sent; for -1 row 0, which nobody reads there."""
-
-        def of_buffer(array: jax.Array, buffer: Buffer) -> jax.Array:
-            size = buffer.strides[0]
-            whole = array.shape[0] == size
-            return array if whole else take_slice(array, (jnp.maximum(row, 0) * size,), (size, *array.shape[1:]))
-
-        return self._in_order({name: of_buffer(here[name], buffer) for name, buffer in self.named_buffers})
+        rows = dict(here)
+        for name, buffer in self.named_buffers:
+            size, *shape = buffer.strides[0], *here[name].shape[1:]
+            if here[name].shape[0] > size:
+                rows[name] = take_slice(here[name], (jnp.maximum(row, 0) * size,), (size, *shape))
+        return self._in_order(rows)
 
     def sent(self, host: Buffers, leaving: Buffers, row: Index) -> Buffers:
         """The host's rows with one replaced."""
@@ -101,21 +102,6 @@ class AwayStorage(Storage):
         """Rows with the orders of dimensions that buffers have."""
         order = lambda buffer: buffer.array_order if isinstance(buffer, StackedBuffer) else None
         return {name: in_order(rows[name], order(buffer)) for name, buffer in self.named_buffers}
-
-
-def build_away_storage(
-    leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
-    owners: Sequence[Sequence[int]],
-    rows: tuple[int, int],
-    *,
-    orders: Sequence[Sequence[Order | None]],
-    labels: Sequence[Sequence[tuple[int, ...]]] | None = None,
-    moves: bool,
-) -> AwayStorage:
-    """Gives every record its place; `rows` on the device and on the host, the rest as of `build_storage`."""
-    count = 1 + max((owner for of_type in owners for owner in of_type), default=0)
-    storage = build_storage(leaves, owners, device_of=[0] * count, rows=rows[:1], orders=orders, labels=labels)
-    return AwayStorage(storage.record_types, storage.named_buffers, storage.num_devices, rows[1], moves)
 
 
 Going = list[tuple[bool, ...]]
@@ -156,10 +142,6 @@ def residuals_that_go(request: Request, trained: Sequence[TracedLayer], layers: 
 
 Kept: TypeAlias = dict[str, Buffers]
 """A device's buffers by the name of their rows."""
-Owners = Sequence[Sequence[int]]
-"""For each of some groups the virtual stage of each of its layers."""
-Ordered = list[tuple[jax.ShapeDtypeStruct, Order | None]]
-"""Leaves, and the order of dimensions in which each is made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,80 +195,104 @@ class KeptStorage:
         return kept
 
 
-def make_kept_storage(
-    layers: Sequence[DeviceLayer],
-    goes: Going,
-    traced_as: Sequence[int],
-    owners: Sequence[Sequence[int]],
-    device_of: Sequence[int],
-    table: TickTable,
+def lay_out_rows(
+    request: Request,
+    model: Model,
+    schedule: Schedule,
+    bounds: Sequence[tuple[int, int]],
+    groups: tuple[Sequence[TracedLayer], Sequence[DeviceLayer]],
     *,
-    mesh: Mesh,
-    own_buffers: bool,
-) -> KeptStorage:
-    """The places of what layers keep.
+    along: bool,
+) -> tuple[TickTable, KeptStorage]:
+    """The table of ticks, and the places of what actions keep in the rows that it numbers.
 
     Args:
-      layers: forward and backward of the groups as traced; empty if nothing is kept.
-      goes: for each of them, whether each of its residuals goes to the host while it waits.
-      traced_as: for each group its index among `layers`.
-      owners: for each group, the virtual stage of each of its layers.
-      device_of: for each virtual stage, its device along `stage`.
-      table: with the rows.
-      mesh: the devices.
-      own_buffers: each leaf has a stacked buffer of its own, if it has one at all (`own_labels`).
+      request, model, schedule: the user's, the layers, the order of actions.
+      bounds: (first layer, one past the last) of each virtual stage.
+      groups: the groups as traced, on whole arrays and as one device runs them; empty if forward only.
+      along: whether idle stages compute along.
+
+    Warns:
+      UserWarning: residuals are to go to the host, and none waits long enough.
     """
-    groups = traced_as if layers else ()
-    of_traced = [[owners[i] for i, g in enumerate(groups) if g == one] for one in range(len(layers))]
-    rows_of = [_rows_of(*one) for one in zip(layers, goes, _frees(table, of_traced, device_of), strict=True)]
-    by_name = [_by_name(layer, rows, mesh) for layer, rows in zip(layers, rows_of, strict=True)]
+    layers, keep_inputs, goes = groups[1], request.remat.keep_inputs, residuals_that_go(request, *groups)
+    table = lower(schedule, keep_inputs=keep_inputs, idle_work=along, away=any(map(any, goes)) and not keep_inputs)
+    device_of, traced_as = list(map(schedule.placement.stage_of, range(len(bounds)))), model.traced_as if layers else ()
+    own = lambda indices: [s for i in indices for s, (start, stop) in enumerate(bounds) if start <= i < stop]
+    owners = [own(group.indices) for group, _ in zip(model.groups, traced_as, strict=False)]
+    owned = [Counter(s for i, g in enumerate(traced_as) if g == one for s in owners[i]) for one in range(len(layers))]
+    rows_of = [_rows_of(*of_group, device_of, table) for of_group in zip(layers, goes, owned, strict=True)]
+    all_kept = [_kept_by(layer, rows, request.mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
-    storages, away = {}, {}
+    storages, away = dict[str, Storage](), dict[str, AwayStorage]()
     for name in [*names, *(name for name in table.away_rows if any(name in rows for rows in rows_of))]:
-        leaves = [[leaf for leaf, _ in by_name[g].get(name, ())] for g in groups]
-        orders = [[order for _, order in by_name[g].get(name, ())] for g in groups]
-        labels, own = own_labels(leaves) if own_buffers else None, owners[: len(groups)]
-        if name in table.away_rows:
-            rows, moves = table.away_rows[name], is_apart(mesh)
-            away[name] = build_away_storage(leaves, own, rows, orders=orders, labels=labels, moves=moves)
-            storages[name] = away[name]
-        else:
-            storages[name] = build_storage(
-                leaves, own, device_of=device_of, rows=table.rows[name], orders=orders, labels=labels
-            )
-    return KeptStorage(storages, away, tuple(rows_of[g] for g in groups))
+        kept = [[(leaf, order) for rows, leaf, order in all_kept[g] if rows == name] for g in traced_as]
+        leaves, (on_device, on_host) = [[leaf for leaf, _ in one] for one in kept], table.away_rows.get(name, (0, 0))
+        storages[name] = storage = build_storage(
+            leaves,
+            owners,
+            device_of=[0] * len(device_of) if on_device else device_of,
+            rows=[on_device] if on_device else table.rows[name],
+            orders=[[order for _, order in one] for one in kept],
+            labels=own_labels(leaves) if request.options.unroll else None,
+        )
+        if on_device:
+            places = storage.record_types, storage.named_buffers, storage.num_devices
+            storages[name] = away[name] = AwayStorage(*places, on_host, moves=is_apart(request.mesh))
+    if layers and not keep_inputs and not away:
+        _warn_if_none_go(request.options.offload, goes, schedule)
+    # The executor moves the rows that hold something, and no others.
+    slots = tuple(replace(slot, away={name: slot.away[name] for name in away}) for slot in table.slots)
+    return replace(table, slots=slots), KeptStorage(storages, away, tuple(rows_of[g] for g in traced_as))
 
 
-def _frees(table: TickTable, owners: Sequence[Owners], device_of: Sequence[int]) -> list[frozenset[str]]:
-    """For each group as traced, the names of `AWAY` under which its residuals take fewer rows of the devices.
+def _rows_of(
+    layer: DeviceLayer, goes: Sequence[bool], owned: Counter[int], device_of: Sequence[int], table: TickTable
+) -> tuple[str, ...]:
+    """The name of the rows of each residual; those that may go do so if this takes fewer rows of the devices.
 
     Rows that go are as many on all stages, and as large as on the stage with the most layers of the group: more than
     those that stay, if only stages near the end of the pipeline have the group.
+
+    Args:
+      layer: the group.
+      goes: for each of its residuals, whether it may go.
+      owned: how many layers of the group each virtual stage has.
+      device_of: for each virtual stage, its device along `stage`.
+      table: with the rows.
     """
 
-    def of_group(owned: Owners, name: str) -> bool:
-        counts = Counter(itertools.chain(*owned))
-        stays = max((n * table.rows[AWAY[name]][device_of[s]] for s, n in counts.items()), default=0)
-        return (table.away_rows[name][0] + 1) * max(counts.values(), default=0) < stays
+    def name_of(name: str, may_go: bool) -> str:
+        stays = max((n * table.rows[name][device_of[s]] for s, n in owned.items()), default=0)
+        if not may_go or f"{name}_away" not in table.away_rows:
+            return name
+        on_device = table.away_rows[f"{name}_away"][0] + 1  # one more is the place for what comes back
+        return f"{name}_away" if on_device * max(owned.values(), default=0) < stays else name
 
-    return [frozenset(name for name in table.away_rows if of_group(owned, name)) for owned in owners]
-
-
-def _rows_of(layer: DeviceLayer, goes: Sequence[bool], frees: Collection[str]) -> tuple[str, ...]:
-    """The name of the rows of each residual."""
     names = ["late_residual" if waits else "residual" for waits in layer.waits]
-    away = [f"{name}_away" if leaves else name for name, leaves in zip(names, goes, strict=True)]
-    return tuple(there if there in frees else name for name, there in zip(names, away, strict=True))
+    return tuple(map(name_of, names, goes))
 
 
-def _by_name(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> dict[str, Ordered]:
-    """The leaves that a layer keeps, by name of their rows."""
+def _kept_by(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> list[tuple[str, Leaf, Order | None]]:
+    """All that a layer keeps: the name of its rows, its shape, the order of dimensions in which it is made."""
     forward, split = layer.forward, layer.split
     orders = result_orders(forward.jaxpr, forward.residual_indices, mesh)
-    by_name: dict[str, Ordered] = {}
-    for leaf, order, name in zip(layer.residuals, orders, rows_of, strict=True):
-        by_name.setdefault(name, []).append((leaf, order))
+    kept = list(zip(rows_of, layer.residuals, orders, strict=True))
     if split:
         orders = result_orders(split.inputs, split.w_input_indices, mesh)
-        by_name["w_input"] = list(zip(split.w_inputs, orders, strict=True))
-    return by_name
+        kept += [("w_input", *pair) for pair in zip(split.w_inputs, orders, strict=True)]
+    return kept
+
+
+def _warn_if_none_go(offload: Offload, goes: Going, schedule: Schedule) -> None:
+    """Says that no residuals go to the hosts, though some are to."""
+    sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
+    if any(map(any, goes)):
+        why = f"under {schedule.name!r} with {sizes} none waits long enough to leave"
+        warn_once(f"offload= moves no residuals: {why}")
+    elif offload.residuals or offload.boundaries:
+        shares = {word: share for word, share in offload.shares.items() if word != "optimizer"}
+        warn_once(
+            f"offload={shares} moves no residuals: each of the layers' residuals is a larger share (those of equal "
+            "layers go together); use a larger one"
+        )

@@ -73,22 +73,18 @@ class LayerRanges:
 def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
     """The ranges of virtual stages; `bounds` has for each the first of its layers and one past the last."""
     position = [model.groups[g].indices.index(i) for i, g in enumerate(model.group_of)]
-    by_stage: list[list[dict[int, tuple[int, int]]]] = []
-    for first, last in bounds:
-        passes: list[dict[int, tuple[int, int]]] = [{}]
+    found: dict[tuple[int, int, int], tuple[int, int]] = {}  # by (virtual stage, pass, group)
+    for s, (first, last) in enumerate(bounds):
+        number = 0
         for i in range(first, last):
             g = model.group_of[i]
-            if g < max(passes[-1], default=g):
-                passes.append({})
-            begin, _ = passes[-1].get(g, (position[i], 0))
-            passes[-1][g] = (begin, position[i] + 1)
-        by_stage.append(passes)
-    shape = (len(bounds), max(map(len, by_stage)), len(model.groups))
+            number += i > first and g < model.group_of[i - 1]
+            begin, _ = found.get((s, number, g), (position[i], 0))
+            found[s, number, g] = begin, position[i] + 1
+    shape = (len(bounds), 1 + max((number for _, number, _ in found), default=0), len(model.groups))
     start, stop = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for s, passes in enumerate(by_stage):
-        for p, ranges in enumerate(passes):
-            for g, (a, b) in ranges.items():
-                start[s, p, g], stop[s, p, g] = a, b
+    for at, (begin, end) in found.items():
+        start[at], stop[at] = begin, end
     return LayerRanges(start, stop)
 
 

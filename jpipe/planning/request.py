@@ -197,7 +197,7 @@ class Request:
 def _check_order(schedule: Schedule) -> None:
     """Checks that the last virtual stage goes backwards right after each forward, for ends that all stages share."""
     place, waiting = schedule.placement, None
-    for action in schedule.actions[place.stage_of(place.num_virtual_stages - 1)]:
+    for action in schedule.actions[place.ends[1]]:
         if action.chunk == schedule.num_chunks - 1 and action.kind == "F":
             if waiting is not None:
                 several = f"'interleaved' and a num_microbatches that {schedule.num_stages} divides"

@@ -26,13 +26,11 @@ from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding
 from jpipe.planning.costs import warn_of_unsplit
 from jpipe.planning.ends import Ends, as_they_lie, check_end, make_shared_ends
-from jpipe.planning.kept import Going, KeptStorage, make_kept_storage, residuals_that_go
+from jpipe.planning.kept import KeptStorage, lay_out_rows
 from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, plan_idle_work, warn_of_skipped
 from jpipe.planning.plan import Plan
-from jpipe.planning.request import Offload, Request
-from jpipe.processes.progress import warn_once
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.ticks import TickTable, lower
+from jpipe.schedules.ticks import TickTable
 from jpipe.types import Leaf
 
 
@@ -240,7 +238,7 @@ def build_step(
     ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
     along = idles_work and not splits.on_cpu
     idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, splits) if along else IdleWork()
-    table, kept = _table_and_kept(request, model, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
+    table, kept = lay_out_rows(request, model, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
     warn_of_skipped(model, of_groups[1], ranges, idle_work, table, splits)
     return Step(
         plan=plan,
@@ -261,51 +259,3 @@ def build_step(
         ends=make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs) if over_stages else Ends(),
         outputs_step=outputs,
     )
-
-
-def _table_and_kept(
-    request: Request,
-    model: Model,
-    schedule: Schedule,
-    bounds: Sequence[tuple[int, int]],
-    groups: tuple[Sequence[TracedLayer], Sequence[DeviceLayer]],
-    *,
-    along: bool,
-) -> tuple[TickTable, KeptStorage]:
-    """The table of ticks, and the places of what actions keep in the rows that it numbers.
-
-    Args:
-      request, model, schedule: the user's, the layers, the order of actions.
-      bounds: (first layer, one past the last) of each virtual stage.
-      groups: the groups as traced, on whole arrays and as one device runs them; empty if forward only.
-      along: whether idle stages compute along.
-
-    Warns:
-      UserWarning: residuals are to go to the host, and none waits long enough.
-    """
-    layers, keep_inputs, goes = groups[1], request.remat.keep_inputs, residuals_that_go(request, *groups)
-    table = lower(schedule, keep_inputs=keep_inputs, idle_work=along, away=any(map(any, goes)) and not keep_inputs)
-    virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
-    kept = make_kept_storage(
-        layers,
-        goes,
-        model.traced_as,
-        [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups],
-        [schedule.placement.stage_of(s) for s in range(len(bounds))],
-        table,
-        mesh=request.mesh,
-        own_buffers=request.options.unroll,
-    )
-    if layers and not keep_inputs and not kept.away:
-        _warn_if_none_go(request.options.offload, goes, schedule)
-    return table, kept
-
-
-def _warn_if_none_go(offload: Offload, goes: Going, schedule: Schedule) -> None:
-    """Says that no residuals go to the hosts, though some are to."""
-    if any(map(any, goes)):
-        sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
-        warn_once(f"offload= moves no residuals: under {schedule.name!r} with {sizes} none waits long enough to leave")
-    elif offload.residuals or offload.boundaries:
-        shares = {word: share for word, share in offload.shares.items() if word != "optimizer"}
-        warn_once(f"offload={shares} moves no residuals: each of the layers' residuals is more; use a larger share")

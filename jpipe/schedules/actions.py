@@ -135,6 +135,11 @@ class Placement:
         """K*V, the length of the chain."""
         return self.num_stages * self.num_chunks
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The stages that have the first and the last virtual stage."""
+        return self.stage_of(0), self.stage_of(self.num_virtual_stages - 1)
+
     def virtual_stage(self, stage: Integer, chunk: Integer) -> Integer:
         """The virtual stage that is this chunk of this stage, counted along the chain from 0."""
         return chunk * self.num_stages + self._reflected(chunk, stage)

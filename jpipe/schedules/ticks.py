@@ -50,8 +50,8 @@ class Slot(Generic[Column]):
         where idle, and in forward-only schedules.
       late_residual: row of those residuals that F writes and W (or B) reads last; -1 everywhere without W.
       w_input: row of what I writes for W; -1 for other kinds.
-      away: by name (`AWAY`), where values that go to the host are; those alone for which this takes fewer rows on the
-        device. Empty unless `lower` is to look for some.
+      away: by name (`AWAY`), where values that go to the host are; those alone of which some wait long enough to leave.
+        Empty unless `lower` is to look for some.
       activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes the
         value that arrives over its boundary at the end of this slot, after the slot's action has read its own row. A
         value arrives at the end of the slot in which it is sent, or of the next one where `crosses_beside` says so.
@@ -185,8 +185,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         columns[name] = kept_rows(values, shape, along)
         if away and writer == "F" and values.stage.size:
             moved = rows_away(values, shape, width, along)
-            rows, rows_if_all_stay = 1 + moved.row.max(), 1 + columns[name].max()
-            if rows + 1 < rows_if_all_stay:  # one more is the place for what comes back
+            if (moved.sent_to >= 0).any():
                 moves[f"{name}_away"] = moved
     for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
         column.flags.writeable = False

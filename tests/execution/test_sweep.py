@@ -7,7 +7,7 @@ import pytest
 
 import jpipe
 from device_programs import programs_for
-from jpipe.execution.sweep import Job, Sweep
+from jpipe.execution.sweep import Job, sweep
 
 LAYERS = "ecaaabacaaabah"  # layers of one letter are equal
 COUNTS = [7, 7]
@@ -36,7 +36,7 @@ def visited(step, virtual_stage, *, counts=True, reverse=False):
     def run(virtual_stage, counts):
         job = Job(jnp.int32(0), {}, counts, virtual_stage)
         log = jnp.zeros((64, 2), jnp.int32), jnp.int32(0)
-        return Sweep(step, job, lambda job, log: (), visit, "B" if reverse else "F").run(log)
+        return sweep(step, job, "B" if reverse else "F", lambda job, log: (), visit, log)
 
     traced = jnp.int32(virtual_stage)
     places, count = jax.jit(run)(traced, counts) if counts is not True else jax.jit(lambda s: run(s, True))(traced)

@@ -8,8 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jpipe
 from cases import assert_equal
-from jpipe.memory.storage import Row
-from jpipe.planning.kept import build_away_storage
+from jpipe.memory.storage import Row, build_storage
+from jpipe.planning.kept import AwayStorage
 from jpipe.processes.progress import warn_once
 from small_pipeline import make
 
@@ -17,7 +17,8 @@ from small_pipeline import make
 def test_a_row_goes_and_comes_back():
     """Two types of records on two virtual stages; a row has room for those of either."""
     leaves = [[jax.ShapeDtypeStruct((2, 3), "float32")], [jax.ShapeDtypeStruct((5,), "int32")]]
-    storage = build_away_storage(leaves, [[0, 0, 1], [1]], (1, 3), orders=[[None], [None]], moves=False)
+    places = build_storage(leaves, [[0, 0, 1], [1]], device_of=[0, 0], rows=[1])
+    storage = AwayStorage(places.record_types, places.named_buffers, 1, host_rows=3, moves=False)
     here, host = storage.empty(), storage.empty_host()
     values = [jnp.full((2, 3), float(i)) for i in range(2)]
     for i, value in enumerate(values):

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpipe.cutting.decoder import cut_decoder
 from jpipe.cutting.module import make_whole
 from jpipe.cutting.whole import CutModel, cut_model
+from jpipe.execution.decoding import cut_decoder
 from jpipe.layers.adapt import as_whole
 
 TOKENS = jax.ShapeDtypeStruct((2, 6), jnp.int32)
