@@ -128,44 +128,41 @@ def flatten(
       selects: whether the equations of all branches of a `cond` stand in its place, and its results are selected.
     """
     flattening = _Flattening(calls, unrolls, keeps, selects)
-    arguments = tuple(map(flattening.new, closed.jaxpr.invars))
+    arguments = tuple(flattening.new(aval_of(v)) for v in closed.jaxpr.invars)
     results = flattening.visit(closed, arguments, ())
-    made = (flattening.avals, flattening.constants, arguments, flattening.equations, results)
-    return FlatJaxpr(*made, is_body, flattening.slices, flattening.trips)
+    return replace(flattening.flat, arguments=arguments, results=results, is_body=is_body)
 
 
 Whether: TypeAlias = Callable[[JaxprEqn], bool]
 
 
 class _Flattening:
-    """The equations, values and constants that `flatten` has so far."""
+    """What `flatten` has so far, in `flat`."""
 
     def __init__(self, calls: Collection[str], unrolls: Whether, keeps: Whether, selects: bool):
         self._calls, self._unrolls, self._keeps, self._selects = calls, unrolls, keeps, selects
-        self.avals: list[ShapedArray] = []
-        self.constants: dict[int, Leaf] = {}
-        self.equations: list[FlatEquation] = []
-        self.slices: dict[int, tuple[int, int]] = {}
-        self.trips: dict[int, list[int]] = {}
+        self.flat = FlatJaxpr([], {}, (), [], ())
 
-    def new(self, variable: Var | Literal) -> int:
-        self.avals.append(aval_of(variable))
-        return len(self.avals) - 1
+    def new(self, aval: ShapedArray, constant: Leaf | None = None) -> int:
+        """Numbers a value."""
+        number = len(self.flat.avals)
+        self.flat.avals.append(aval)
+        if constant is not None:
+            self.flat.constants[number] = constant
+        return number
 
     def visit(self, closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
         """Appends the equations of a jaxpr, given the numbers of its inputs; the numbers of its results."""
         jaxpr = closed.jaxpr
         numbers = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
-            numbers[variable] = self.new(variable)
-            self.constants[numbers[variable]] = _without_mesh(constant)
+            numbers[variable] = self.new(aval_of(variable), _without_mesh(constant))
 
         def read(variable: Var | Literal) -> int:
             if not isinstance(variable, Literal):
                 return numbers[variable]
-            number = self.new(variable)
-            self.constants[number] = np.asarray(variable.val, self.avals[number].dtype)
-            return number
+            aval = aval_of(variable)
+            return self.new(aval, np.asarray(variable.val, aval.dtype))
 
         for equation in jaxpr.eqns:
             reads = tuple(map(read, equation.invars))
@@ -176,8 +173,8 @@ class _Flattening:
             elif equation.primitive.name == "cond" and self._selects:
                 makes = self._visit_branches(equation, reads, (*callers, equation))
             else:
-                makes = tuple(map(self.new, equation.outvars))
-                self.equations.append(FlatEquation(equation, callers, reads, makes))
+                makes = tuple(self.new(aval_of(v)) for v in equation.outvars)
+                self.flat.equations.append(FlatEquation(equation, callers, reads, makes))
             numbers.update(zip(equation.outvars, makes, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
@@ -207,25 +204,22 @@ class _Flattening:
         self, function: Callable[..., jax.Array], numbers: tuple[int, ...], callers: tuple[JaxprEqn, ...]
     ) -> int:
         """Appends the equations of a function of some values; the number of its result."""
-        shapes = [jax.ShapeDtypeStruct(self.avals[i].shape, self.avals[i].dtype) for i in numbers]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (self.flat.avals[i] for i in numbers)]
         return self.visit(jax.make_jaxpr(function)(*shapes), numbers, callers)[0]
 
     def _slice(self, array: int, i: int, callers: tuple[JaxprEqn, ...]) -> int:
-        if array in self.trips:
-            return self.trips[array][i]
-        aval, mesh = self.avals[array], jax.sharding.get_abstract_mesh()
-        jaxpr, shape = _slice_of(aval.shape, aval.dtype, mesh), ShapedArray((), np.dtype(np.int32))
-        self.avals.append(shape)
-        index = len(self.avals) - 1
+        if array in self.flat.trips:
+            return self.flat.trips[array][i]
+        aval, mesh = self.flat.avals[array], jax.sharding.get_abstract_mesh()
         # The index is a number among the constants, so that slices that differ in it are one function.
-        self.constants[index] = np.int32(i)
-        (number,) = self.visit(jaxpr, (array, index), callers)
-        self.slices[number] = array, i
+        index = self.new(ShapedArray((), np.dtype(np.int32)), np.int32(i))
+        (number,) = self.visit(_slice_of(aval.shape, aval.dtype, mesh), (array, index), callers)
+        self.flat.slices[number] = array, i
         return number
 
     def _stack(self, trips: list[int], callers: tuple[JaxprEqn, ...]) -> int:
         number = self._applied(lambda *x: jnp.stack(x), tuple(trips), callers)
-        self.trips[number] = trips
+        self.flat.trips[number] = trips
         return number
 
 

@@ -19,15 +19,7 @@ from numpy.typing import ArrayLike
 
 from jpipe.jax import primitives
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import (
-    axes_of,
-    called_by,
-    carry_out,
-    needed_part,
-    replaced,
-    scan_counts,
-    with_named_axes,
-)
+from jpipe.jax.inside import axes_of, called_by, carry_out, needed_part, replaced, scan_counts, with_named_axes
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.types import PyTree, Shapes
 

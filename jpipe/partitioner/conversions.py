@@ -11,7 +11,7 @@ other in a program, its collectives, is read from its jaxpr (`sent_in`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -258,22 +258,22 @@ class Sent(NamedTuple):
     line: str
 
 
-def sent_in(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Sent]:
+def sent_in(
+    jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...] = (), loops: tuple[int, ...] = ()
+) -> list[Sent]:
     """Lists the collectives of a jaxpr, and of those within it, in order.
 
     Args:
       jaxpr: a program that all devices run.
       sizes: mesh axis -> how many devices it has.
+      scope, loops: what is around it, as in `Sent`.
     """
-    return list(_sent(jaxpr, sizes, (), ()))
-
-
-def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops: tuple[int, ...]) -> Iterator[Sent]:
+    sent: list[Sent] = []
     for equation in jaxpr.eqns:
         name, here = equation.primitive.name, (*scope, *scopes_of(equation))
         inner = (*loops, equation.params["length"]) if name == "scan" else loops
         for within in jaxprs_in_params(equation.params):
-            yield from _sent(within, sizes, here, inner)
+            sent += sent_in(within, sizes, here, inner)
         named = axes_of(equation) if name in COLLECTIVES else ()
         axes = tuple(axis for axis in named if sizes.get(axis, 1) > 1)
         for leaf in shapes_of(equation.invars) if axes else ():
@@ -281,4 +281,6 @@ def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops:
             count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
             kind = COLLECTIVES[name]
             size = ring_bytes(kind, leaf.size * leaf.dtype.itemsize, count)
-            yield Sent(kind, axes, count, leaf.shape, leaf.dtype.name, size, loops, here, line_of(equation))
+            line = line_of(equation)
+            sent.append(Sent(kind, axes, count, leaf.shape, leaf.dtype.name, size, loops, here, line))
+    return sent

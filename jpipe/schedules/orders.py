@@ -57,13 +57,14 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     stage 0 |F0 .  |F1 .  |F2 B0 |F3 B1 |.  B2 |.  B3 |
     stage 1 |.  .  |F0 B0 |F1 B1 |F2 B2 |F3 B3 |.  .  |
     """
-    return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, 1), name="1f1b")
+    return interleaved(num_stages, num_microbatches).named("1f1b")
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """1F1B over V chunks a stage (Megatron-LM, arXiv 2104.04473, section 2.2): the bubble shrinks to (K-1)/(VM+K-1).
 
-    Chunk 1 of a micro-batch on stage 0 follows its chunk 0 on the last stage. It costs V times the hops, and with fewer
+    Each stage has forwards to warm up, then a backward and a forward in turn, then the backwards left over. Chunk 1 of
+    a micro-batch on stage 0 follows its chunk 0 on the last stage. It costs V times the hops, and with fewer
     micro-batches than stages the bubble is larger than that.
 
     >>> print(interleaved(2, 2, 2))
@@ -72,7 +73,20 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     stage 0 |F0   .    |F1   .    |F0.1 .    |F1.1 .    |.    B0.1 |.    B1.1 |.    B0   |.    B1   |
     stage 1 |.    .    |F0   .    |F1   .    |F0.1 B0.1 |F1.1 B1.1 |.    B0   |.    B1   |.    .    |
     """
-    return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, num_chunks), name="interleaved")
+    waves = _waves(num_stages, num_microbatches)
+    forwards = _chunked("F", waves, range(num_chunks))
+    backwards = _chunked("B", waves, range(num_chunks)[::-1])
+    wave_size = max(num_stages, *map(len, waves))
+    orders = []
+    for stage in range(num_stages):
+        # The first backward starts on the last stage when the first wave reaches its last chunk there, and is back on
+        # this stage K-1-k ticks later; forwards go on until then.
+        warm_up = min(len(forwards), (num_chunks - 1) * wave_size + 2 * (num_stages - 1 - stage) + 1)
+        order = forwards[:warm_up]
+        for i, backward in enumerate(backwards):
+            order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
+        orders.append(order)
+    return Schedule(orders, name="interleaved")
 
 
 def v_shaped(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -134,24 +148,6 @@ def _there_and_back(stage: int, num_stages: int, num_microbatches: int, kinds: s
         for m in range(num_microbatches)
     ]
     return [action for _, action in sorted(ticks, key=lambda entry: (entry[0], entry[1].kind == "B"))]
-
-
-def _one_f_one_b_orders(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    """Each stage's order: forwards to warm up, then a backward and a forward in turn, then the backwards left over."""
-    waves = _waves(num_stages, num_microbatches)
-    forwards = _chunked("F", waves, range(num_chunks))
-    backwards = _chunked("B", waves, range(num_chunks)[::-1])
-    wave_size = max(num_stages, *map(len, waves))
-    orders = []
-    for stage in range(num_stages):
-        # The first backward starts on the last stage when the first wave reaches its last chunk there, and is back on
-        # this stage K-1-k ticks later; forwards go on until then.
-        warm_up = min(len(forwards), (num_chunks - 1) * wave_size + 2 * (num_stages - 1 - stage) + 1)
-        order = forwards[:warm_up]
-        for i, backward in enumerate(backwards):
-            order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        orders.append(order)
-    return orders
 
 
 def _waves(num_stages: int, num_microbatches: int) -> list[range]:

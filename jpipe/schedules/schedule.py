@@ -2,7 +2,7 @@
 
 A pipeline's schedule decides its bubble and its memory, and nothing else about the result. So it is kept apart from
 the code that executes it: a `Schedule` is one ordered list of actions for each stage, and a new schedule is a new order
-of some twenty lines. `Schedule.ticks` is the table to which any of them is lowered for the executor and the simulator.
+of some twenty lines. `Schedule.ticks` is the table to which any of them is lowered for the executor.
 
 K is the number of stages, M of micro-batches, V of chunks a stage.
 

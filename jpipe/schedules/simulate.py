@@ -1,6 +1,6 @@
 """`simulate`: computes how long a schedule takes, its bubble and its memory, without running it.
 
-It reads the same tick table as the executor, so it times what will run, and not an idealised pipeline.
+It times actions in the slots in which the executor runs them, and not an idealised pipeline.
 """
 
 import os
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Times: TypeAlias = float | Sequence[float]
 """A time of all stages, or K times."""
-Takes: TypeAlias = Callable[[int, Action], tuple[float, float]]
-"""(stage, action) -> (its time to compute things anew, its time without that)."""
 
 
 class Span(NamedTuple):
@@ -264,13 +262,17 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
     """
     takes = _takes(schedule, work)
     spans: list[Span] = []
-    width = len(schedule.slots)
+    width, times = len(schedule.slots), schedule.slot_times
+    num_ticks = 1 + max(times.values()) // width
+    in_slot: list[list[Placed]] = [[] for _ in range(num_ticks * width)]
+    for placed, tau in times.items():
+        in_slot[tau].append(placed)
     *beside, after = moves or [0.0] * (1 + width)
     crossings = [crossings_of(schedule, index) for index in range(width)]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
-    for index, actions in _slots(schedule):
-        ends = clocks.tolist()
+    for tau, actions in enumerate(in_slot):
+        index, ends = tau % width, clocks.tolist()
         for stage, action in actions:
             start, (anew, rest) = ends[stage], takes(stage, action)
             ends[stage] += anew + rest
@@ -289,7 +291,7 @@ def busy_times(schedule: Schedule, work: Work) -> tuple[float, ...]:
     return tuple(sum(sum(takes(stage, action)) for action in order) for stage, order in enumerate(schedule.actions))
 
 
-def _takes(schedule: Schedule, work: Work) -> Takes:
+def _takes(schedule: Schedule, work: Work) -> Callable[[int, Action], tuple[float, float]]:
     """A function: stage, action -> (the time in which the action computes things anew, its time without that)."""
     has_r = "R" in schedule.kinds
 
@@ -300,16 +302,6 @@ def _takes(schedule: Schedule, work: Work) -> Takes:
         return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
 
     return takes
-
-
-def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
-    """The slots in time, read from the tick table: the index in its tick, and the actions of the stages in it."""
-    table = schedule.ticks
-    for tick in range(table.num_ticks):
-        for index, slot in enumerate(table.slots):
-            columns = slot.kind[tick].tolist(), slot.microbatch[tick].tolist(), slot.chunk[tick].tolist()
-            by_stage = enumerate(zip(*columns, strict=True))
-            yield index, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
 
 
 Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]

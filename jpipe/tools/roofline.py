@@ -30,8 +30,6 @@ PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated
 _FUSED = ELEMENTWISE | MOVES
 _SWEEPS = ("approx_top_k", "argm", "cum", "reduce", "sort", "top_k")
 _WHOLE = ("fft", "select_and_")  # read each operand and write each result, as the backward of a max-pool does
-_PARTS = ("dynamic_slice", "ppermute")
-_MOVED = MOVES | {"convert_element_type"}
 _SMALL = 8  # an array of so many times fewer elements than another is nothing beside it
 _LANES, _SUBLANES = 128, 8
 
@@ -65,7 +63,6 @@ class _Kernels:
       seconds: the sum so far.
       roots: by value, the arrays that are read to compute it: itself alone, if it is an array.
       depth: by value, the number of reductions between it and the product or input that it comes from.
-      read: the arrays that products read whole; parts: the values that are parts of others.
       padding: by the shape of a convolution's image, how many times as large it is when it is padded.
     """
 
@@ -74,7 +71,7 @@ class _Kernels:
         self.chip, self.inputs, self.seconds = chip, {*jaxpr.invars, *jaxpr.constvars}, 0.0
         self.roots = {v: frozenset([v]) for v in self.inputs}
         self.depth: dict[Var, int] = {}
-        self.of_products, self.turned, self.read, self.parts = set[Var](), set[Var](), set[Var](), set[Var]()
+        self.of_products, self.turned = set[Var](), set[Var]()
         self.swept = set[tuple[frozenset[Var], int]]()
         convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" and chip.fuses]
         self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
@@ -96,8 +93,6 @@ class _Kernels:
         roots = frozenset[Var]().union(*(self.roots[v] for v in operands))
         depth = max((self.depth.get(v, 0) for v in operands), default=0)
         narrow = name == "convert_element_type" and not self.inputs.isdisjoint(operands)
-        if name in _PARTS or (name in _MOVED and not self.parts.isdisjoint(operands)):
-            self.parts |= {*equation.outvars}
         for v in equation.outvars:
             apart = name not in _FUSED or (narrow and _bytes(v) < _bytes(operands[0]))
             self.roots[v] = frozenset([v]) if apart else roots
@@ -125,10 +120,7 @@ class _Kernels:
             self.seconds += _convolution_flops(equation) / self.chip.flops + moved / self.chip.memory_bandwidth
             return
         operands = [(root, v) for v in equation.invars if isinstance(v, Var) for root in self.roots[v]]
-        parts = {root for root, v in operands if v in self.parts}
-        again = {root for root, _ in operands if parts and root not in parts and root in self.read}
-        self.read |= {root for root, _ in operands if root not in parts}
-        fetched = [(root, v) for root, v in operands if root not in again and not self._on_chip(root)]
+        fetched = [(root, v) for root, v in operands if not self._on_chip(root)]
         read = sum(min(_size(root), _size(v)) * shapes_of([root])[0].dtype.itemsize for root, v in fetched)
         written = sum(_bytes(v) for v in equation.outvars if not self._on_chip(v))
         self.seconds += _product_flops(equation, self.chip) / self.chip.flops

@@ -143,15 +143,3 @@ def test_groups_of_channels_are_counted_as_they_are():
     convolve = lambda x, w: jnp.sum(jax.lax.conv_general_dilated(x, w, **CHANNELS, feature_group_count=64))
     found = roofline(of(convolve, (8, 14, 14, 64), (1, 1, 1, 64)), replace(V5E, memory_bandwidth=1e30, counted=1e30))
     assert found == pytest.approx(2 * 8 * 14 * 14 * 64 / V5E.flops)
-
-
-def test_pieces_of_a_product_read_what_they_share_once():
-    """As rings have them: parts of an operand by the same weight."""
-    part = lambda x, i: jax.lax.dynamic_slice(x, (i, 0), (1024, 1024))
-    shapes = (4096, 1024), (1024, 1024)
-    by = lambda x, *ws: [part(x, 1024 * i) @ w for i, w in enumerate(ws)]
-    pieces = roofline(of(lambda x, w: by(x, w, w, w, w), *shapes), V5E)
-    others = roofline(of(by, shapes[0], *shapes[1:] * 4), V5E)
-    assert others == pytest.approx(pieces + 3 * 4 * 1024**2 / V5E.pass_bandwidth)
-    read = 4 * 1024**2 / V5E.pass_bandwidth  # parts lie on the chip
-    assert pieces == pytest.approx(2 * 4096 * 1024**2 / V5E.flops + read + one_pass(4096 * 1024))
