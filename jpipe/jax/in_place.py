@@ -83,11 +83,9 @@ def look_up(table: Sequence[int], index: Index) -> Index:
     """`table[index]`; a Python integer if `index` is one, or if all entries are equal."""
     if isinstance(index, int):
         return int(table[index])
-    first = int(table[0])
-    if len(set(table)) == 1:
-        return first
     # Tables that differ by a constant are looked up once.
-    return first + take_row(jnp.asarray(np.asarray(table, np.int32) - np.int32(first)), index)
+    first, steps = int(table[0]), np.asarray(table, np.int32) - np.int32(table[0])
+    return first + take_row(jnp.asarray(steps), index) if steps.any() else first
 
 
 def look_up_once(table: Sequence[int], index: Index) -> Index:
@@ -99,8 +97,7 @@ def look_up_once(table: Sequence[int], index: Index) -> Index:
     """
     if isinstance(index, int) or len(set(table)) == 1:
         return look_up(table, index)
-    first = int(table[0])
-    steps = np.asarray(table, np.int32) - np.int32(first)
+    first, steps = int(table[0]), np.asarray(table, np.int32) - np.int32(table[0])
     return first + jnp.sum(jnp.where(np.arange(len(table), dtype=np.int32) == index, steps, 0), dtype=jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""Makes meshes whose busiest axes have the fastest links, and checks a user's; finds the links between TPUs of a mesh.
+"""Makes meshes whose busiest axes have the fastest links, and checks a user's.
 
 Stages hand on one activation a micro-batch, so their neighbours may be far apart; data axes reduce gradients once a
 step; the other axes communicate in every layer. The axes of a mesh may be Auto or Explicit.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -141,72 +140,3 @@ def check_context(mesh: Mesh) -> None:
             f"the mesh in context (jax.set_mesh) has the axes {dict(context.shape)}, the pipeline's has "
             f"{dict(mesh.shape)}; set the pipeline's mesh, pipe.mesh, or none"
         )
-
-
-# --- links ------------------------------------------------------------------------------------------------------------
-
-
-CLOSED_AT = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16}
-"""By version of TPUs, the chips along a dimension of the torus whose ends are linked: a multiple of as many. By How to
-Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
-TPUS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5": "v5p"} | {name: name for name in CLOSED_AT}
-"""TPUs by a part of what JAX calls them, those first that begin like others, and JAX's own before others."""
-IN_CUBES = ("v4", "v5p")
-"""TPUs whose ends are linked only in slices of whole cubes of as many chips along each dimension."""
-
-
-def tpu_of(device: Device) -> str:
-    """The version of a TPU, such as "v5e"; empty if it isn't known."""
-    return next((name for word, name in TPUS.items() if word in device.device_kind.lower()), "")
-
-
-def _extents(group: np.ndarray) -> list[int]:
-    """How many chips of each dimension a group takes; its coordinates are `[devices, dimensions]`."""
-    return [len(np.unique(column)) for column in group.T]
-
-
-@dataclass(frozen=True)
-class Torus:
-    """The links between the TPUs of a mesh.
-
-    Attributes:
-      version: that of the TPUs.
-      sizes: (name, number of devices) of each mesh axis.
-      coordinates: where each TPU is on its torus, in the order of the mesh; empty of others, and of TPUs that nobody
-        has placed yet: there four and more along an axis are taken to lie on a ring.
-    """
-
-    version: str
-    sizes: tuple[tuple[str, int], ...]
-    coordinates: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def of(cls, version: str, mesh: Mesh) -> Torus:
-        """The links of a mesh of such TPUs."""
-        coordinates = tuple(tuple(device.coords) for device in mesh.devices.flat if hasattr(device, "coords"))
-        return cls(version, tuple(mesh.shape.items()), coordinates if len(coordinates) == mesh.size else ())
-
-    def groups(self, axes: Collection[str]) -> np.ndarray:
-        """`[groups, devices of a group]`: the numbers of the devices that mesh axes join, in the order of the mesh."""
-        sizes = [n for _, n in self.sizes]
-        along = [i for i, (name, _) in enumerate(self.sizes) if name in axes]
-        numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), along, range(-len(along), 0))
-        return numbers.reshape(-1, math.prod(sizes[i] for i in along))
-
-    @property
-    def _closed(self) -> list[int]:
-        """The chips along each dimension of the torus whose first has a link to the last; 0 along the others."""
-        extents, cube = _extents(np.asarray(self.coordinates)), CLOSED_AT.get(self.version, 0)
-        is_linked = lambda n: cube > 0 and all(m % cube == 0 for m in (extents if self.version in IN_CUBES else [n]))
-        return [n if is_linked(n) else 0 for n in extents]
-
-    def links(self, axes: Collection[str]) -> int:
-        """The links of a TPU over which a collective along mesh axes sends at once: of the group with the fewest."""
-        if not self.coordinates:
-            return 2 if math.prod(n for name, n in self.sizes if name in axes) >= 4 else 1
-
-        def of_group(group: np.ndarray) -> int:
-            dims = zip(_extents(group), self._closed, strict=True)
-            return sum(2 if n == size else 1 for n, size in dims if n > 1)
-
-        return max(1, min(map(of_group, np.asarray(self.coordinates)[self.groups(axes)])))

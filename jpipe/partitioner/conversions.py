@@ -23,7 +23,17 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.jax.flat_jaxpr import aval_of
 from jpipe.jax.inside import axes_of, line_of, scopes_of
 from jpipe.jax.primitives import COLLECTIVES, Jaxpr, JaxprEqn, shapes_of
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Hop, Shard, Sharding, blocks_of, part_shape
+from jpipe.partitioner.shardings import (
+    PARTIAL,
+    REPLICATED,
+    Axis,
+    Hop,
+    Shard,
+    Sharding,
+    blocks_of,
+    outer_in_part,
+    part_shape,
+)
 
 
 def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
@@ -91,7 +101,7 @@ def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
     """Names the collective of a step; None if each device makes its part from the part that it has."""
     i, wanted = hop.over[0], hop.wanted
     old = hop.now[i]
-    one_run = lambda shard: isinstance(shard, Shard) and _outer_in_part(shard, axes, hop.now, i) == 1
+    one_run = lambda shard: isinstance(shard, Shard) and outer_in_part(shard, axes, hop.now, i) == 1
     if isinstance(old, Shard) and wanted != PARTIAL:
         exchanges = one_run(old) and one_run(wanted) and isinstance(wanted, Shard) and old.dim != wanted.dim
         return "all_to_all" if exchanges else "all_gather"
@@ -125,7 +135,7 @@ def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
     old, axis, kind = now[i], axes[i], collective_of(axes, hop)
     names = names_of([axes[j] for j in hop.over])
     joined = {"axis_name": names, "axis_index_groups": None if others else axis.groups}
-    outer = lambda shard: _outer_in_part(shard, axes, now, i)
+    outer = lambda shard: outer_in_part(shard, axes, now, i)
     if isinstance(old, Shard):
         if kind == "all_to_all" and isinstance(wanted, Shard):
             return lax.all_to_all(part, split_axis=wanted.dim, concat_axis=old.dim, tiled=True, **joined)
@@ -139,15 +149,6 @@ def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
     elif wanted == PARTIAL:  # the first device has the array, the others zeros
         return jnp.where(axis.index() == 0, part, jnp.zeros_like(part))
     return _cut(part, axis, wanted.dim, outer(wanted)) if isinstance(wanted, Shard) else part
-
-
-def _outer_in_part(shard: Shard, axes: Sequence[Axis], now: Sharding, i: int) -> int:
-    """Counts `shard.outer` in a device's part, in which other axes than i have cut the dimension already."""
-    outer = shard.outer
-    for j, other in enumerate(now):
-        if j != i and isinstance(other, Shard) and other.dim == shard.dim and other.outer < shard.outer:
-            outer //= axes[j].size
-    return outer
 
 
 def _split_dim(x: jax.Array, dim: int, *sizes: int) -> jax.Array:

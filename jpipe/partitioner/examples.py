@@ -214,7 +214,7 @@ class Examples:
         """Finds how an equation is carried out for a micro-batch, and notes how it has the results."""
         now = [self.at[number] for number in flat.reads]
         way = self._own_places(i, now) or self._way(i, now)
-        is_late, sends = not self._late.isdisjoint(flat.reads), _sends(way)
+        is_late, sends = not self._late.isdisjoint(flat.reads), way.sends
         kept = lambda old, new: old in (*new, REPLICATED)
         moved = [n for n, *pair in zip(flat.reads, now, way.operands, strict=True) if not kept(*pair)]
         if flat.makes and is_late and (sends or not self._late.isdisjoint(moved)):
@@ -373,7 +373,7 @@ class Examples:
                 if now[k] in (at, REPLICATED) and is_possible(size, (at,), (self.axis,)):
                     way = self._way(i, [*now[:k], at, *now[k + 1 :]])
                     moves = any(old not in (new, REPLICATED) for old, (new,) in zip(now, way.operands, strict=True))
-                    if way.results[flat.makes.index(number)] == (form,) and not moves and not _sends(way):
+                    if way.results[flat.makes.index(number)] == (form,) and not moves and not way.sends:
                         return self._by_way(i, way, number)
         return None
 
@@ -382,10 +382,6 @@ BATCHED = frozenset({"cholesky", "eigh", "fft", "householder_product", "lu", "qr
 """Operations on the last dimensions of arrays, each matrix by itself, which the partitioner has no rules for."""
 KNOWN = RULES.keys() | {"scan", "cond"} | BATCHED
 """Operations of which it is known how they treat examples. A `while` may go on for each by itself (`jax.vmap`)."""
-
-
-def _sends(way: Way) -> bool:
-    return way.sends or any(plan.sends for plan, _ in way.plans)
 
 
 def _by_rule(equation: JaxprEqn, lying: Sequence[tuple[AxisSharding]], *, axes: Axes, is_last: bool = False) -> Way:

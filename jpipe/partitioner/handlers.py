@@ -248,7 +248,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     by_rules = inner.results_at(body, tuple(arguments))
     results = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["out_specs"], by_rules, strict=True)]
     plan = inner.make_plan(body, arguments, [always(pick(sharding)) for sharding in results])
-    return Way(tuple(wanted), tuple(results), plan.run, plan.cost, ((plan, 1.0),), sends=True)
+    return Way(tuple(wanted), tuple(results), plan.run, plan.cost, ((plan, 1.0),), sends_too=True)
 
 
 def _as_specified(spec: PartitionSpec, axes: Axes, inside: Sequence[int], lying: Sharding) -> Sharding:

@@ -154,9 +154,8 @@ def _of_larger(
     equation: JaxprEqn, left: Labels, right: Labels, result: Labels, shardings: Sequence[AxisSharding]
 ) -> RuleResult | None:
     """Keeps the larger of two operands as it lies, or the only one that can be kept."""
-    sizes = [math.prod(operand_shape(equation, i)) for i in (0, 1)]
-    order = (0, 1) if sizes[0] >= sizes[1] else (1, 0)
-    return by_labels([left, right], [result], shardings, order)
+    largest_first = sorted((0, 1), key=lambda i: -math.prod(operand_shape(equation, i)))
+    return by_labels([left, right], [result], shardings, largest_first)
 
 
 # --- rules from the dimensions that an operation leaves alone ---
@@ -210,11 +209,6 @@ def _without(name: str, *, summed: bool = False) -> LabelsOf:
         return [(~dim if summed else None) if dim in removed else next(kept) for dim in range(ndim)]
 
     return labels
-
-
-def _as_large(equation: JaxprEqn) -> Labels:
-    """Labels the dimensions of which a slice takes all elements."""
-    return _where_equal(operand_shape(equation), result_shape(equation))
 
 
 _WINDOW = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
@@ -342,7 +336,9 @@ RULES: dict[str, Rule] = {
         lambda e: [dim + (dim >= e.params["axis"]) for dim in range(len(operand_shape(e)))], linear=True, alike=None
     ),
     "transpose": _keeping(lambda e: np.argsort(e.params["permutation"]).tolist(), linear=True),
-    **dict.fromkeys(("slice", "dynamic_slice"), _keeping(_as_large, linear=True)),
+    **dict.fromkeys(
+        ("slice", "dynamic_slice"), _keeping(lambda e: _where_equal(operand_shape(e), result_shape(e)), linear=True)
+    ),
     "dynamic_update_slice": _keeping(
         lambda e: _where_equal(operand_shape(e, 0), operand_shape(e, 1)), linear=True, alike=2
     ),

@@ -5,6 +5,7 @@ here and an entry in `SCHEDULES`, and touches nothing else. K is the number of s
 stage. `zero_bubble` fills the bubble of any schedule with weight gradients.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
@@ -267,9 +268,9 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     num_stages, width = schedule.num_stages, len(schedule.slots)
     array = np.asarray(most_waiting, object)
     limits = list(array) if array.ndim == 1 else [most_waiting] * num_stages
-    most = [integer_or_none(limit) for limit in limits]
-    are_counts = [m is not None and m >= 0 for limit, m in zip(limits, most, strict=True) if limit is not None]
-    if len(most) != num_stages or not all(are_counts):
+    counts = [math.inf if limit is None else integer_or_none(limit) for limit in limits]
+    most = [count for count in counts if count is not None and count >= 0]
+    if not len(most) == len(limits) == num_stages:
         raise ValueError(
             f"most_waiting={most_waiting!r} must be one number, or one for each of {num_stages} stages, whole and at "
             "least 0; leave it out for as many as come"
@@ -304,13 +305,13 @@ class _StageTick(NamedTuple):
       actions: its action in each slot; None where it idles.
       used: the number of slots in which any stage does something.
       waiting: the W that wait on it, longest first. Both methods take from it and add to it.
-      limit: the most that may wait; None for any number.
+      limit: the most that may wait.
     """
 
     actions: list[Action | None]
     used: int
     waiting: deque[Action]
-    limit: int | None
+    limit: float
 
     @property
     def done(self) -> list[Action]:
@@ -342,7 +343,7 @@ class _StageTick(NamedTuple):
                 if due and self.waiting:
                     filled.append(self.waiting.popleft())
                     due -= 1
-            elif action.kind == "B" and not whole and (self.limit is None or len(self.waiting) < self.limit):
+            elif action.kind == "B" and not whole and len(self.waiting) < self.limit:
                 filled.append(self._first_part(action))
             else:
                 filled.append(action)
@@ -352,8 +353,7 @@ class _StageTick(NamedTuple):
     def split(self, full: bool) -> list[Action]:
         """The actions with every B split, and one W at the end if that is due."""
         parts = [self._first_part(action) if action.kind == "B" else action for action in self.done]
-        over = self.limit is not None and len(self.waiting) > self.limit
-        if self.waiting and (full or self.lacks or over):
+        if self.waiting and (full or self.lacks or len(self.waiting) > self.limit):
             parts.append(self.waiting.popleft())
         return parts
 

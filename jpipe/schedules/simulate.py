@@ -5,7 +5,7 @@ It times actions in the slots in which the executor runs them, and not an ideali
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -219,7 +219,7 @@ def simulate(
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
     hop = as_number("transfer", transfer, "give the time of one hop, 0 for hops that take none")
-    return in_time(schedule, Work.of(schedule, forward, backward, weight, recompute), hop)
+    return in_time(schedule, Work.of_whole_stages(schedule, forward, backward, weight, recompute), hop)
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,10 @@ class Work:
     anew: Sequence[float]
 
     @staticmethod
-    def of(schedule: Schedule, forward: Times, backward: Times, weight: Times | None, recompute: Times) -> "Work":
-        """Makes it from the times of whole stages, as `simulate` is given them."""
+    def of_whole_stages(
+        schedule: Schedule, forward: Times, backward: Times, weight: Times | None, recompute: Times
+    ) -> "Work":
+        """Makes it from times that `simulate` is given."""
         place = schedule.placement
         stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
 
@@ -251,6 +253,12 @@ class Work:
         times = {"F": of_chunks("forward", forward), "R": anew, "B": both, "I": both - part, "W": part}
         return Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist())
 
+    def of(self, schedule: Schedule, stage: int, action: Action) -> tuple[float, float]:
+        """(The time in which an action computes things anew, its time without that.)"""
+        s = schedule.placement.virtual_stage(stage, action.chunk)
+        is_ahead = "R" in schedule.kinds and (stage, action._replace(kind="R")) in schedule.placed
+        return self.anew[s] if action.kind in "BI" and not is_ahead else 0.0, self.times[action.kind][s]
+
 
 def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[float] = ()) -> Timeline:
     """A schedule whose actions take these times: its slots one after the other, on all stages at once; see `simulate`.
@@ -260,7 +268,6 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
       moves: what all devices move to and from the hosts in every tick: how long it takes beside each slot, whose end
         waits for it, and then after the last slot. Empty for nothing.
     """
-    takes = _takes(schedule, work)
     spans: list[Span] = []
     width, times = len(schedule.slots), schedule.slot_times
     num_ticks = 1 + max(times.values()) // width
@@ -274,7 +281,7 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
     for tau, actions in enumerate(in_slot):
         index, ends = tau % width, clocks.tolist()
         for stage, action in actions:
-            start, (anew, rest) = ends[stage], takes(stage, action)
+            start, (anew, rest) = ends[stage], work.of(schedule, stage, action)
             ends[stage] += anew + rest
             spans.append(Span(stage, action, start, ends[stage], anew))
         waits = after if index == width - 1 else 0.0
@@ -287,21 +294,8 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
 
 def busy_times(schedule: Schedule, work: Work) -> tuple[float, ...]:
     """K numbers, the time for which each stage works."""
-    takes = _takes(schedule, work)
-    return tuple(sum(sum(takes(stage, action)) for action in order) for stage, order in enumerate(schedule.actions))
-
-
-def _takes(schedule: Schedule, work: Work) -> Callable[[int, Action], tuple[float, float]]:
-    """A function: stage, action -> (the time in which the action computes things anew, its time without that)."""
-    has_r = "R" in schedule.kinds
-
-    def takes(stage: int, action: Action) -> tuple[float, float]:
-        s = schedule.placement.virtual_stage(stage, action.chunk)
-        is_ahead = has_r and (stage, action._replace(kind="R")) in schedule.placed
-        recomputes = action.kind in "BI" and not is_ahead
-        return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
-
-    return takes
+    by_stage = enumerate(schedule.actions)
+    return tuple(sum(sum(work.of(schedule, stage, action)) for action in order) for stage, order in by_stage)
 
 
 Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]

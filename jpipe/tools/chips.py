@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jpipe.mesh.users_mesh import TPUS, tpu_of
 from jpipe.processes.runtime import register_gpu_compiler
 from jpipe.types import Device
 
@@ -196,6 +195,13 @@ CHIPS = {
 
 GPUS = {chip.gpu.kind.lower(): name for name, chip in CHIPS.items() if chip.gpu}
 """SXM modules by what JAX calls them: of a PCIe or NVL card, or of a part of a GPU, memory and links are others."""
+CLOSED_AT = {"v2": 16, "v3": 32, "v4": 4, "v5e": 16, "v5p": 4, "v6e": 16}
+"""By version of TPUs, the chips along a dimension of the torus whose ends are linked: a multiple of as many. By How to
+Scale Your Model, 'TPU networking', and of v2 and v3 their pods (IEEE Micro 2021)."""
+TPUS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5": "v5p"} | {name: name for name in CLOSED_AT}
+"""TPUs by a part of what JAX calls them, those first that begin like others, and JAX's own before others."""
+IN_CUBES = ("v4", "v5p")
+"""TPUs whose ends are linked only in slices of whole cubes of as many chips along each dimension."""
 MOST_GPUS = 8
 """The GPUs of one host, whose links are those of the table."""
 CUDA = (12, 13)
@@ -337,4 +343,5 @@ def stand_ins_of(devices: Sequence[Device]) -> list[Device]:
 
 def chip_of(device: Device) -> Chip | None:
     """The chip of a device of JAX; None if it isn't known."""
-    return CHIPS.get(GPUS.get(device.device_kind.lower()) or tpu_of(device))
+    kind = device.device_kind.lower()
+    return CHIPS.get(GPUS.get(kind) or next((name for word, name in TPUS.items() if word in kind), ""))

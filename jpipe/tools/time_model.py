@@ -31,14 +31,13 @@ from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.memory.layout import device_index
 from jpipe.mesh.axes import AXIS, on_stages
-from jpipe.mesh.users_mesh import Torus
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.partitioner.conversions import Sent, ring_bytes, sent_in
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
-from jpipe.tools.chips import Chip
+from jpipe.tools.chips import CLOSED_AT, IN_CUBES, Chip
 from jpipe.tools.memory_model import holdings, optimizer_bytes
 from jpipe.tools.roofline import pass_seconds, roofline
 from jpipe.tools.step_cost import Parts, StepCost
@@ -54,12 +53,15 @@ class Network:
 
     Attributes:
       chip: the kind of the devices.
-      torus: the axes of the mesh; of TPUs, where they are on their torus.
+      sizes: (name, number of devices) of each mesh axis.
+      coordinates: where each TPU is on its torus, in the order of the mesh; empty of others, and of TPUs that nobody
+        has placed yet: there four and more along an axis are taken to lie on a ring.
       hosts: the number of each device's host, in the order of the mesh; empty if links join all devices.
     """
 
     chip: Chip
-    torus: Torus
+    sizes: tuple[tuple[str, int], ...]
+    coordinates: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[int, ...] = ()
 
     @classmethod
@@ -68,12 +70,13 @@ class Network:
 
         JAX calls a host of GPUs that are at hand a slice, and takes one process for each host of GPUs that aren't.
         """
-        devices, torus = mesh.devices.flatten().tolist(), Torus.of(chip.name, mesh)
+        devices, sizes = mesh.devices.flatten().tolist(), tuple(mesh.shape.items())
         if not chip.network_bandwidth:
-            return cls(chip, torus)
+            are_placed = all(hasattr(device, "coords") for device in devices)
+            return cls(chip, sizes, tuple(tuple(device.coords) for device in devices) if are_placed else ())
         at_hand = devices[0] in jax.devices()
         hosts = (getattr(device, "slice_index", 0) if at_hand else device.process_index for device in devices)
-        return cls(chip, torus, tuple(hosts))
+        return cls(chip, sizes, hosts=tuple(hosts))
 
     def bandwidth(self, axes: Collection[str], collective: str = "all_reduce") -> float:
         """bytes/s one way that a device has along mesh axes: those of its links, if all devices along them share one.
@@ -81,9 +84,9 @@ class Network:
         Else they are the network's. A ring leaves a host over the adapters of all the devices that it has there.
         """
         if not self.chip.network_bandwidth:
-            links = 1 if AXIS in axes and collective == "permute" else self.torus.links(axes)
+            links = 1 if AXIS in axes and collective == "permute" else self._links(axes)
             return links * self.chip.link_bandwidth
-        groups = self.torus.groups(axes)
+        groups = self._groups(axes)
         hosts = np.broadcast_to(self.hosts or 0, groups.size)[groups]
         counts = [np.unique(of_group, return_counts=True)[1] for of_group in hosts]
         apart = [int(count.min()) for count in counts if len(count) > 1]
@@ -92,9 +95,36 @@ class Network:
         adapters = 1 if collective in ALONE else min(apart)
         return min(self.chip.link_bandwidth, adapters * self.chip.network_bandwidth)
 
+    def _groups(self, axes: Collection[str]) -> np.ndarray:
+        """`[groups, devices of a group]`: the numbers of the devices that mesh axes join, in the order of the mesh."""
+        sizes = [n for _, n in self.sizes]
+        along = [i for i, (name, _) in enumerate(self.sizes) if name in axes]
+        numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), along, range(-len(along), 0))
+        return numbers.reshape(-1, math.prod(sizes[i] for i in along))
+
+    def _links(self, axes: Collection[str]) -> int:
+        """The links of a TPU over which a collective along mesh axes sends at once: of the group with the fewest."""
+        if not self.coordinates:
+            return 2 if math.prod(n for name, n in self.sizes if name in axes) >= 4 else 1
+        places, cube = np.asarray(self.coordinates), CLOSED_AT.get(self.chip.name, 0)
+        extents = _extents(places)
+        is_linked = lambda n: cube > 0 and all(m % cube == 0 for m in (extents if self.chip.name in IN_CUBES else [n]))
+
+        def of_group(group: np.ndarray) -> int:
+            """Two along a dimension of which the group has all chips, if the last is linked to the first; else one."""
+            dims = zip(_extents(group), extents, strict=True)
+            return sum(2 if n == size and is_linked(size) else 1 for n, size in dims if n > 1)
+
+        return max(1, min(map(of_group, places[self._groups(axes)])))
+
     def seconds(self, sent: Iterable[Sent]) -> float:
         """Seconds in which a device waits for what a program's collectives send, one after the other."""
         return sum(math.prod(one.loops) * one.bytes / self.bandwidth(one.axes, one.collective) for one in sent)
+
+
+def _extents(group: np.ndarray) -> list[int]:
+    """How many chips of each dimension a group takes; its coordinates are `[devices, dimensions]`."""
+    return [len(np.unique(column)) for column in group.T]
 
 
 ByKind = dict[str, np.ndarray]
@@ -227,7 +257,7 @@ def _layer_seconds(on_device: DeviceLayer, network: Network, stores_residuals: b
 
     def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
         part, _ = needed_part(jaxpr, wanted)
-        sent = sent_in(part.jaxpr, dict(network.torus.sizes))
+        sent = sent_in(part.jaxpr, dict(network.sizes))
         return np.array([roofline(part, network.chip), network.seconds(sent)])
 
     keeping = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])

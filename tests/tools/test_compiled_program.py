@@ -15,7 +15,6 @@ import collectives
 import jpipe
 from compiled_transfers import branches_of, counted, has_products, host_stops, transfers
 from gpu_program import compile_with_text, kernels, largest_copy, needs_gpu_compiler
-from jpipe.mesh.users_mesh import Torus
 from jpipe.tools.chips import CHIPS, parse_topology
 from jpipe.tools.compiled_program import (
     COLLECTIVES,
@@ -260,7 +259,7 @@ def test_a_program_without_ticks_is_no_step(step):
 
 MESH = Mesh(np.full((2, 4), jax.devices()[0]), ("stage", "model"))
 CHIP = replace(CHIPS["v5p"], clock=1.0, link_bandwidth=1.0)  # a byte takes a cycle, which is a second
-NETWORK = Network(CHIP, Torus("v5p", (("stage", 2), ("model", 4))))  # two links along `model`, one along `stage`
+NETWORK = Network(CHIP, (("stage", 2), ("model", 4)))  # two links along `model`, one along `stage`
 
 TWO_LOOPS = """HloModule step
 

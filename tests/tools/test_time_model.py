@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe.mesh.users_mesh import Torus, make_mesh
+from jpipe.mesh.users_mesh import make_mesh
 from jpipe.tools.chips import CHIPS, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP
 from jpipe.tools.memory_model import predict_host_memory
@@ -58,7 +58,7 @@ def test_a_ring_along_several_axes_has_the_adapters_of_all_its_devices_on_a_host
 
 
 def test_no_ring_is_faster_than_links():
-    wide = Network(CHIPS["h100"], Torus("h100", (("data", 32),)), (0,) * 16 + (1,) * 16)
+    wide = Network(CHIPS["h100"], (("data", 32),), (), (0,) * 16 + (1,) * 16)
     assert wide.bandwidth(["data"]) == LINKS < 16 * ADAPTER
 
 
@@ -82,7 +82,7 @@ def on_torus(chip, *shape, **sizes):
     """The network of TPUs in a slice of this shape, in the order of their coordinates."""
     places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), -1)
     coordinates = tuple(tuple(map(int, place)) for place in places)
-    return Network(CHIPS[chip], Torus(chip, tuple(sizes.items()), coordinates))
+    return Network(CHIPS[chip], tuple(sizes.items()), coordinates)
 
 
 @pytest.mark.parametrize(
