@@ -137,7 +137,7 @@ Whether: TypeAlias = Callable[[JaxprEqn], bool]
 
 
 class _Flattening:
-    """What `flatten` has so far, in `flat`."""
+    """Puts equations into `flat`, one jaxpr after the other, for `flatten`."""
 
     def __init__(self, calls: Collection[str], unrolls: Whether, keeps: Whether, selects: bool):
         self._calls, self._unrolls, self._keeps, self._selects = calls, unrolls, keeps, selects

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,11 +94,8 @@ def _path(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
     return path
 
 
-Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
-
-
-def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
-    """Names the collective of a step; None if each device makes its part from the part that it has."""
+def collective_of(axes: Sequence[Axis], hop: Hop) -> str | None:
+    """Names the collective of a step (as in `Sent`); None if each device makes its part from the part that it has."""
     i, wanted = hop.over[0], hop.wanted
     old = hop.now[i]
     one_run = lambda shard: isinstance(shard, Shard) and outer_in_part(shard, axes, hop.now, i) == 1

@@ -109,14 +109,6 @@ class _Recipe(NamedTuple):
     run: Callable[..., Leaf]
 
 
-_PLACES = {
-    "gather": ("start_index_map", "collapsed_slice_dims", "offset_dims"),
-    "scatter-add": ("scatter_dims_to_operand_dims", "inserted_window_dims", "update_window_dims"),
-}
-"""Of look-ups and additions: the table's dimensions that indices choose from, of those the ones that entries lack, and
-the dimensions of entries that come from the table."""
-
-
 class Examples:
     """Says how a function treats the examples of a mini-batch.
 
@@ -247,9 +239,11 @@ class Examples:
         Rules don't know that indices are the examples' own places. A micro-batch counts them from its first row.
         """
         equation, name = self.flat.equations[i].equation, self.flat.equations[i].equation.primitive.name
-        if name not in _PLACES or not isinstance(indices := now[1], Shard) or indices.outer > 1:
+        if name not in ("gather", "scatter-add") or not isinstance(indices := now[1], Shard) or indices.outer > 1:
             return None
-        chosen, removed, kept = (getattr(equation.params["dimension_numbers"], field) for field in _PLACES[name])
+        # The dimensions of entries that come from the table, the table's that entries lack, and those that indices
+        # choose from: both kinds of numbers begin with them.
+        kept, removed, chosen, *_ = equation.params["dimension_numbers"]
         entries = aval_of(equation.outvars[0] if name == "gather" else equation.invars[2])
         at = Shard([d for d in range(len(entries.shape)) if d not in kept][indices.dim])
         for column, dim in enumerate(chosen):

@@ -380,11 +380,12 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
     return rounds if len(rounds) < size - 1 else [[list(range(size))]]
 
 
-CONTROL_FLOW: dict[str, Handler] = {"scan": _scan, "while": _while, "cond": _cond}
-"""The handlers of equations that hold jaxprs, by the name of the primitive."""
-HANDLERS = CONTROL_FLOW | {
+HANDLERS: dict[str, Handler] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
     "sharding_constraint": _constraint,
     "reshard": _as_it_is,  # of explicit axes, which there are none of where functions are traced
     "shard_map": _shard_map,
 }
-"""These, and those of equations by which users say how arrays lie."""
+"""The handlers of equations that hold jaxprs, or by which users say how arrays lie, by the name of the primitive."""

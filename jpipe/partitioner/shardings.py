@@ -54,20 +54,15 @@ class Axis:
         return math.prod(self.sizes)
 
     @property
-    def is_part(self) -> bool:
-        """Whether it is a part of a mesh axis."""
-        return self.outer * self.inner > 1
-
-    @property
     def groups(self) -> list[list[int]] | None:
         """The groups of devices that collectives along a part of a mesh axis join; None for a whole axis."""
         devices = np.arange(self.outer * self.size * self.inner).reshape(self.outer, self.size, self.inner)
-        return np.swapaxes(devices, 1, 2).reshape(-1, self.size).tolist() if self.is_part else None
+        return np.swapaxes(devices, 1, 2).reshape(-1, self.size).tolist() if self.outer * self.inner > 1 else None
 
     def index(self) -> jax.Array:
         """Returns the index of a device along the axis, in a program that all devices run."""
         along = lax.axis_index(self.names)
-        return along // self.inner % self.size if self.is_part else along
+        return along // self.inner % self.size if self.groups else along
 
 
 @dataclass(frozen=True)

@@ -105,14 +105,6 @@ class Timeline:
             yield Span(stage, action, start + recompute, end)
 
     @cached_property
-    def of_stages(self) -> tuple[tuple[Span, ...], ...]:
-        """K times the spans of a stage, in its order."""
-        spans: list[list[Span]] = [[] for _ in range(self.schedule.num_stages)]
-        for span in self.spans:
-            spans[span.stage].append(span)
-        return tuple(map(tuple, spans))
-
-    @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
         """K numbers, the most (micro-batch, chunk) pairs that a stage holds at once (see `in_flight`)."""
         return tuple(max(n for _, n in self.in_flight(stage)) for stage in range(self.schedule.num_stages))
@@ -129,7 +121,7 @@ class Timeline:
         >>> simulate(make_schedule("gpipe", num_stages=2, num_microbatches=2)).in_flight(1)
         [(0.0, 0), (1.0, 1), (2.0, 2), (5.0, 1), (7.0, 0)]
         """
-        spans = self.of_stages[stage]
+        spans = [span for span in self.spans if span.stage == stage]
         since = {span.action[1:]: span.start for span in spans if span.action.kind in start}
         until = {span.action[1:]: span.end for span in spans if span.action.kind in end and span.action[1:] in since}
         changes = Counter({0.0: 0})
@@ -219,7 +211,18 @@ def simulate(
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
     hop = as_number("transfer", transfer, "give the time of one hop, 0 for hops that take none")
-    return in_time(schedule, Work.of_whole_stages(schedule, forward, backward, weight, recompute), hop)
+    place = schedule.placement
+    stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
+
+    def of_chunks(label: str, time: Times, *, positive: bool = True) -> np.ndarray:
+        return _stage_times(label, time, schedule.num_stages, positive=positive)[stages] / schedule.num_chunks
+
+    anew, both = of_chunks("recompute", recompute, positive=False), of_chunks("backward", backward)
+    part = both / 2 if weight is None else of_chunks("weight", weight, positive=False)
+    if (part > both).any():
+        raise ValueError(f"weight={weight!r} must be no more than backward={backward!r}, of which it is a part")
+    times = {"F": of_chunks("forward", forward), "R": anew, "B": both, "I": both - part, "W": part}
+    return in_time(schedule, Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist()), hop)
 
 
 @dataclass(frozen=True)
@@ -234,24 +237,6 @@ class Work:
 
     times: Mapping[str, Sequence[float]]
     anew: Sequence[float]
-
-    @staticmethod
-    def of_whole_stages(
-        schedule: Schedule, forward: Times, backward: Times, weight: Times | None, recompute: Times
-    ) -> "Work":
-        """Makes it from times that `simulate` is given."""
-        place = schedule.placement
-        stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
-
-        def of_chunks(label: str, time: Times, *, positive: bool = True) -> np.ndarray:
-            return _stage_times(label, time, schedule.num_stages, positive=positive)[stages] / schedule.num_chunks
-
-        anew, both = of_chunks("recompute", recompute, positive=False), of_chunks("backward", backward)
-        part = both / 2 if weight is None else of_chunks("weight", weight, positive=False)
-        if (part > both).any():
-            raise ValueError(f"weight={weight!r} must be no more than backward={backward!r}, of which it is a part")
-        times = {"F": of_chunks("forward", forward), "R": anew, "B": both, "I": both - part, "W": part}
-        return Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist())
 
     def of(self, schedule: Schedule, stage: int, action: Action) -> tuple[float, float]:
         """(The time in which an action computes things anew, its time without that.)"""
