@@ -97,6 +97,10 @@ class FlatJaxpr:
         """The index of the equation that makes a value, by the value's number."""
         return {number: i for i, equation in enumerate(self.equations) for number in equation.makes}
 
+    def part(self, takes: Sequence[int], gives: Sequence[int]) -> ClosedJaxpr:
+        """A jaxpr of the equations that some values need."""
+        return jaxpr_of(self, [self.equations[i] for i in self.needed_for(gives)], takes, gives)
+
     def needed_for(self, values: Iterable[int]) -> list[int]:
         """The indices of the equations that some values need, in order."""
         todo, needed = list(values), set[int]()
@@ -273,6 +277,16 @@ def jaxpr_of(
 def aval_of(variable: Var | Literal) -> ShapedArray:
     """Returns the whole shape and the dtype of an operand or a result."""
     return cast(ShapedArray, variable.aval)
+
+
+def operand_shape(equation: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
+    """Returns the whole shape of an operand."""
+    return aval_of(equation.invars[operand]).shape
+
+
+def result_shape(equation: JaxprEqn) -> tuple[int, ...]:
+    """Returns the whole shape of the first result."""
+    return aval_of(equation.outvars[0]).shape
 
 
 def _without_mesh(constant: Leaf) -> Leaf:

@@ -29,10 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
+from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten
 from jpipe.jax.inside import carry_out, line_of, needed_part, standing_alone
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
-from jpipe.jax.tracing import interpret, on_this_host
+from jpipe.jax.tracing import interpret
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
@@ -194,11 +194,7 @@ class Examples:
         """A value that no argument has to do with; None if one has."""
         if number in self.flat.constants or number in self._late | self._early:
             return self.flat.constants.get(number)
-        with on_this_host():
-            (found,) = interpret(
-                jaxpr_of(self.flat, [self.flat.equations[i] for i in self.flat.needed_for([number])], (), (number,))
-            )
-        return found
+        return interpret(self.flat.part((), (number,)))[0]
 
     # --- from the first equation to the last: how a micro-batch has each value ---
 
@@ -315,7 +311,7 @@ class Examples:
         """Computes the values of `known` but for the index, whole, from the leaves of the mini-batch."""
         values = [number for number, _ in self.known if number is not None]
         takes = [number for number in self.flat.arguments if number in self._early]
-        return jaxpr_of(self.flat, [self.flat.equations[i] for i in self.flat.needed_for(values)], takes, values)
+        return self.flat.part(takes, values)
 
     def _recipe(self, number: int, form: AxisSharding) -> _Recipe:
         """How a micro-batch computes a value in some form."""

@@ -23,15 +23,16 @@ them, at `offset_dims`, those dimensions of the table that slices keep: its *win
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.flat_jaxpr import aval_of, operand_shape, result_shape
 from jpipe.jax.primitives import JaxprEqn
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 
 Operation = Callable[..., list[jax.Array]]
 """A device's parts of an equation's operands -> its parts of the results."""
@@ -100,16 +101,6 @@ def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int |
     if PARTIAL not in shardings[:alike]:
         return None
     return RuleResult([PARTIAL] * alike + [REPLICATED] * (len(shardings) - alike), [PARTIAL] * num_results)
-
-
-def operand_shape(equation: JaxprEqn, operand: int = 0) -> Shape:
-    """Returns the whole shape of an operand."""
-    return aval_of(equation.invars[operand]).shape
-
-
-def result_shape(equation: JaxprEqn) -> Shape:
-    """Returns the whole shape of the first result."""
-    return aval_of(equation.outvars[0]).shape
 
 
 def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
@@ -236,3 +227,11 @@ def _to_own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: i
         return operation(target, jnp.where(in_column, indices - start, indices), updates)
 
     return add_own
+
+
+LOOK_UPS: dict[str, Rule] = {
+    "gather": look_up_entries,
+    "scatter": partial(write_entries, adds=False),
+    "scatter-add": partial(write_entries, adds=True),
+}
+"""The name of a primitive -> its rule, of look-ups and writes."""

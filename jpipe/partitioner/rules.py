@@ -16,27 +16,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.flat_jaxpr import aval_of, operand_shape, result_shape
 from jpipe.jax.primitives import ELEMENTWISE, JaxprEqn, Literal
-from jpipe.partitioner.rule import (
-    Labels,
-    Operation,
-    Rule,
-    RuleResult,
-    by_labels,
-    look_up_entries,
-    on_partial,
-    operand_shape,
-    result_shape,
-    write_entries,
-)
+from jpipe.partitioner.rule import LOOK_UPS, Labels, Operation, Rule, RuleResult, by_labels, on_partial
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
 
 
@@ -356,9 +344,7 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": conv_general_dilated,
     "random_bits": random_bits,
     **dict.fromkeys(("optimization_barrier", "device_put"), identity),
-    "gather": look_up_entries,
-    "scatter": partial(write_entries, adds=False),
-    "scatter-add": partial(write_entries, adds=True),
+    **LOOK_UPS,
 }
 """The name of a primitive -> its rule."""
 
