@@ -105,6 +105,11 @@ class Timeline:
             yield Span(stage, action, start + recompute, end)
 
     @cached_property
+    def of_stages(self) -> tuple[tuple[Span, ...], ...]:
+        """K times the spans of a stage, in its order."""
+        return tuple(tuple(s for s in self.spans if s.stage == k) for k in range(self.schedule.num_stages))
+
+    @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
         """K numbers, the most (micro-batch, chunk) pairs that a stage holds at once (see `in_flight`)."""
         return tuple(max(n for _, n in self.in_flight(stage)) for stage in range(self.schedule.num_stages))
@@ -121,7 +126,7 @@ class Timeline:
         >>> simulate(make_schedule("gpipe", num_stages=2, num_microbatches=2)).in_flight(1)
         [(0.0, 0), (1.0, 1), (2.0, 2), (5.0, 1), (7.0, 0)]
         """
-        spans = [span for span in self.spans if span.stage == stage]
+        spans = self.of_stages[stage]
         since = {span.action[1:]: span.start for span in spans if span.action.kind in start}
         until = {span.action[1:]: span.end for span in spans if span.action.kind in end and span.action[1:] in since}
         changes = Counter({0.0: 0})
