@@ -2,7 +2,7 @@
 
 A rule takes an equation of whole arrays, how each operand lies along one mesh axis (a `Shard`, REPLICATED or PARTIAL),
 and the axis. It returns a `RuleResult`: how the operands have to lie, how the results lie then, and perhaps what a
-device does instead of the plain operation (`wrap`). It returns None if the operation has to see whole arrays, which an
+device does `instead` of the plain operation. It returns None if the operation has to see whole arrays, which an
 operation without a rule always does. Rules are asked while a plan is made (`way_by_rule`), for one axis
 after the other. `part_params` is asked later, when a device's operation is traced.
 
@@ -258,8 +258,8 @@ def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Ax
         return _reduce(equation, shardings, axis)
     reduce = getattr(lax, equation.primitive.name)
     # A gather is used, since collectives that compare may lose NaN.
-    wrap = lambda operation: lambda x: [reduce(_of_all_devices(operation(x)[0], axis), (0,))]
-    return RuleResult([first], [REPLICATED], wrap)
+    twice = lambda operation, x: [reduce(_of_all_devices(operation(x)[0], axis), (0,))]
+    return RuleResult([first], [REPLICATED], twice)
 
 
 def _of_all_devices(x: jax.Array, axis: Axis) -> jax.Array:
@@ -278,16 +278,13 @@ def find_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis
         return _reduce(equation, shardings, axis)
     find, extreme = {"argmax": (lax.argmax, jnp.max), "argmin": (lax.argmin, jnp.min)}[equation.primitive.name]
 
-    def wrap(operation: Operation) -> Operation:
-        def on_device(x: jax.Array) -> list[jax.Array]:
-            (at,) = operation(x)
-            at = at + axis.index().astype(at.dtype) * x.shape[dim]
-            has_it = find(_of_all_devices(extreme(x, dim), axis), 0, at.dtype) == axis.index().astype(at.dtype)
-            return [jnp.where(has_it, at, jnp.zeros_like(at))]
+    def on_device(operation: Operation, x: jax.Array) -> list[jax.Array]:
+        (at,) = operation(x)
+        at = at + axis.index().astype(at.dtype) * x.shape[dim]
+        has_it = find(_of_all_devices(extreme(x, dim), axis), 0, at.dtype) == axis.index().astype(at.dtype)
+        return [jnp.where(has_it, at, jnp.zeros_like(at))]
 
-        return on_device
-
-    return RuleResult([first], [PARTIAL], wrap)
+    return RuleResult([first], [PARTIAL], on_device)
 
 
 def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
@@ -296,12 +293,12 @@ def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
     if not axis.is_data or not shape or shape[0] % axis.size or shardings[0] != REPLICATED:
         return None
 
-    def wrap(operation: Operation) -> Operation:
+    def take_own(operation: Operation, key: jax.Array) -> list[jax.Array]:
         length = shape[0] // axis.size
         start = axis.index() * length
-        return lambda *operands: [lax.dynamic_slice_in_dim(x, start, length) for x in operation(*operands)]
+        return [lax.dynamic_slice_in_dim(operation(key)[0], start, length)]
 
-    return RuleResult([REPLICATED], [Shard(0)], wrap)
+    return RuleResult([REPLICATED], [Shard(0)], take_own)
 
 
 def identity(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -202,12 +203,12 @@ def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is
         params = lambda parts: part_params(equation, [np.shape(x) for x in parts], made)
         operation: Operation = lambda *parts: carry_out(equation, parts, params(parts))
         for along in along_axes:
-            operation = along.wrap(operation) if along.wrap else operation
+            operation = partial(along.instead, operation) if along.instead else operation
         arrays = operation(*parts)
         assert [x.shape for x in arrays] == made, equation
         return arrays
 
-    sends_too = any(along.wrap for along in along_axes)
+    sends_too = any(along.instead for along in along_axes)
     return Way(operands, results, run, cost_of_work(equation, taken, made), sends_too=sends_too)
 
 
