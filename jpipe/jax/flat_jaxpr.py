@@ -138,6 +138,8 @@ def flatten(
 
 
 Whether: TypeAlias = Callable[[JaxprEqn], bool]
+Callers: TypeAlias = tuple[JaxprEqn, ...]
+"""The equations that call one, the outermost first."""
 
 
 class _Flattening:
@@ -155,7 +157,7 @@ class _Flattening:
             self.flat.constants[number] = constant
         return number
 
-    def visit(self, closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+    def visit(self, closed: ClosedJaxpr, inputs: tuple[int, ...], callers: Callers) -> tuple[int, ...]:
         """Appends the equations of a jaxpr, given the numbers of its inputs; the numbers of its results."""
         jaxpr = closed.jaxpr
         numbers = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -182,7 +184,7 @@ class _Flattening:
             numbers.update(zip(equation.outvars, makes, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
-    def _visit_trips(self, scan: JaxprEqn, reads: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+    def _visit_trips(self, scan: JaxprEqn, reads: tuple[int, ...], callers: Callers) -> tuple[int, ...]:
         """Appends the equations of all trips of a scan; the numbers of its results."""
         num_constants, num_carry = scan_counts(scan)
         kept, rest = reads[:num_constants], reads[num_constants:]
@@ -196,7 +198,7 @@ class _Flattening:
         columns = zip(*(stacked[i] for i in trips), strict=True)
         return *carry, *(self._stack(list(column), callers) for column in columns)
 
-    def _visit_branches(self, cond: JaxprEqn, reads: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+    def _visit_branches(self, cond: JaxprEqn, reads: tuple[int, ...], callers: Callers) -> tuple[int, ...]:
         """Appends the equations of all branches of a cond; the numbers of what is selected of their results."""
         which, *operands = reads
         branches = [self.visit(branch, tuple(operands), callers) for branch in cond.params["branches"]]
@@ -204,14 +206,12 @@ class _Flattening:
         pick = lambda choices: choices[0] if len({*choices}) == 1 else select(choices)
         return tuple(map(pick, zip(*branches, strict=True)))
 
-    def _applied(
-        self, function: Callable[..., jax.Array], numbers: tuple[int, ...], callers: tuple[JaxprEqn, ...]
-    ) -> int:
+    def _applied(self, function: Callable[..., jax.Array], numbers: tuple[int, ...], callers: Callers) -> int:
         """Appends the equations of a function of some values; the number of its result."""
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (self.flat.avals[i] for i in numbers)]
         return self.visit(jax.make_jaxpr(function)(*shapes), numbers, callers)[0]
 
-    def _slice(self, array: int, i: int, callers: tuple[JaxprEqn, ...]) -> int:
+    def _slice(self, array: int, i: int, callers: Callers) -> int:
         if array in self.flat.trips:
             return self.flat.trips[array][i]
         aval, mesh = self.flat.avals[array], jax.sharding.get_abstract_mesh()
@@ -221,7 +221,7 @@ class _Flattening:
         self.flat.slices[number] = array, i
         return number
 
-    def _stack(self, trips: list[int], callers: tuple[JaxprEqn, ...]) -> int:
+    def _stack(self, trips: list[int], callers: Callers) -> int:
         number = self._applied(lambda *x: jnp.stack(x), tuple(trips), callers)
         self.flat.trips[number] = trips
         return number

@@ -191,9 +191,8 @@ def when(
     reads: Callable[[Fixed, Carry], PyTree] | None = None,
 ) -> Carry:
     """The carry after `body(values, carry)` if `condition` holds, else `carry`; as `each`, with one trip or none."""
-    trips = int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32)
     reads_in_trip = None if reads is None else lambda _, fixed, carry: reads(fixed, carry)
-    return each(0, trips, fixed, lambda _, values, carry: body(values, carry), carry, reads=reads_in_trip)
+    return each(0, condition, fixed, lambda _, values, carry: body(values, carry), carry, reads=reads_in_trip)
 
 
 def of_trip(array: jax.Array, trip: Index) -> jax.Array:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -148,21 +149,23 @@ def _of_larger(
 
 # --- rules from the dimensions that an operation leaves alone ---
 
-LabelsOf = Callable[[JaxprEqn], Labels]
-"""Equation -> for each dimension of the operand: its dimension in the result if it is left alone, else None."""
+LabelsOf = Callable[..., Labels]
+"""Equation, perhaps the name of a parameter -> for each dimension of the operand: its dimension in the result if it is
+left alone, else None."""
 
 
-def _keeping(labels_of: LabelsOf, *, linear: bool = False, alike: int | None = 1) -> Rule:
+def _keeping(labels_of: LabelsOf, *name: str, linear: bool = False, alike: int | None = 1) -> Rule:
     """Makes the rule of an operation that leaves some dimensions alone: it may be carried out on shards of these.
 
     Args:
       labels_of: says which dimensions, for all operands that have to lie alike.
+      name: of the parameter that it reads, if it takes one.
       linear: whether the operation may be carried out on partial sums.
       alike: how many operands have to lie alike, from the first on (None: all); the others are replicated.
     """
 
     def rule(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-        operands, num_results = [labels_of(equation)] * len(shardings[:alike]), len(equation.outvars)
+        operands, num_results = [labels_of(equation, *name)] * len(shardings[:alike]), len(equation.outvars)
         results = [range(len(result_shape(equation)))] * num_results
         split = by_labels(operands, results, shardings)
         return on_partial(shardings, num_results, alike) if split is None and linear else split
@@ -176,27 +179,19 @@ def _named(equation: JaxprEqn, name: str) -> set[int]:
     return {dim % ndim for dim in (named if isinstance(named, tuple | list) else (named,))}
 
 
-def _other_than(name: str) -> LabelsOf:
-    """Makes the labels of an operation that leaves all dimensions alone but those that a parameter names."""
-
-    def labels(equation: JaxprEqn) -> Labels:
-        named = _named(equation, name)
-        return [None if dim in named else dim for dim in range(len(operand_shape(equation)))]
-
-    return labels
+def _other_than(equation: JaxprEqn, name: str) -> Labels:
+    """Labels all dimensions but those that a parameter names."""
+    named = _named(equation, name)
+    return [None if dim in named else dim for dim in range(len(operand_shape(equation)))]
 
 
-def _without(name: str, *, summed: bool = False) -> LabelsOf:
-    """Makes the labels of an operation that removes the dimensions that a parameter names.
+def _without(equation: JaxprEqn, name: str, *, summed: bool = False) -> Labels:
+    """Labels the dimensions of an operation that removes those that a parameter names.
 
     If it sums over them (`summed`), they have labels of their own (~0, ~1, ...): a split one gives partial sums.
     """
-
-    def labels(equation: JaxprEqn) -> Labels:
-        kept, removed, ndim = itertools.count(), _named(equation, name), len(operand_shape(equation))
-        return [(~dim if summed else None) if dim in removed else next(kept) for dim in range(ndim)]
-
-    return labels
+    kept, removed, ndim = itertools.count(), _named(equation, name), len(operand_shape(equation))
+    return [(~dim if summed else None) if dim in removed else next(kept) for dim in range(ndim)]
 
 
 _WINDOW = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
@@ -245,7 +240,7 @@ def reshape(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -
     return None
 
 
-_reduce = _keeping(_without("axes"))
+_reduce = _keeping(_without, "axes")
 
 
 def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
@@ -308,15 +303,15 @@ def identity(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
-    "reduce_sum": _keeping(_without("axes", summed=True), linear=True),
+    "reduce_sum": _keeping(partial(_without, summed=True), "axes", linear=True),
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_and", "reduce_or"), reduce_again),
     **dict.fromkeys(("reduce_prod", "reduce_xor"), _reduce),
     **dict.fromkeys(("argmax", "argmin"), find_again),
-    **dict.fromkeys(("cumsum", "split"), _keeping(_other_than("axis"), linear=True)),
-    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _keeping(_other_than("axis"))),
-    "rev": _keeping(_other_than("dimensions"), linear=True),
-    "squeeze": _keeping(_without("dimensions"), linear=True),
-    "unstack": _keeping(_without("axis"), linear=True),
+    **dict.fromkeys(("cumsum", "split"), _keeping(_other_than, "axis", linear=True)),
+    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _keeping(_other_than, "axis")),
+    "rev": _keeping(_other_than, "dimensions", linear=True),
+    "squeeze": _keeping(_without, "dimensions", linear=True),
+    "unstack": _keeping(_without, "axis", linear=True),
     "stack": _keeping(
         lambda e: [dim + (dim >= e.params["axis"]) for dim in range(len(operand_shape(e)))], linear=True, alike=None
     ),
@@ -327,8 +322,8 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": _keeping(
         lambda e: _where_equal(operand_shape(e, 0), operand_shape(e, 1)), linear=True, alike=2
     ),
-    "concatenate": _keeping(_other_than("dimension"), linear=True, alike=None),
-    "sort": _keeping(_other_than("dimension"), alike=None),
+    "concatenate": _keeping(_other_than, "dimension", linear=True, alike=None),
+    "sort": _keeping(_other_than, "dimension", alike=None),
     "pad": _keeping(lambda e: [d if set(edges) == {0} else None for d, edges in enumerate(e.params["padding_config"])]),
     "tile": _keeping(lambda e: _where_equal(e.params["reps"], [1] * len(operand_shape(e)))),  # repeated once
     "reduce_window_sum": _keeping(_outside_window, linear=True),
