@@ -97,6 +97,10 @@ class FlatJaxpr:
         """The index of the equation that makes a value, by the value's number."""
         return {number: i for i, equation in enumerate(self.equations) for number in equation.makes}
 
+    def part(self, takes: Sequence[int], gives: Sequence[int]) -> ClosedJaxpr:
+        """A jaxpr of the equations that some values need."""
+        return jaxpr_of(self, [self.equations[i] for i in self.needed_for(gives)], takes, gives)
+
     def needed_for(self, values: Iterable[int]) -> list[int]:
         """The indices of the equations that some values need, in order."""
         todo, needed = list(values), set[int]()
@@ -128,44 +132,43 @@ def flatten(
       selects: whether the equations of all branches of a `cond` stand in its place, and its results are selected.
     """
     flattening = _Flattening(calls, unrolls, keeps, selects)
-    arguments = tuple(map(flattening.new, closed.jaxpr.invars))
+    arguments = tuple(flattening.new(aval_of(v)) for v in closed.jaxpr.invars)
     results = flattening.visit(closed, arguments, ())
-    made = (flattening.avals, flattening.constants, arguments, flattening.equations, results)
-    return FlatJaxpr(*made, is_body, flattening.slices, flattening.trips)
+    return replace(flattening.flat, arguments=arguments, results=results, is_body=is_body)
 
 
 Whether: TypeAlias = Callable[[JaxprEqn], bool]
+Callers: TypeAlias = tuple[JaxprEqn, ...]
+"""The equations that call one, the outermost first."""
 
 
 class _Flattening:
-    """The equations, values and constants that `flatten` has so far."""
+    """Puts equations into `flat`, one jaxpr after the other, for `flatten`."""
 
     def __init__(self, calls: Collection[str], unrolls: Whether, keeps: Whether, selects: bool):
         self._calls, self._unrolls, self._keeps, self._selects = calls, unrolls, keeps, selects
-        self.avals: list[ShapedArray] = []
-        self.constants: dict[int, Leaf] = {}
-        self.equations: list[FlatEquation] = []
-        self.slices: dict[int, tuple[int, int]] = {}
-        self.trips: dict[int, list[int]] = {}
+        self.flat = FlatJaxpr([], {}, (), [], ())
 
-    def new(self, variable: Var | Literal) -> int:
-        self.avals.append(aval_of(variable))
-        return len(self.avals) - 1
+    def new(self, aval: ShapedArray, constant: Leaf | None = None) -> int:
+        """Numbers a value."""
+        number = len(self.flat.avals)
+        self.flat.avals.append(aval)
+        if constant is not None:
+            self.flat.constants[number] = constant
+        return number
 
-    def visit(self, closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+    def visit(self, closed: ClosedJaxpr, inputs: tuple[int, ...], callers: Callers) -> tuple[int, ...]:
         """Appends the equations of a jaxpr, given the numbers of its inputs; the numbers of its results."""
         jaxpr = closed.jaxpr
         numbers = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
-            numbers[variable] = self.new(variable)
-            self.constants[numbers[variable]] = _without_mesh(constant)
+            numbers[variable] = self.new(aval_of(variable), _without_mesh(constant))
 
         def read(variable: Var | Literal) -> int:
             if not isinstance(variable, Literal):
                 return numbers[variable]
-            number = self.new(variable)
-            self.constants[number] = np.asarray(variable.val, self.avals[number].dtype)
-            return number
+            aval = aval_of(variable)
+            return self.new(aval, np.asarray(variable.val, aval.dtype))
 
         for equation in jaxpr.eqns:
             reads = tuple(map(read, equation.invars))
@@ -176,12 +179,12 @@ class _Flattening:
             elif equation.primitive.name == "cond" and self._selects:
                 makes = self._visit_branches(equation, reads, (*callers, equation))
             else:
-                makes = tuple(map(self.new, equation.outvars))
-                self.equations.append(FlatEquation(equation, callers, reads, makes))
+                makes = tuple(self.new(aval_of(v)) for v in equation.outvars)
+                self.flat.equations.append(FlatEquation(equation, callers, reads, makes))
             numbers.update(zip(equation.outvars, makes, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
-    def _visit_trips(self, scan: JaxprEqn, reads: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+    def _visit_trips(self, scan: JaxprEqn, reads: tuple[int, ...], callers: Callers) -> tuple[int, ...]:
         """Appends the equations of all trips of a scan; the numbers of its results."""
         num_constants, num_carry = scan_counts(scan)
         kept, rest = reads[:num_constants], reads[num_constants:]
@@ -195,7 +198,7 @@ class _Flattening:
         columns = zip(*(stacked[i] for i in trips), strict=True)
         return *carry, *(self._stack(list(column), callers) for column in columns)
 
-    def _visit_branches(self, cond: JaxprEqn, reads: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+    def _visit_branches(self, cond: JaxprEqn, reads: tuple[int, ...], callers: Callers) -> tuple[int, ...]:
         """Appends the equations of all branches of a cond; the numbers of what is selected of their results."""
         which, *operands = reads
         branches = [self.visit(branch, tuple(operands), callers) for branch in cond.params["branches"]]
@@ -203,29 +206,24 @@ class _Flattening:
         pick = lambda choices: choices[0] if len({*choices}) == 1 else select(choices)
         return tuple(map(pick, zip(*branches, strict=True)))
 
-    def _applied(
-        self, function: Callable[..., jax.Array], numbers: tuple[int, ...], callers: tuple[JaxprEqn, ...]
-    ) -> int:
+    def _applied(self, function: Callable[..., jax.Array], numbers: tuple[int, ...], callers: Callers) -> int:
         """Appends the equations of a function of some values; the number of its result."""
-        shapes = [jax.ShapeDtypeStruct(self.avals[i].shape, self.avals[i].dtype) for i in numbers]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (self.flat.avals[i] for i in numbers)]
         return self.visit(jax.make_jaxpr(function)(*shapes), numbers, callers)[0]
 
-    def _slice(self, array: int, i: int, callers: tuple[JaxprEqn, ...]) -> int:
-        if array in self.trips:
-            return self.trips[array][i]
-        aval, mesh = self.avals[array], jax.sharding.get_abstract_mesh()
-        jaxpr, shape = _slice_of(aval.shape, aval.dtype, mesh), ShapedArray((), np.dtype(np.int32))
-        self.avals.append(shape)
-        index = len(self.avals) - 1
+    def _slice(self, array: int, i: int, callers: Callers) -> int:
+        if array in self.flat.trips:
+            return self.flat.trips[array][i]
+        aval, mesh = self.flat.avals[array], jax.sharding.get_abstract_mesh()
         # The index is a number among the constants, so that slices that differ in it are one function.
-        self.constants[index] = np.int32(i)
-        (number,) = self.visit(jaxpr, (array, index), callers)
-        self.slices[number] = array, i
+        index = self.new(ShapedArray((), np.dtype(np.int32)), np.int32(i))
+        (number,) = self.visit(_slice_of(aval.shape, aval.dtype, mesh), (array, index), callers)
+        self.flat.slices[number] = array, i
         return number
 
-    def _stack(self, trips: list[int], callers: tuple[JaxprEqn, ...]) -> int:
+    def _stack(self, trips: list[int], callers: Callers) -> int:
         number = self._applied(lambda *x: jnp.stack(x), tuple(trips), callers)
-        self.trips[number] = trips
+        self.flat.trips[number] = trips
         return number
 
 
@@ -279,6 +277,16 @@ def jaxpr_of(
 def aval_of(variable: Var | Literal) -> ShapedArray:
     """Returns the whole shape and the dtype of an operand or a result."""
     return cast(ShapedArray, variable.aval)
+
+
+def operand_shape(equation: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
+    """Returns the whole shape of an operand."""
+    return aval_of(equation.invars[operand]).shape
+
+
+def result_shape(equation: JaxprEqn) -> tuple[int, ...]:
+    """Returns the whole shape of the first result."""
+    return aval_of(equation.outvars[0]).shape
 
 
 def _without_mesh(constant: Leaf) -> Leaf:

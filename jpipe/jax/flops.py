@@ -83,8 +83,6 @@ def _size(v: Var | Literal) -> int:
 
 # --- one an element ---------------------------------------------------------------------------------------------------
 
-_REDUCED = ("argmax", "argmin", "reduce")
-
 
 def _elements(equation: JaxprEqn) -> int:
     """Elements of the result; of what is summed up or added to another array, of that."""
@@ -93,7 +91,7 @@ def _elements(equation: JaxprEqn) -> int:
         return min(results, _size(equation.invars[0])) * math.prod(equation.params["window_dimensions"])
     if name.startswith("scatter"):
         return _size(equation.invars[2])
-    return _size(equation.invars[0]) if name.startswith(_REDUCED) else results
+    return _size(equation.invars[0]) if name.startswith(("argmax", "argmin", "reduce")) else results
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

@@ -83,11 +83,9 @@ def look_up(table: Sequence[int], index: Index) -> Index:
     """`table[index]`; a Python integer if `index` is one, or if all entries are equal."""
     if isinstance(index, int):
         return int(table[index])
-    first = int(table[0])
-    if len(set(table)) == 1:
-        return first
     # Tables that differ by a constant are looked up once.
-    return first + take_row(jnp.asarray(np.asarray(table, np.int32) - np.int32(first)), index)
+    first, steps = int(table[0]), np.asarray(table, np.int32) - np.int32(table[0])
+    return first + take_row(jnp.asarray(steps), index) if steps.any() else first
 
 
 def look_up_once(table: Sequence[int], index: Index) -> Index:
@@ -99,8 +97,7 @@ def look_up_once(table: Sequence[int], index: Index) -> Index:
     """
     if isinstance(index, int) or len(set(table)) == 1:
         return look_up(table, index)
-    first = int(table[0])
-    steps = np.asarray(table, np.int32) - np.int32(first)
+    first, steps = int(table[0]), np.asarray(table, np.int32) - np.int32(table[0])
     return first + jnp.sum(jnp.where(np.arange(len(table), dtype=np.int32) == index, steps, 0), dtype=jnp.int32)
 
 
@@ -194,9 +191,8 @@ def when(
     reads: Callable[[Fixed, Carry], PyTree] | None = None,
 ) -> Carry:
     """The carry after `body(values, carry)` if `condition` holds, else `carry`; as `each`, with one trip or none."""
-    trips = int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32)
     reads_in_trip = None if reads is None else lambda _, fixed, carry: reads(fixed, carry)
-    return each(0, trips, fixed, lambda _, values, carry: body(values, carry), carry, reads=reads_in_trip)
+    return each(0, condition, fixed, lambda _, values, carry: body(values, carry), carry, reads=reads_in_trip)
 
 
 def of_trip(array: jax.Array, trip: Index) -> jax.Array:

@@ -151,8 +151,7 @@ def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> Abstract
     if source_info_util is None:
         warn_once("this version of JAX has no jax.extend.source_info_util; collectives are shown without users' lines")
         return nullcontext()
-    with_line = next((e for e in (equation, *reversed(callers)) if line_of(e)), equation)
-    return source_info_util.user_context(with_line.source_info.traceback)
+    return source_info_util.user_context(standing_alone(equation, callers).source_info.traceback)
 
 
 def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:

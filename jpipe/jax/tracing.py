@@ -19,15 +19,7 @@ from numpy.typing import ArrayLike
 
 from jpipe.jax import primitives
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import (
-    axes_of,
-    called_by,
-    carry_out,
-    needed_part,
-    replaced,
-    scan_counts,
-    with_named_axes,
-)
+from jpipe.jax.inside import axes_of, called_by, carry_out, needed_part, replaced, scan_counts, with_named_axes
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.types import PyTree, Shapes
 
@@ -309,7 +301,7 @@ def on_this_host() -> Iterator[None]:
 def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
     """Computes the outputs of a jaxpr without random numbers or side effects.
 
-    Operations that aren't known here are left to JAX, one by one.
+    Operations that aren't known here are left to JAX, one by one, on this host, also where the caller is being traced.
 
     Args:
       closed: the jaxpr.
@@ -318,7 +310,7 @@ def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
     flat = flatten(closed)
     values = flat.constants | dict(zip(flat.arguments, arguments, strict=True))
     read = lambda numbers: [np.asarray(values[i], flat.avals[i].dtype) for i in numbers]
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), on_this_host():
         for equation, _, reads, makes in flat.equations:
             values.update(zip(makes, _results(equation, read(reads)), strict=True))
         return read(flat.results)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ClosedJaxpr, shapes_of
-from jpipe.jax.tracing import interpret, on_this_host, trace, uses, without_prints
+from jpipe.jax.tracing import interpret, trace, uses, without_prints
 from jpipe.jax.trees import accumulator_dtype, is_float
 from jpipe.layers.base import describe
 from jpipe.layers.calls import signature_of
@@ -437,8 +437,7 @@ def _weights(
     alone, used = needed_part(weights, [True] * len(names))
     if any(used):
         return weights, None
-    with on_this_host():
-        return weights, [float(weight) for weight in interpret(alone)]
+    return weights, [float(weight) for weight in interpret(alone)]
 
 
 def _are_scalars(value: PyTree) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.jax.inside import needed_part
-from jpipe.jax.tracing import interpret, on_this_host, origins, trace, without
+from jpipe.jax.tracing import interpret, origins, trace, without
 from jpipe.jax.trees import is_float
 from jpipe.layers.base import describe
 from jpipe.mesh.splits import WHOLE, Splits
@@ -276,8 +276,8 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
     traced = trace(rates, *jax.tree.leaves((shapes, activation)))[0]
     alone, used = needed_part(traced, [True] * len(leaves))
     if any(used) or max(updates) > 1:
-        how = "at a rate that isn't fixed" if any(used) else "several times in a step"
-        remedy = 'pass merge={"batch_stats": "mean"} (the collection\'s name), or update each once, at a fixed rate'
-        raise ValueError(f"{function.group.in_words} updates a running mean and variance {how}; {remedy}")
-    with on_this_host():
-        return tuple(map(np.asarray, interpret(alone)))
+        depends = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
+        several = "updates a running mean and variance several times in a step, and its new state shows all at once"
+        remedy = 'pass merge={"batch_stats": "mean"} (the collection\'s name), or let each move once, at a fixed rate'
+        raise ValueError(f"{function.group.in_words} {depends if any(used) else several}; {remedy}")
+    return tuple(map(np.asarray, interpret(alone)))

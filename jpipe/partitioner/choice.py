@@ -39,11 +39,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
 
-from jpipe.jax.flat_jaxpr import FlatJaxpr, flatten
+from jpipe.jax.flat_jaxpr import FlatJaxpr, flatten, operand_shape, result_shape
 from jpipe.jax.primitives import JaxprEqn
 from jpipe.jax.tracing import equations_in
 from jpipe.partitioner.conversions import NOTHING, Cost, cost_of_conversion, itemsize, price
-from jpipe.partitioner.rule import dims_of_entries, operand_shape, result_shape
+from jpipe.partitioner.rule import dims_of_entries
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding, is_possible
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
 

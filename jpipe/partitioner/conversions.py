@@ -11,8 +11,8 @@ other in a program, its collectives, is read from its jaxpr (`sent_in`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,17 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.jax.flat_jaxpr import aval_of
 from jpipe.jax.inside import axes_of, line_of, scopes_of
 from jpipe.jax.primitives import COLLECTIVES, Jaxpr, JaxprEqn, shapes_of
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Hop, Shard, Sharding, blocks_of, part_shape
+from jpipe.partitioner.shardings import (
+    PARTIAL,
+    REPLICATED,
+    Axis,
+    Hop,
+    Shard,
+    Sharding,
+    blocks_of,
+    outer_in_part,
+    part_shape,
+)
 
 
 def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
@@ -84,14 +94,11 @@ def _path(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
     return path
 
 
-Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
-
-
-def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
-    """Names the collective of a step; None if each device makes its part from the part that it has."""
+def collective_of(axes: Sequence[Axis], hop: Hop) -> str | None:
+    """Names the collective of a step (as in `Sent`); None if each device makes its part from the part that it has."""
     i, wanted = hop.over[0], hop.wanted
     old = hop.now[i]
-    one_run = lambda shard: isinstance(shard, Shard) and _outer_in_part(shard, axes, hop.now, i) == 1
+    one_run = lambda shard: isinstance(shard, Shard) and outer_in_part(shard, axes, hop.now, i) == 1
     if isinstance(old, Shard) and wanted != PARTIAL:
         exchanges = one_run(old) and one_run(wanted) and isinstance(wanted, Shard) and old.dim != wanted.dim
         return "all_to_all" if exchanges else "all_gather"
@@ -125,7 +132,7 @@ def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
     old, axis, kind = now[i], axes[i], collective_of(axes, hop)
     names = names_of([axes[j] for j in hop.over])
     joined = {"axis_name": names, "axis_index_groups": None if others else axis.groups}
-    outer = lambda shard: _outer_in_part(shard, axes, now, i)
+    outer = lambda shard: outer_in_part(shard, axes, now, i)
     if isinstance(old, Shard):
         if kind == "all_to_all" and isinstance(wanted, Shard):
             return lax.all_to_all(part, split_axis=wanted.dim, concat_axis=old.dim, tiled=True, **joined)
@@ -139,15 +146,6 @@ def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
     elif wanted == PARTIAL:  # the first device has the array, the others zeros
         return jnp.where(axis.index() == 0, part, jnp.zeros_like(part))
     return _cut(part, axis, wanted.dim, outer(wanted)) if isinstance(wanted, Shard) else part
-
-
-def _outer_in_part(shard: Shard, axes: Sequence[Axis], now: Sharding, i: int) -> int:
-    """Counts `shard.outer` in a device's part, in which other axes than i have cut the dimension already."""
-    outer = shard.outer
-    for j, other in enumerate(now):
-        if j != i and isinstance(other, Shard) and other.dim == shard.dim and other.outer < shard.outer:
-            outer //= axes[j].size
-    return outer
 
 
 def _split_dim(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
@@ -258,22 +256,22 @@ class Sent(NamedTuple):
     line: str
 
 
-def sent_in(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Sent]:
+def sent_in(
+    jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...] = (), loops: tuple[int, ...] = ()
+) -> list[Sent]:
     """Lists the collectives of a jaxpr, and of those within it, in order.
 
     Args:
       jaxpr: a program that all devices run.
       sizes: mesh axis -> how many devices it has.
+      scope, loops: what is around it, as in `Sent`.
     """
-    return list(_sent(jaxpr, sizes, (), ()))
-
-
-def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops: tuple[int, ...]) -> Iterator[Sent]:
+    sent: list[Sent] = []
     for equation in jaxpr.eqns:
         name, here = equation.primitive.name, (*scope, *scopes_of(equation))
         inner = (*loops, equation.params["length"]) if name == "scan" else loops
         for within in jaxprs_in_params(equation.params):
-            yield from _sent(within, sizes, here, inner)
+            sent += sent_in(within, sizes, here, inner)
         named = axes_of(equation) if name in COLLECTIVES else ()
         axes = tuple(axis for axis in named if sizes.get(axis, 1) > 1)
         for leaf in shapes_of(equation.invars) if axes else ():
@@ -281,4 +279,6 @@ def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops:
             count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
             kind = COLLECTIVES[name]
             size = ring_bytes(kind, leaf.size * leaf.dtype.itemsize, count)
-            yield Sent(kind, axes, count, leaf.shape, leaf.dtype.name, size, loops, here, line_of(equation))
+            line = line_of(equation)
+            sent.append(Sent(kind, axes, count, leaf.shape, leaf.dtype.name, size, loops, here, line))
+    return sent

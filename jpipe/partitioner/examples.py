@@ -29,10 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten, jaxpr_of
+from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten
 from jpipe.jax.inside import carry_out, line_of, needed_part, standing_alone
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
-from jpipe.jax.tracing import interpret, on_this_host
+from jpipe.jax.tracing import interpret
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
@@ -107,14 +107,6 @@ class _Recipe(NamedTuple):
 
     reads: Sequence[Form]
     run: Callable[..., Leaf]
-
-
-_PLACES = {
-    "gather": ("start_index_map", "collapsed_slice_dims", "offset_dims"),
-    "scatter-add": ("scatter_dims_to_operand_dims", "inserted_window_dims", "update_window_dims"),
-}
-"""Of look-ups and additions: the table's dimensions that indices choose from, of those the ones that entries lack, and
-the dimensions of entries that come from the table."""
 
 
 class Examples:
@@ -202,11 +194,7 @@ class Examples:
         """A value that no argument has to do with; None if one has."""
         if number in self.flat.constants or number in self._late | self._early:
             return self.flat.constants.get(number)
-        with on_this_host():
-            (found,) = interpret(
-                jaxpr_of(self.flat, [self.flat.equations[i] for i in self.flat.needed_for([number])], (), (number,))
-            )
-        return found
+        return interpret(self.flat.part((), (number,)))[0]
 
     # --- from the first equation to the last: how a micro-batch has each value ---
 
@@ -214,7 +202,7 @@ class Examples:
         """Finds how an equation is carried out for a micro-batch, and notes how it has the results."""
         now = [self.at[number] for number in flat.reads]
         way = self._own_places(i, now) or self._way(i, now)
-        is_late, sends = not self._late.isdisjoint(flat.reads), _sends(way)
+        is_late, sends = not self._late.isdisjoint(flat.reads), way.sends
         kept = lambda old, new: old in (*new, REPLICATED)
         moved = [n for n, *pair in zip(flat.reads, now, way.operands, strict=True) if not kept(*pair)]
         if flat.makes and is_late and (sends or not self._late.isdisjoint(moved)):
@@ -247,9 +235,11 @@ class Examples:
         Rules don't know that indices are the examples' own places. A micro-batch counts them from its first row.
         """
         equation, name = self.flat.equations[i].equation, self.flat.equations[i].equation.primitive.name
-        if name not in _PLACES or not isinstance(indices := now[1], Shard) or indices.outer > 1:
+        if name not in ("gather", "scatter-add") or not isinstance(indices := now[1], Shard) or indices.outer > 1:
             return None
-        chosen, removed, kept = (getattr(equation.params["dimension_numbers"], field) for field in _PLACES[name])
+        # The dimensions of entries that come from the table, the table's that entries lack, and those that indices
+        # choose from: both kinds of numbers begin with them.
+        kept, removed, chosen, *_ = equation.params["dimension_numbers"]
         entries = aval_of(equation.outvars[0] if name == "gather" else equation.invars[2])
         at = Shard([d for d in range(len(entries.shape)) if d not in kept][indices.dim])
         for column, dim in enumerate(chosen):
@@ -321,7 +311,7 @@ class Examples:
         """Computes the values of `known` but for the index, whole, from the leaves of the mini-batch."""
         values = [number for number, _ in self.known if number is not None]
         takes = [number for number in self.flat.arguments if number in self._early]
-        return jaxpr_of(self.flat, [self.flat.equations[i] for i in self.flat.needed_for(values)], takes, values)
+        return self.flat.part(takes, values)
 
     def _recipe(self, number: int, form: AxisSharding) -> _Recipe:
         """How a micro-batch computes a value in some form."""
@@ -373,7 +363,7 @@ class Examples:
                 if now[k] in (at, REPLICATED) and is_possible(size, (at,), (self.axis,)):
                     way = self._way(i, [*now[:k], at, *now[k + 1 :]])
                     moves = any(old not in (new, REPLICATED) for old, (new,) in zip(now, way.operands, strict=True))
-                    if way.results[flat.makes.index(number)] == (form,) and not moves and not _sends(way):
+                    if way.results[flat.makes.index(number)] == (form,) and not moves and not way.sends:
                         return self._by_way(i, way, number)
         return None
 
@@ -382,10 +372,6 @@ BATCHED = frozenset({"cholesky", "eigh", "fft", "householder_product", "lu", "qr
 """Operations on the last dimensions of arrays, each matrix by itself, which the partitioner has no rules for."""
 KNOWN = RULES.keys() | {"scan", "cond"} | BATCHED
 """Operations of which it is known how they treat examples. A `while` may go on for each by itself (`jax.vmap`)."""
-
-
-def _sends(way: Way) -> bool:
-    return way.sends or any(plan.sends for plan, _ in way.plans)
 
 
 def _by_rule(equation: JaxprEqn, lying: Sequence[tuple[AxisSharding]], *, axes: Axes, is_last: bool = False) -> Way:

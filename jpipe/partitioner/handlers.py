@@ -246,7 +246,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     by_rules = inner.results_at(body, tuple(arguments))
     results = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["out_specs"], by_rules, strict=True)]
     plan = inner.make_plan(body, arguments, [always(pick(sharding)) for sharding in results])
-    return Way(tuple(wanted), tuple(results), plan.run, plan.cost, ((plan, 1.0),), sends=True)
+    return Way(tuple(wanted), tuple(results), plan.run, plan.cost, ((plan, 1.0),), sends_too=True)
 
 
 def _as_specified(spec: PartitionSpec, axes: Axes, inside: Sequence[int], lying: Sharding) -> Sharding:
@@ -280,33 +280,45 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
       split_over: the mesh axes that arrays are split over.
     """
 
-    unlike = partial(_unlike, alike=alike, split_over=split_over)
-
     def run_on_each(lying: Lying, one: Callable[[jax.Array], jax.Array]) -> Way:
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
 
+    def reach(equation: JaxprEqn, *, tells_apart: bool) -> tuple[tuple[str, ...], int]:
+        """Returns the axes of a collective along which devices differ, and the number of devices along all others.
+
+        Raises:
+          ValueError: the function isn't manual over one, as over stages: its other devices run other layers. Or the
+            collective tells devices apart, or gives something of each, along axes where all are alike.
+        """
+        names = axes_of(equation)
+        if outside := [n for n in names if isinstance(n, str) and n not in alike and n not in split_over]:
+            fault = f"jax.shard_map holds a collective over {outside}, along which devices do other work"
+            raise ValueError(f"{fault} and would never come to it; name axes of {sorted(split_over)} there")
+        other = [name for name in names if alike.get(name, 1) > 1]
+        if other and tells_apart:
+            name = equation.primitive.name
+            fault = f"jax.shard_map holds {name} over the axes {tuple(names)}, but along {other} all devices"
+            remedy = "name the axes that it is about: jax.shard_map(..., axis_names={...})"
+            raise ValueError(f"{fault} have the same; {remedy}")
+        return tuple(name for name in names if name not in alike), math.prod(alike[name] for name in other)
+
     def reduce(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
         """Carries out a user's own sum over devices, whatever it says of varying types, or a maximum or minimum."""
-        names, groups = axes_of(equation), equation.params.get("axis_index_groups")
-        over, count = unlike(names), math.prod(alike.get(name, 1) for name in names)
-        if count > 1 and groups:
-            raise _tells_devices_apart(equation, names, alike)
+        groups = equation.params.get("axis_index_groups")
+        over, count = reach(equation, tells_apart=bool(groups))
         combine = {"pmax": lax.pmax, "pmin": lax.pmin}.get(equation.primitive.name, lax.psum)
 
         def on_device(x: jax.Array) -> jax.Array:
             total = combine(x, over, axis_index_groups=groups) if over else x
             return total * jnp.asarray(count, x.dtype) if combine is lax.psum and count > 1 else total
 
-        if any(isinstance(name, int) for name in names):  # dimensions that the result lacks, of `jax.vmap`
+        if any(isinstance(name, int) for name in over):  # dimensions that the result lacks, of `jax.vmap`
             lying = [(REPLICATED,) * len(chooser.axes)] * len(lying)
         return run_on_each(lying if combine is lax.psum else list(map(summed, lying)), on_device)
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
-        """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""
-        names = axes_of(equation)
-        unlike(names)
-        if any(alike.get(name, 1) > 1 for name in names):
-            raise _tells_devices_apart(equation, names, alike)
+        """Carries out operations that tell devices apart, or give something of each."""
+        reach(equation, tells_apart=True)
         if equation.primitive.name == "ppermute":
             return run_on_each(lying, partial(_permuted, equation))
         return way_by_rule(equation, lying, chooser.axes)
@@ -316,23 +328,6 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
         **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), reduce),
         **dict.fromkeys(OVER_DEVICES, check),
     }
-
-
-def _unlike(names: tuple[str, ...], alike: Mapping[str, int], split_over: Collection[str]) -> tuple[str, ...]:
-    """Picks the axes of a collective along which devices have different values.
-
-    Raises:
-      ValueError: the function isn't manual over one, as over stages: its other devices run other layers.
-    """
-    if outside := [name for name in names if isinstance(name, str) and name not in alike and name not in split_over]:
-        raise ValueError(f"jax.shard_map holds a collective over {outside}; name axes of {sorted(split_over)} there")
-    return tuple(name for name in names if name not in alike)
-
-
-def _tells_devices_apart(equation: JaxprEqn, names: Sequence[str], alike: Mapping[str, int]) -> ValueError:
-    other = [name for name in names if alike.get(name, 1) > 1]
-    fault = f"jax.shard_map holds {equation.primitive.name} over the axes {tuple(names)}, but along {other} all devices"
-    return ValueError(f"{fault} have the same; name the axes that it is about: jax.shard_map(..., axis_names={{...}})")
 
 
 def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
@@ -382,11 +377,12 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
     return rounds if len(rounds) < size - 1 else [[list(range(size))]]
 
 
-CONTROL_FLOW: dict[str, Handler] = {"scan": _scan, "while": _while, "cond": _cond}
-"""The handlers of equations that hold jaxprs, by the name of the primitive."""
-HANDLERS = CONTROL_FLOW | {
+HANDLERS: dict[str, Handler] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
     "sharding_constraint": _constraint,
     "reshard": _as_it_is,  # of explicit axes, which there are none of where functions are traced
     "shard_map": _shard_map,
 }
-"""These, and those of equations by which users say how arrays lie."""
+"""The handlers of equations that hold jaxprs, or by which users say how arrays lie, by the name of the primitive."""

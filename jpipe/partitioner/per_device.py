@@ -64,7 +64,10 @@ def per_device(
 
     def on_parts(*parts: PyTree) -> PyTree:
         """Takes a device's parts of the arguments, and gives its parts of the results."""
-        _check_manual(mesh, axes)
+        missing = {axis.names[0] for axis in axes} - {*jax.sharding.get_abstract_mesh().manual_axes}
+        if missing:
+            fault = f"a function of per_device is called where the mesh axes {sorted(missing)} aren't manual"
+            raise ValueError(f"{fault}; call it inside of jax.shard_map over the mesh {dict(mesh.shape)}")
         leaves, shardings = jax.tree.leaves(parts), _of_each(in_specs, parts, axes)
         shapes = [whole_shape(x.shape, s, axes) for x, s in zip(leaves, shardings, strict=True)]
         whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, leaves, strict=True)]
@@ -85,12 +88,6 @@ def per_device(
 def _of_each(specs: Specs, tree: PyTree, axes: Axes) -> list[Sharding]:
     """Lists the shardings of a pytree's leaves."""
     return [of_spec(spec, axes) for spec in jax.tree.leaves(jax.tree.broadcast(specs, tree))]
-
-
-def _check_manual(mesh: Mesh | AbstractMesh, axes: Axes) -> None:
-    missing = {axis.names[0] for axis in axes} - {*jax.sharding.get_abstract_mesh().manual_axes}
-    if missing:
-        raise ValueError(f"per_device: {sorted(missing)} aren't manual; call it inside of jax.shard_map over them")
 
 
 class PerDeviceJaxpr(NamedTuple):

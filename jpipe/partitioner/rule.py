@@ -23,15 +23,16 @@ them, at `offset_dims`, those dimensions of the table that slices keep: its *win
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.flat_jaxpr import aval_of, operand_shape, result_shape
 from jpipe.jax.primitives import JaxprEqn
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 
 Operation = Callable[..., list[jax.Array]]
 """A device's parts of an equation's operands -> its parts of the results."""
@@ -43,12 +44,13 @@ class RuleResult(NamedTuple):
     Attributes:
       operands: how each operand has to lie along the axis.
       results: how each result then lies along the axis.
-      wrap: (the equation on a device's parts) -> what a device does instead; None if it does just that.
+      instead: what a device does instead of the equation: a function of that and its parts of the operands, which
+        gives its parts of the results; None if it does just the equation.
     """
 
     operands: Sequence[AxisSharding]
     results: Sequence[AxisSharding]
-    wrap: Callable[[Operation], Operation] | None = None
+    instead: Operation | None = None
 
 
 Rule = Callable[[JaxprEqn, Sequence[AxisSharding], Axis], RuleResult | None]
@@ -102,16 +104,6 @@ def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int |
     return RuleResult([PARTIAL] * alike + [REPLICATED] * (len(shardings) - alike), [PARTIAL] * num_results)
 
 
-def operand_shape(equation: JaxprEqn, operand: int = 0) -> Shape:
-    """Returns the whole shape of an operand."""
-    return aval_of(equation.invars[operand]).shape
-
-
-def result_shape(equation: JaxprEqn) -> Shape:
-    """Returns the whole shape of the first result."""
-    return aval_of(equation.outvars[0]).shape
-
-
 def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
     """The rule of a look-up; operands: table, indices. Labels are the result's dimensions.
 
@@ -133,13 +125,14 @@ def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis:
         can_be_added = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.number)
         by_index = table.dim in dims.collapsed_slice_dims and table.dim in dims.start_index_map
         if by_index and table.outer == 1 and can_be_added:
-            wrap = lambda operation: _own_entries(equation, operation, axis, table.dim)
-            return RuleResult([table, REPLICATED], [PARTIAL], wrap)
+            return RuleResult([table, REPLICATED], [PARTIAL], partial(_own_entries, equation, axis, table.dim))
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     return on_partial(shardings, 1, 1) if split is None and not fills else split
 
 
-def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
+def _own_entries(
+    equation: JaxprEqn, axis: Axis, dim: int, operation: Operation, table: jax.Array, indices: jax.Array
+) -> list[jax.Array]:
     """Looks up in a device's own part of a table that is split along `dim`: zeros for the entries of others.
 
     With a table of 8 entries on two devices, 4 each:
@@ -152,31 +145,29 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
 
     Args:
       equation: the look-up in the whole table.
-      operation: the look-up in a part of it.
       axis: the axis that splits the table.
       dim: the table's split dimension, which indices choose from.
+      operation: the look-up in a part of it.
+      table: the device's part.
+      indices: all of them.
     """
     dims, ndim = equation.params["dimension_numbers"], len(result_shape(equation))
     column, size = dims.start_index_map.index(dim), operand_shape(equation)[dim]
-
-    def look_up_own(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        device, length = axis.index(), size // axis.size
-        # Narrow indices, such as bytes, might not hold the table's size.
-        indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
-        wanted = indices[..., column]
-        # What is outside of the whole table is looked up by the first device, outside of its part too.
-        outside = (wanted < 0) | (wanted >= size)
-        if equation.params["mode"] == lax.GatherScatterMode.CLIP:
-            wanted, outside = jnp.clip(wanted, 0, size - 1), jnp.zeros_like(outside)
-        place = wanted - (device * length).astype(wanted.dtype)  # in the device's part
-        valid = jnp.where(outside, device == 0, (place >= 0) & (place < length))
-        place = jnp.where(outside, jnp.full_like(place, length), jnp.clip(place, 0, length - 1))
-        in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
-        (entries,) = operation(table, jnp.where(in_column, place[..., None], indices))
-        valid = lax.broadcast_in_dim(valid, entries.shape, [i for i in range(ndim) if i not in dims.offset_dims])
-        return [jnp.where(valid, entries, jnp.zeros_like(entries))]
-
-    return look_up_own
+    device, length = axis.index(), size // axis.size
+    # Narrow indices, such as bytes, might not hold the table's size.
+    indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
+    wanted = indices[..., column]
+    # What is outside of the whole table is looked up by the first device, outside of its part too.
+    outside = (wanted < 0) | (wanted >= size)
+    if equation.params["mode"] == lax.GatherScatterMode.CLIP:
+        wanted, outside = jnp.clip(wanted, 0, size - 1), jnp.zeros_like(outside)
+    place = wanted - (device * length).astype(wanted.dtype)  # in the device's part
+    valid = jnp.where(outside, device == 0, (place >= 0) & (place < length))
+    place = jnp.where(outside, jnp.full_like(place, length), jnp.clip(place, 0, length - 1))
+    in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+    (entries,) = operation(table, jnp.where(in_column, place[..., None], indices))
+    valid = lax.broadcast_in_dim(valid, entries.shape, [i for i in range(ndim) if i not in dims.offset_dims])
+    return [jnp.where(valid, entries, jnp.zeros_like(entries))]
 
 
 def write_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis, adds: bool) -> RuleResult | None:
@@ -204,8 +195,8 @@ def write_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: A
     split = by_labels(labels, [range(len(shape))], shardings, order)
     if split is None:
         if adds and isinstance(old, Shard) and old.outer == 1 and old.dim in dims_of_entries(equation):
-            wrap = lambda operation: _to_own_entries(equation, operation, axis, old.dim)
-            return RuleResult([old, REPLICATED, REPLICATED], [old], wrap)
+            add_own = partial(_to_own_entries, equation, axis, old.dim)
+            return RuleResult([old, REPLICATED, REPLICATED], [old], add_own)
         return RuleResult([PARTIAL, REPLICATED, PARTIAL], [PARTIAL]) if adds and PARTIAL in (old, updates) else None
     # The target is added to once in all: it is one device's, and zeros on the others.
     return RuleResult([PARTIAL, *split.operands[1:]], [PARTIAL]) if PARTIAL in split.results else split
@@ -219,7 +210,9 @@ def dims_of_entries(equation: JaxprEqn) -> list[int]:
     return [dim for dim in dims.scatter_dims_to_operand_dims if dim in dims.inserted_window_dims]
 
 
-def _to_own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
+def _to_own_entries(
+    equation: JaxprEqn, axis: Axis, dim: int, add: Operation, target: jax.Array, indices: jax.Array, updates: jax.Array
+) -> list[jax.Array]:
     """Adds to a device's own part of a target that is split along `dim`, which indices choose from.
 
     Seen from its part, the entries of others lie outside, before it or behind it, where nothing is added. The axis
@@ -227,11 +220,15 @@ def _to_own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: i
     """
     column = equation.params["dimension_numbers"].scatter_dims_to_operand_dims.index(dim)
     length = operand_shape(equation)[dim] // axis.size
+    indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
+    in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+    start = (axis.index() * length).astype(indices.dtype)
+    return add(target, jnp.where(in_column, indices - start, indices), updates)
 
-    def add_own(target: jax.Array, indices: jax.Array, updates: jax.Array) -> list[jax.Array]:
-        indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
-        in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
-        start = (axis.index() * length).astype(indices.dtype)
-        return operation(target, jnp.where(in_column, indices - start, indices), updates)
 
-    return add_own
+LOOK_UPS: dict[str, Rule] = {
+    "gather": look_up_entries,
+    "scatter": partial(write_entries, adds=False),
+    "scatter-add": partial(write_entries, adds=True),
+}
+"""The name of a primitive -> its rule, of look-ups and writes."""

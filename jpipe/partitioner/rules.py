@@ -2,7 +2,7 @@
 
 A rule takes an equation of whole arrays, how each operand lies along one mesh axis (a `Shard`, REPLICATED or PARTIAL),
 and the axis. It returns a `RuleResult`: how the operands have to lie, how the results lie then, and perhaps what a
-device does instead of the plain operation (`wrap`). It returns None if the operation has to see whole arrays, which an
+device does `instead` of the plain operation. It returns None if the operation has to see whole arrays, which an
 operation without a rule always does. Rules are asked while a plan is made (`way_by_rule`), for one axis
 after the other. `part_params` is asked later, when a device's operation is traced.
 
@@ -23,20 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.jax.flat_jaxpr import aval_of
+from jpipe.jax.flat_jaxpr import aval_of, operand_shape, result_shape
 from jpipe.jax.primitives import ELEMENTWISE, JaxprEqn, Literal
-from jpipe.partitioner.rule import (
-    Labels,
-    Operation,
-    Rule,
-    RuleResult,
-    by_labels,
-    look_up_entries,
-    on_partial,
-    operand_shape,
-    result_shape,
-    write_entries,
-)
+from jpipe.partitioner.rule import LOOK_UPS, Labels, Operation, Rule, RuleResult, by_labels, on_partial
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
 
 
@@ -154,29 +143,31 @@ def _of_larger(
     equation: JaxprEqn, left: Labels, right: Labels, result: Labels, shardings: Sequence[AxisSharding]
 ) -> RuleResult | None:
     """Keeps the larger of two operands as it lies, or the only one that can be kept."""
-    sizes = [math.prod(operand_shape(equation, i)) for i in (0, 1)]
-    order = (0, 1) if sizes[0] >= sizes[1] else (1, 0)
-    return by_labels([left, right], [result], shardings, order)
+    largest_first = sorted((0, 1), key=lambda i: -math.prod(operand_shape(equation, i)))
+    return by_labels([left, right], [result], shardings, largest_first)
 
 
 # --- rules from the dimensions that an operation leaves alone ---
 
-LabelsOf = Callable[[JaxprEqn], Labels]
-"""Equation -> for each dimension of the operand: its dimension in the result if it is left alone, else None."""
+LabelsOf = Callable[..., Labels]
+"""Equation, perhaps the name of a parameter -> for each dimension of the operand: its dimension in the result if it is
+left alone, else None."""
 
 
-def _keeping(labels_of: LabelsOf, *, linear: bool = False, alike: int | None = 1) -> Rule:
+def _keeping(labels_of: LabelsOf, *name: str, linear: bool = False, alike: int | None = 1) -> Rule:
     """Makes the rule of an operation that leaves some dimensions alone: it may be carried out on shards of these.
 
     Args:
       labels_of: says which dimensions, for all operands that have to lie alike.
+      name: of the parameter that it reads, if it takes one.
       linear: whether the operation may be carried out on partial sums.
       alike: how many operands have to lie alike, from the first on (None: all); the others are replicated.
     """
 
     def rule(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-        operands, num_results = [labels_of(equation)] * len(shardings[:alike]), len(equation.outvars)
-        split = by_labels(operands, [range(len(result_shape(equation)))] * num_results, shardings)
+        operands, num_results = [labels_of(equation, *name)] * len(shardings[:alike]), len(equation.outvars)
+        results = [range(len(result_shape(equation)))] * num_results
+        split = by_labels(operands, results, shardings)
         return on_partial(shardings, num_results, alike) if split is None and linear else split
 
     return rule
@@ -188,32 +179,19 @@ def _named(equation: JaxprEqn, name: str) -> set[int]:
     return {dim % ndim for dim in (named if isinstance(named, tuple | list) else (named,))}
 
 
-def _other_than(name: str) -> LabelsOf:
-    """Makes the labels of an operation that leaves all dimensions alone but those that a parameter names."""
-
-    def labels(equation: JaxprEqn) -> Labels:
-        named = _named(equation, name)
-        return [None if dim in named else dim for dim in range(len(operand_shape(equation)))]
-
-    return labels
+def _other_than(equation: JaxprEqn, name: str) -> Labels:
+    """Labels all dimensions but those that a parameter names."""
+    named = _named(equation, name)
+    return [None if dim in named else dim for dim in range(len(operand_shape(equation)))]
 
 
-def _without(name: str, *, summed: bool = False) -> LabelsOf:
-    """Makes the labels of an operation that removes the dimensions that a parameter names.
+def _without(equation: JaxprEqn, name: str, *, summed: bool = False) -> Labels:
+    """Labels the dimensions of an operation that removes those that a parameter names.
 
     If it sums over them (`summed`), they have labels of their own (~0, ~1, ...): a split one gives partial sums.
     """
-
-    def labels(equation: JaxprEqn) -> Labels:
-        kept, removed, ndim = itertools.count(), _named(equation, name), len(operand_shape(equation))
-        return [(~dim if summed else None) if dim in removed else next(kept) for dim in range(ndim)]
-
-    return labels
-
-
-def _as_large(equation: JaxprEqn) -> Labels:
-    """Labels the dimensions of which a slice takes all elements."""
-    return _where_equal(operand_shape(equation), result_shape(equation))
+    kept, removed, ndim = itertools.count(), _named(equation, name), len(operand_shape(equation))
+    return [(~dim if summed else None) if dim in removed else next(kept) for dim in range(ndim)]
 
 
 _WINDOW = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
@@ -262,7 +240,7 @@ def reshape(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -
     return None
 
 
-_reduce = _keeping(_without("axes"))
+_reduce = _keeping(_without, "axes")
 
 
 def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
@@ -275,8 +253,8 @@ def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Ax
         return _reduce(equation, shardings, axis)
     reduce = getattr(lax, equation.primitive.name)
     # A gather is used, since collectives that compare may lose NaN.
-    wrap = lambda operation: lambda x: [reduce(_of_all_devices(operation(x)[0], axis), (0,))]
-    return RuleResult([first], [REPLICATED], wrap)
+    twice = lambda operation, x: [reduce(_of_all_devices(operation(x)[0], axis), (0,))]
+    return RuleResult([first], [REPLICATED], twice)
 
 
 def _of_all_devices(x: jax.Array, axis: Axis) -> jax.Array:
@@ -295,16 +273,13 @@ def find_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis
         return _reduce(equation, shardings, axis)
     find, extreme = {"argmax": (lax.argmax, jnp.max), "argmin": (lax.argmin, jnp.min)}[equation.primitive.name]
 
-    def wrap(operation: Operation) -> Operation:
-        def on_device(x: jax.Array) -> list[jax.Array]:
-            (at,) = operation(x)
-            at = at + axis.index().astype(at.dtype) * x.shape[dim]
-            has_it = find(_of_all_devices(extreme(x, dim), axis), 0, at.dtype) == axis.index().astype(at.dtype)
-            return [jnp.where(has_it, at, jnp.zeros_like(at))]
+    def on_device(operation: Operation, x: jax.Array) -> list[jax.Array]:
+        (at,) = operation(x)
+        at = at + axis.index().astype(at.dtype) * x.shape[dim]
+        has_it = find(_of_all_devices(extreme(x, dim), axis), 0, at.dtype) == axis.index().astype(at.dtype)
+        return [jnp.where(has_it, at, jnp.zeros_like(at))]
 
-        return on_device
-
-    return RuleResult([first], [PARTIAL], wrap)
+    return RuleResult([first], [PARTIAL], on_device)
 
 
 def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
@@ -313,12 +288,12 @@ def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
     if not axis.is_data or not shape or shape[0] % axis.size or shardings[0] != REPLICATED:
         return None
 
-    def wrap(operation: Operation) -> Operation:
+    def take_own(operation: Operation, key: jax.Array) -> list[jax.Array]:
         length = shape[0] // axis.size
         start = axis.index() * length
-        return lambda *operands: [lax.dynamic_slice_in_dim(x, start, length) for x in operation(*operands)]
+        return [lax.dynamic_slice_in_dim(operation(key)[0], start, length)]
 
-    return RuleResult([REPLICATED], [Shard(0)], wrap)
+    return RuleResult([REPLICATED], [Shard(0)], take_own)
 
 
 def identity(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
@@ -328,25 +303,27 @@ def identity(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
-    "reduce_sum": _keeping(_without("axes", summed=True), linear=True),
+    "reduce_sum": _keeping(partial(_without, summed=True), "axes", linear=True),
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_and", "reduce_or"), reduce_again),
     **dict.fromkeys(("reduce_prod", "reduce_xor"), _reduce),
     **dict.fromkeys(("argmax", "argmin"), find_again),
-    **dict.fromkeys(("cumsum", "split"), _keeping(_other_than("axis"), linear=True)),
-    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _keeping(_other_than("axis"))),
-    "rev": _keeping(_other_than("dimensions"), linear=True),
-    "squeeze": _keeping(_without("dimensions"), linear=True),
-    "unstack": _keeping(_without("axis"), linear=True),
+    **dict.fromkeys(("cumsum", "split"), _keeping(_other_than, "axis", linear=True)),
+    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _keeping(_other_than, "axis")),
+    "rev": _keeping(_other_than, "dimensions", linear=True),
+    "squeeze": _keeping(_without, "dimensions", linear=True),
+    "unstack": _keeping(_without, "axis", linear=True),
     "stack": _keeping(
         lambda e: [dim + (dim >= e.params["axis"]) for dim in range(len(operand_shape(e)))], linear=True, alike=None
     ),
     "transpose": _keeping(lambda e: np.argsort(e.params["permutation"]).tolist(), linear=True),
-    **dict.fromkeys(("slice", "dynamic_slice"), _keeping(_as_large, linear=True)),
+    **dict.fromkeys(
+        ("slice", "dynamic_slice"), _keeping(lambda e: _where_equal(operand_shape(e), result_shape(e)), linear=True)
+    ),
     "dynamic_update_slice": _keeping(
         lambda e: _where_equal(operand_shape(e, 0), operand_shape(e, 1)), linear=True, alike=2
     ),
-    "concatenate": _keeping(_other_than("dimension"), linear=True, alike=None),
-    "sort": _keeping(_other_than("dimension"), alike=None),
+    "concatenate": _keeping(_other_than, "dimension", linear=True, alike=None),
+    "sort": _keeping(_other_than, "dimension", alike=None),
     "pad": _keeping(lambda e: [d if set(edges) == {0} else None for d, edges in enumerate(e.params["padding_config"])]),
     "tile": _keeping(lambda e: _where_equal(e.params["reps"], [1] * len(operand_shape(e)))),  # repeated once
     "reduce_window_sum": _keeping(_outside_window, linear=True),
@@ -359,9 +336,7 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": conv_general_dilated,
     "random_bits": random_bits,
     **dict.fromkeys(("optimization_barrier", "device_put"), identity),
-    "gather": look_up_entries,
-    "scatter": partial(write_entries, adds=False),
-    "scatter-add": partial(write_entries, adds=True),
+    **LOOK_UPS,
 }
 """The name of a primitive -> its rule."""
 

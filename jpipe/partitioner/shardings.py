@@ -54,20 +54,15 @@ class Axis:
         return math.prod(self.sizes)
 
     @property
-    def is_part(self) -> bool:
-        """Whether it is a part of a mesh axis."""
-        return self.outer * self.inner > 1
-
-    @property
     def groups(self) -> list[list[int]] | None:
         """The groups of devices that collectives along a part of a mesh axis join; None for a whole axis."""
         devices = np.arange(self.outer * self.size * self.inner).reshape(self.outer, self.size, self.inner)
-        return np.swapaxes(devices, 1, 2).reshape(-1, self.size).tolist() if self.is_part else None
+        return np.swapaxes(devices, 1, 2).reshape(-1, self.size).tolist() if self.outer * self.inner > 1 else None
 
     def index(self) -> jax.Array:
         """Returns the index of a device along the axis, in a program that all devices run."""
         along = lax.axis_index(self.names)
-        return along // self.inner % self.size if self.is_part else along
+        return along // self.inner % self.size if self.groups else along
 
 
 @dataclass(frozen=True)
@@ -144,14 +139,17 @@ def in_runs(sharding: Sharding, axes: Sequence[Axis]) -> Sharding:
     >>> in_runs((Shard(0), Shard(0, 2)), axes), in_runs((REPLICATED, Shard(0, 2)), axes)
     ((Shard(dim=0, outer=1), Shard(dim=0, outer=2)), (Replicated(), Replicated()))
     """
-    kept, blocks = list(sharding), {}
-    pairs = [(s, i) for i, s in enumerate(sharding) if isinstance(s, Shard)]
-    for shard, i in sorted(pairs, key=lambda pair: pair[0].outer):
-        if shard.outer == blocks.setdefault(shard.dim, 1):
-            blocks[shard.dim] *= axes[i].size
-        else:
-            kept[i] = REPLICATED
-    return tuple(kept)
+    has_several = lambda i, s: isinstance(s, Shard) and outer_in_part(s, axes, sharding, i) > 1
+    return tuple(REPLICATED if has_several(i, s) else s for i, s in enumerate(sharding))
+
+
+def outer_in_part(shard: Shard, axes: Sequence[Axis], now: Sharding, i: int) -> int:
+    """Counts `shard.outer` in a device's part, in which other axes than i have cut the dimension already."""
+    outer = shard.outer
+    for j, other in enumerate(now):
+        if j != i and isinstance(other, Shard) and other.dim == shard.dim and other.outer < shard.outer:
+            outer //= axes[j].size
+    return outer
 
 
 def part_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:

@@ -11,7 +11,7 @@ tanh(y) @ w, with y partial and w split by columns:
     way             dot_general: replicated, Shard(1) -> Shard(1)   a device's columns of the product
 
 A plan is made before anything is carried out (`jpipe.partitioner.choice`), and says all that devices send each other,
-except for what ways send by themselves (`Way.sends`). `DevicePlan.run` carries it out.
+except for what ways send by themselves (`Way.sends_too`). `DevicePlan.run` carries it out.
 
 A rule (`jpipe.partitioner.rules`) speaks of one axis. What rules say along all axes is joined by `way_by_rule` to one
 `Way`, in the order of the axes: an axis along which an operand can't be split besides the axes before it sees the
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -53,7 +54,7 @@ class Way:
       cost: what a device computes and writes in it, and what `plans` cost (`jpipe.partitioner.conversions`).
       plans: for a loop or a branch the plans of the jaxprs inside, each with how often it runs (a `while` loop's body
         once); empty for all others.
-      sends: whether devices send each other something in it, besides what its plans say.
+      sends_too: whether devices send each other something in it, besides what its plans say.
     """
 
     operands: tuple[Sharding, ...]
@@ -61,7 +62,12 @@ class Way:
     run: Callable[..., Sequence[jax.Array]]
     cost: Cost = field(default_factory=NOTHING.copy)
     plans: tuple[tuple[DevicePlan, float], ...] = ()
-    sends: bool = False
+    sends_too: bool = False
+
+    @property
+    def sends(self) -> bool:
+        """Whether devices send each other anything in it."""
+        return self.sends_too or any(plan.sends for plan, _ in self.plans)
 
 
 class Conversion(NamedTuple):
@@ -154,10 +160,8 @@ class DevicePlan:
     def sends(self) -> bool:
         """Whether devices send each other anything in it."""
         conversions = [*self.conversions, *[c for planned in self.equations for c in planned.conversions]]
-        if any(collective_of(self.axes, hop) for _, *pair in conversions for hop in hops(self.axes, *pair)):
-            return True
-        ways = [planned.way for planned in self.equations]
-        return any(way.sends or any(plan.sends for plan, _ in way.plans) for way in ways)
+        converts = any(collective_of(self.axes, hop) for _, *pair in conversions for hop in hops(self.axes, *pair))
+        return converts or any(planned.way.sends for planned in self.equations)
 
     def run(self, *parts: jax.Array) -> list[jax.Array]:
         """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program."""
@@ -199,13 +203,13 @@ def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is
         params = lambda parts: part_params(equation, [np.shape(x) for x in parts], made)
         operation: Operation = lambda *parts: carry_out(equation, parts, params(parts))
         for along in along_axes:
-            operation = along.wrap(operation) if along.wrap else operation
+            operation = partial(along.instead, operation) if along.instead else operation
         arrays = operation(*parts)
         assert [x.shape for x in arrays] == made, equation
         return arrays
 
-    sends = any(along.wrap for along in along_axes)
-    return Way(operands, results, run, cost_of_work(equation, taken, made), sends=sends)
+    sends_too = any(along.instead for along in along_axes)
+    return Way(operands, results, run, cost_of_work(equation, taken, made), sends_too=sends_too)
 
 
 def _apply_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, is_last: bool) -> list[RuleResult]:

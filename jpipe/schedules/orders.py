@@ -5,6 +5,7 @@ here and an entry in `SCHEDULES`, and touches nothing else. K is the number of s
 stage. `zero_bubble` fills the bubble of any schedule with weight gradients.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
@@ -57,13 +58,14 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     stage 0 |F0 .  |F1 .  |F2 B0 |F3 B1 |.  B2 |.  B3 |
     stage 1 |.  .  |F0 B0 |F1 B1 |F2 B2 |F3 B3 |.  .  |
     """
-    return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, 1), name="1f1b")
+    return interleaved(num_stages, num_microbatches).named("1f1b")
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """1F1B over V chunks a stage (Megatron-LM, arXiv 2104.04473, section 2.2): the bubble shrinks to (K-1)/(VM+K-1).
 
-    Chunk 1 of a micro-batch on stage 0 follows its chunk 0 on the last stage. It costs V times the hops, and with fewer
+    Each stage has forwards to warm up, then a backward and a forward in turn, then the backwards left over. Chunk 1 of
+    a micro-batch on stage 0 follows its chunk 0 on the last stage. It costs V times the hops, and with fewer
     micro-batches than stages the bubble is larger than that.
 
     >>> print(interleaved(2, 2, 2))
@@ -72,7 +74,20 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     stage 0 |F0   .    |F1   .    |F0.1 .    |F1.1 .    |.    B0.1 |.    B1.1 |.    B0   |.    B1   |
     stage 1 |.    .    |F0   .    |F1   .    |F0.1 B0.1 |F1.1 B1.1 |.    B0   |.    B1   |.    .    |
     """
-    return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, num_chunks), name="interleaved")
+    waves = _waves(num_stages, num_microbatches)
+    forwards = _chunked("F", waves, range(num_chunks))
+    backwards = _chunked("B", waves, range(num_chunks)[::-1])
+    wave_size = max(num_stages, *map(len, waves))
+    orders = []
+    for stage in range(num_stages):
+        # The first backward starts on the last stage when the first wave reaches its last chunk there, and is back on
+        # this stage K-1-k ticks later; forwards go on until then.
+        warm_up = min(len(forwards), (num_chunks - 1) * wave_size + 2 * (num_stages - 1 - stage) + 1)
+        order = forwards[:warm_up]
+        for i, backward in enumerate(backwards):
+            order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
+        orders.append(order)
+    return Schedule(orders, name="interleaved")
 
 
 def v_shaped(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -134,24 +149,6 @@ def _there_and_back(stage: int, num_stages: int, num_microbatches: int, kinds: s
         for m in range(num_microbatches)
     ]
     return [action for _, action in sorted(ticks, key=lambda entry: (entry[0], entry[1].kind == "B"))]
-
-
-def _one_f_one_b_orders(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    """Each stage's order: forwards to warm up, then a backward and a forward in turn, then the backwards left over."""
-    waves = _waves(num_stages, num_microbatches)
-    forwards = _chunked("F", waves, range(num_chunks))
-    backwards = _chunked("B", waves, range(num_chunks)[::-1])
-    wave_size = max(num_stages, *map(len, waves))
-    orders = []
-    for stage in range(num_stages):
-        # The first backward starts on the last stage when the first wave reaches its last chunk there, and is back on
-        # this stage K-1-k ticks later; forwards go on until then.
-        warm_up = min(len(forwards), (num_chunks - 1) * wave_size + 2 * (num_stages - 1 - stage) + 1)
-        order = forwards[:warm_up]
-        for i, backward in enumerate(backwards):
-            order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        orders.append(order)
-    return orders
 
 
 def _waves(num_stages: int, num_microbatches: int) -> list[range]:
@@ -263,10 +260,13 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     num_stages, width = schedule.num_stages, len(schedule.slots)
     array = np.asarray(most_waiting, object)
     limits = list(array) if array.ndim == 1 else [most_waiting] * num_stages
-    most = [integer_or_none(limit) for limit in limits]
-    are_counts = [m is not None and m >= 0 for limit, m in zip(limits, most, strict=True) if limit is not None]
-    if len(most) != num_stages or not all(are_counts):
-        raise ValueError(f"most_waiting={most_waiting!r} must be one or {num_stages} numbers, whole and at least 0")
+    counts = [math.inf if limit is None else integer_or_none(limit) for limit in limits]
+    most = [count for count in counts if count is not None and count >= 0]
+    if not len(most) == len(limits) == num_stages:
+        raise ValueError(
+            f"most_waiting={most_waiting!r} must be one number, or one for each of {num_stages} stages, whole and at "
+            "least 0; leave it out for as many as come"
+        )
     waits = [deque[Action]() for _ in range(num_stages)]
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
     in_a_ring = schedule.num_chunks > 1 and schedule.style == "loop"
@@ -297,13 +297,13 @@ class _StageTick(NamedTuple):
       actions: its action in each slot; None where it idles.
       used: the number of slots in which any stage does something.
       waiting: the W that wait on it, longest first. Both methods take from it and add to it.
-      limit: the most that may wait; None for any number.
+      limit: the most that may wait.
     """
 
     actions: list[Action | None]
     used: int
     waiting: deque[Action]
-    limit: int | None
+    limit: float
 
     @property
     def done(self) -> list[Action]:
@@ -335,7 +335,7 @@ class _StageTick(NamedTuple):
                 if due and self.waiting:
                     filled.append(self.waiting.popleft())
                     due -= 1
-            elif action.kind == "B" and not whole and (self.limit is None or len(self.waiting) < self.limit):
+            elif action.kind == "B" and not whole and len(self.waiting) < self.limit:
                 filled.append(self._first_part(action))
             else:
                 filled.append(action)
@@ -345,8 +345,7 @@ class _StageTick(NamedTuple):
     def split(self, full: bool) -> list[Action]:
         """The actions with every B split, and one W at the end if that is due."""
         parts = [self._first_part(action) if action.kind == "B" else action for action in self.done]
-        over = self.limit is not None and len(self.waiting) > self.limit
-        if self.waiting and (full or self.lacks or over):
+        if self.waiting and (full or self.lacks or len(self.waiting) > self.limit):
             parts.append(self.waiting.popleft())
         return parts
 

@@ -2,7 +2,7 @@
 
 A pipeline's schedule decides its bubble and its memory, and nothing else about the result. So it is kept apart from
 the code that executes it: a `Schedule` is one ordered list of actions for each stage, and a new schedule is a new order
-of some twenty lines. `Schedule.ticks` is the table to which any of them is lowered for the executor and the simulator.
+of some twenty lines. `Schedule.ticks` is the table to which any of them is lowered for the executor.
 
 K is the number of stages, M of micro-batches, V of chunks a stage.
 
@@ -244,18 +244,15 @@ def _check_sequence(label: str, value: object, remedy: str) -> None:
 
 def _as_action(item: ActionLike, stage: int) -> Action:
     """The action that is spelled as an `Action`, a tuple or a string; `stage` is for the message."""
-    if isinstance(item, Action) and (*map(type, item),) == (str, int, int):
-        return item
+    parts: object = item
     if isinstance(item, str):
-        match = re.fullmatch(r"([A-Za-z]+)(-?\d+)(?:\.(\d+))?", item.strip())
-        parts = (match[1], int(match[2]), int(match[3] or 0)) if match else ()
-    else:
-        parts = (*item, 0) if isinstance(item, tuple) and len(item) == 2 else item
+        found = re.fullmatch(r"([A-Za-z]+)(-?\d+)(?:\.(\d+))?", item.strip())
+        parts = (found[1], int(found[2]), int(found[3] or 0)) if found else ()
     match parts:
-        case (str(kind), first, second) if (m := integer_or_none(first)) is not None and (
-            v := integer_or_none(second)
-        ) is not None:
-            return Action(kind, m, v)
+        case (str(kind), first) | (str(kind), first, _):
+            m, v = integer_or_none(first), integer_or_none(0 if len(parts) == 2 else parts[2])
+            if m is not None and v is not None:
+                return Action(kind, m, v)
     raise TypeError(f'stage {stage} has the action {item!r}; use Action("F", 0), ("F", 0), ("F", 0, 1), "F0" or "F0.1"')
 
 

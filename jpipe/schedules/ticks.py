@@ -1,4 +1,4 @@
-"""Lowers orders of actions to a table of ticks and buffer rows, which the executor runs and the simulator times.
+"""Lowers orders of actions to a table of ticks and buffer rows, which the executor runs.
 
 All devices run the same code. So it must be data what a device does in a slot, and where its inputs lie. `lower` makes
 this data, a `TickTable`, from orders of actions. It looks up when each action runs (`Orders.slot_times`). And it gives

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner.choice import cheapest_plan
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
-from jpipe.partitioner.handlers import CONTROL_FLOW
+from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard, summed
 
 P = 4
@@ -16,7 +16,7 @@ WHOLE, ROWS, COLUMNS = (REPLICATED,), (Shard(0),), (Shard(1),)
 
 def plan_of(function, lying, *shapes, wanted=summed, dtype=jnp.bfloat16):
     jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
-    return cheapest_plan(AXES, CONTROL_FLOW, flatten(jaxpr), lying, [wanted] * len(jaxpr.jaxpr.outvars))
+    return cheapest_plan(AXES, HANDLERS, flatten(jaxpr), lying, [wanted] * len(jaxpr.jaxpr.outvars))
 
 
 def sent(plan):

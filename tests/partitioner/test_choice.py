@@ -10,7 +10,7 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner import per_device
 from jpipe.partitioner.choice import Chooser, along_sub_axes, along_whole_axes, cheapest_plan, with_sub_axes
 from jpipe.partitioner.conversions import bytes_sent, hops, price, sent_in
-from jpipe.partitioner.handlers import CONTROL_FLOW
+from jpipe.partitioner.handlers import HANDLERS
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, summed
 from partitioned import array
 from planned import AXES, COLUMNS, ROWS, WHOLE, P, norm, plan_of, sent
@@ -148,7 +148,7 @@ def test_over_two_data_axes_it_is_scattered_along_one():
     rows, x, dy = (Shard(0), Shard(0, 2)), (2048, 512), (2048, 256)
     jaxpr = jax.make_jaxpr(lambda x, dy: (x.T @ dy).astype(jnp.float32))(*[jnp.ones(s, jnp.bfloat16) for s in (x, dy)])
     wanted = lambda _: (PARTIAL, Shard(0))
-    plan = cheapest_plan(axes, CONTROL_FLOW, flatten(jaxpr), [rows, rows], [wanted])
+    plan = cheapest_plan(axes, HANDLERS, flatten(jaxpr), [rows, rows], [wanted])
     (scatter,) = [c for e in plan.equations for c in e.conversions]
     assert plan.flat.avals[scatter.value].dtype == jnp.bfloat16 and scatter.wanted == (PARTIAL, Shard(0))
     assert not plan.conversions and plan.results == ((PARTIAL, Shard(0)),)
@@ -264,7 +264,7 @@ def test_nothing_is_computed_on_every_device_to_save_a_few_bytes():
 def rules_alone(function, lying, *shapes):
     """What the rules say without looking ahead: how much is sent."""
     jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes])
-    return Chooser(AXES, CONTROL_FLOW).by_rules(flatten(jaxpr), lying, [summed] * len(jaxpr.jaxpr.outvars)).cost
+    return Chooser(AXES, HANDLERS).by_rules(flatten(jaxpr), lying, [summed] * len(jaxpr.jaxpr.outvars)).cost
 
 
 @pytest.mark.parametrize("seed", range(20))

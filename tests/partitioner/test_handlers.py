@@ -11,7 +11,7 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner import per_device
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.conversions import sent_in
-from jpipe.partitioner.handlers import CONTROL_FLOW, HANDLERS, _is_manual
+from jpipe.partitioner.handlers import HANDLERS, _is_manual
 from jpipe.partitioner.per_device import jaxpr_per_device, named_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from jpipe.partitioner.way import way_by_rule
@@ -92,7 +92,7 @@ def test_nested_loops_are_planned_in_time():
         asked.append(equation)
         return way_by_rule(equation, *arguments, **options)
 
-    Chooser((Axis(("model",), (2,)),), CONTROL_FLOW, counted).make_plan(flatten(jaxpr), [(Shard(0),)], [lambda s: s])
+    Chooser((Axis(("model",), (2,)),), HANDLERS, counted).make_plan(flatten(jaxpr), [(Shard(0),)], [lambda s: s])
     assert 0 < len(asked) < 1000
 
 
