@@ -9,16 +9,16 @@ other stage has room for them. `jpipe.memory.at_work` brings them to where a ste
 
 A `ScatteredLeaf` of one stage is split over all stages, along the largest dimension that K divides. So whole states go
 to another layout, to a checkpoint and back, while no device holds more than its part. Arrays on the hosts are cut into
-slices (`HostSlices`), of which a device holds a few, never all.
+slices (`slices_of`), of which a device holds a few, never all.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NoReturn, cast
 
 import jax
@@ -28,12 +28,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
 from jpipe.jax.trees import is_float
-from jpipe.memory.buffers import Order
 from jpipe.memory.storage import Buffers, Storage, build_storage, own_labels
 from jpipe.mesh.axes import AXIS, on_all_stages, on_stages, spec_of
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
-from jpipe.partitioner.shardings import names_in
+from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.schedules.actions import Placement
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
@@ -112,70 +111,45 @@ TILE = (32, 1024)
 LANES = 128
 """The entries of the innermost dimension of a TPU's tiles."""
 SLICE_BYTES = 2**23
-"""The most bytes of an array that go to the host or come from there at once; a few such slices are on the device. Eight
-times as many where the last dimension isn't a multiple of `LANES`: the compiler then has a dimension innermost that a
-smaller slice would cut, and aborts on slices that aren't one piece of memory."""
+"""The most bytes of an array that go to the host or come from there at once, if they can be so few; a few such slices
+are on the device."""
 
 
-@dataclass(frozen=True)
-class HostSlices:
-    """How an array is cut into slices that go to the host and come from there.
+def slices_of(shape: tuple[int, ...], itemsize: int) -> tuple[Shape, list[tuple[int, int, int]]]:
+    """How a device's part of a buffer is cut into slices that go to the host and come from there.
 
     A TPU's compiler moves slices of one dimension alone, so dimensions before it are merged with it:
 
-        [1, 4, 96, 50], cut to [50] each 256:       [384, 50], rows 0..255 | 256..383
+        [1, 4, 96, 256], cut to [256] each 8:       [1, 384, 256], rows 0..31 | 32..63 | ...
 
-    Attributes:
-      view: the array's shape, with dimensions merged.
-      dim: the dimension of it that is cut.
-      run: how many of its entries are a slice.
+    It aborts on slices that aren't one piece of memory. So entries of stacks are cut where rows fill whole tiles alone.
+
+    Args:
+      shape: `[1, ...]`.
+      itemsize: bytes of an element.
+
+    Returns:
+      `(the shape [1, rows, ...] with dimensions merged, (first row, rows of a slice, number of such slices) of each
+      run of equal slices)`.
     """
-
-    view: tuple[int, ...]
-    dim: int
-    run: int
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], itemsize: int) -> HostSlices:
-        """The slices of an array of a shape whose elements have so many bytes."""
-        last = len(shape) - 1
-        row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
-        before = lambda dim: math.prod(shape[:dim])
-        # Accelerators keep the last two dimensions in tiles: merging is no copy where these stay whole.
-        fits = lambda dim: before(dim) == 1 or dim < last - 1 or (dim == last - 1 and shape[dim] % TILE[0] == 0)
-        most = SLICE_BYTES * (8 if shape[last:] and shape[last] % LANES else 1)
-        wanted = next((dim for dim in range(last) if row(dim) <= most), last)
-        dim = max(dim for dim in range(wanted + 1) if fits(dim))
-        unit = TILE[dim - last + 1] if dim >= last - 1 else 1
-        view, at = (shape, dim) if before(dim) == 1 else ((before(dim + 1), *shape[dim + 1 :]), 0)
-        run = max(most // row(dim) // unit, 1) * unit
-        return cls(view, at, min(view[at], run))
-
-    @property
-    def order(self) -> Order | None:
-        """The order of a slice's dimensions in memory, in which it is one piece; None leaves it to the compiler.
-
-        Where the last dimension would be padded to `LANES`, the compiler has another one innermost, and is left to.
-        """
-        return tuple(range(len(self.view))) if self.view[-1] % LANES == 0 else None
-
-    @property
-    def parts(self) -> list[tuple[int, tuple[int, ...], Callable[[Index], tuple[Index, ...]]]]:
-        """For slices of one shape each: (how many there are, the shape, the index at which the i-th begins)."""
-        before, size, after = self.view[: self.dim], self.view[self.dim], self.view[self.dim + 1 :]
-        count, rest = divmod(size, self.run)
-        at = lambda i, start=0: (*(0 for _ in before), start + i * self.run)
-        parts = [(count, (*before, self.run, *after), at)]
-        return [*parts, (1, (*before, rest, *after), partial(at, start=size - rest))] if rest else parts
+    last = len(shape) - 1
+    row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
+    fills_tiles = shape[last] % LANES == 0 and shape[last - 1] % TILE[0] == 0
+    dims = [dim for dim in range(1, last + 1) if dim in (1, *range(last - 1)) or (dim == last - 1 and fills_tiles)]
+    dim = next((dim for dim in dims if row(dim) <= SLICE_BYTES), dims[-1])
+    rows, unit = math.prod(shape[1 : dim + 1]), TILE[dim - last + 1] if dim >= last - 1 else 1
+    size = min(rows, max(SLICE_BYTES // row(dim) // unit, 1) * unit)
+    count, rest = divmod(rows, size)
+    return (1, rows, *shape[dim + 1 :]), [(0, size, count)] + [(rows - rest, rest, 1)] * (rest > 0)
 
 
 def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Zeros in the memory of the host, of which only slices are made on the device."""
-    slices = HostSlices.of(shape, dtype.itemsize)
-    array = to_host(jax.lax.empty(slices.view, dtype))
-    for count, part, at in slices.parts:
-        write = lambda i, zeros, array, at=at: put_slice(array, zeros, at(i))
-        array = each(0, count, jnp.zeros(part, dtype), write, array)
+    view, parts = slices_of(shape, dtype.itemsize)
+    array = to_host(jax.lax.empty(view, dtype))
+    for start, size, count in parts:
+        write = lambda i, zeros, array, start=start, size=size: put_slice(array, zeros, (0, start + i * size))
+        array = each(0, count, jnp.zeros((1, size, *view[2:]), dtype), write, array)
     return array.reshape(shape)
 
 
