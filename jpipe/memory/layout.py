@@ -115,42 +115,41 @@ SLICE_BYTES = 2**23
 are on the device."""
 
 
-def slices_of(shape: tuple[int, ...], itemsize: int) -> tuple[Shape, list[tuple[int, int, int]]]:
+def slices_of(shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Shape, int]:
     """How a device's part of a buffer is cut into slices that go to the host and come from there.
 
     A TPU's compiler moves slices of one dimension alone, so dimensions before it are merged with it:
 
         [1, 4, 96, 256], cut to [256] each 8:       [1, 384, 256], rows 0..31 | 32..63 | ...
 
-    It aborts on slices that aren't one piece of memory. So entries of stacks are cut where rows fill whole tiles alone.
+    It aborts on slices that aren't one piece of memory: there a table is only cut if it fills whole tiles.
 
     Args:
       shape: `[1, ...]`.
       itemsize: bytes of an element.
+      mesh: the devices.
 
     Returns:
-      `(the shape [1, rows, ...] with dimensions merged, (first row, rows of a slice, number of such slices) of each
-      run of equal slices)`.
+      (the shape with dimensions merged, `[1, rows, ...]`, how many rows a slice has; one or two are left over).
     """
     last = len(shape) - 1
     row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
     fills_tiles = shape[last] % LANES == 0 and shape[last - 1] % TILE[0] == 0
+    fills_tiles |= mesh.devices.flat[0].platform != "tpu"
     dims = [dim for dim in range(1, last + 1) if dim in (1, *range(last - 1)) or (dim == last - 1 and fills_tiles)]
     dim = next((dim for dim in dims if row(dim) <= SLICE_BYTES), dims[-1])
     rows, unit = math.prod(shape[1 : dim + 1]), TILE[dim - last + 1] if dim >= last - 1 else 1
-    size = min(rows, max(SLICE_BYTES // row(dim) // unit, 1) * unit)
-    count, rest = divmod(rows, size)
-    return (1, rows, *shape[dim + 1 :]), [(0, size, count)] + [(rows - rest, rest, 1)] * (rest > 0)
+    return (1, rows, *shape[dim + 1 :]), min(rows, max(SLICE_BYTES // row(dim) // unit, 1) * unit)
 
 
-def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> jax.Array:
     """Zeros in the memory of the host, of which only slices are made on the device."""
-    view, parts = slices_of(shape, dtype.itemsize)
-    array = to_host(jax.lax.empty(view, dtype))
-    for start, size, count in parts:
-        write = lambda i, zeros, array, start=start, size=size: put_slice(array, zeros, (0, start + i * size))
-        array = each(0, count, jnp.zeros((1, size, *view[2:]), dtype), write, array)
-    return array.reshape(shape)
+    view, size = slices_of(shape, dtype.itemsize, mesh)
+    count, rest = divmod(view[1], size)
+    zeros = lambda rows: jnp.zeros((1, rows, *view[2:]), dtype)
+    write = lambda i, zeros, array: put_slice(array, zeros, (0, i * size))
+    array = each(0, count, zeros(size), write, to_host(jax.lax.empty(view, dtype)))
+    return write(count, zeros(rest), array).reshape(shape)
 
 
 def zeros_like(array: jax.ShapeDtypeStruct) -> jax.Array:
@@ -159,7 +158,7 @@ def zeros_like(array: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(array.shape, array.dtype, device=array.sharding)
     part = array.sharding.shard_shape(array.shape)
     mesh = cast(Mesh, array.sharding.mesh)
-    make = on_stages(lambda: zeros_on_host(part, array.dtype), mesh, (), array.sharding.spec)
+    make = on_stages(lambda: zeros_on_host(part, array.dtype, mesh), mesh, (), array.sharding.spec)
     return jax.jit(make, out_shardings=array.sharding)()
 
 
@@ -253,7 +252,8 @@ class Layout:
         if not (self.state_on_hosts and is_apart(self.mesh)):
             return self.zeros()
         part = lambda a: NamedSharding(self.mesh, a.spec).shard_shape(a.shape)
-        make = lambda a: (zeros_on_host if may_go(a, a, by_layer=True) else jnp.zeros)(part(a), a.dtype)
+        on_host = lambda a: zeros_on_host(part(a), a.dtype, self.mesh)
+        make = lambda a: on_host(a) if may_go(a, a, by_layer=True) else jnp.zeros(part(a), a.dtype)
         return {name: make(buffer) for name, buffer in self.storage.named_buffers}
 
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.jax.in_place import Index, each, is_on_host, on_host, put_slice, take_slice, when
+from jpipe.jax.in_place import Index, each, is_on_host, put_slice, take_slice, when
 from jpipe.jax.inside import carry_out
 from jpipe.jax.primitives import ELEMENTWISE, JaxprEqn
+from jpipe.jax.trees import is_float
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import LANES, Layout, StageTree, may_go, slices_of, zeros_like
 from jpipe.mesh.axes import on_stages
@@ -39,19 +40,10 @@ from jpipe.types import Leaf, PyTree
 
 Values = dict[int, Leaf]
 """Values of an update by their numbers."""
-SLICES, RECORDS, DEVICE = "slices", "records", "device"
-
-
-class Place(NamedTuple):
-    """Where a leaf lies.
-
-    Attributes:
-      spec: the mesh axes that split it.
-      where: on the hosts and read by `SLICES`, part of a state of `jpipe.per_layer` (`RECORDS`), or on the `DEVICE`.
-    """
-
-    spec: PartitionSpec = PartitionSpec()
-    where: str = DEVICE
+Place = PartitionSpec | str
+"""Where a leaf of a state lies: on the hosts and read by slices (the mesh axes that split it), as part of a state of
+`jpipe.per_layer` (`RECORDS`), or on the `DEVICE`."""
+RECORDS, DEVICE = "records", "device"
 
 
 def updated(
@@ -59,14 +51,13 @@ def updated(
 ) -> tuple[StageTree, PyTree]:
     """Does an optimiser's update: (the new parameters, its new state)."""
 
-    def update(params: StageTree, opt_state: PyTree, grads: StageTree, loss: Leaf) -> tuple[StageTree, PyTree]:
+    def update(opt_state: PyTree, params: StageTree, grads: StageTree, loss: Leaf) -> tuple[PyTree, StageTree]:
         changes, new = update_with_loss(tx, grads, opt_state, params, loss)
-        return cast(StageTree, optax.apply_updates(params, changes)), new
+        return new, cast(StageTree, optax.apply_updates(params, changes))
 
-    if not state_is_on_hosts(params):
-        return update(params, opt_state, grads, loss)
-    places = [*_places_of(params), *_places_of(opt_state, params.layout), *_places_of(grads), Place()]
-    return _by_slices(update, params.layout.mesh, (params, opt_state, grads, loss), places)
+    run = partial(_by_slices, update, params.layout) if state_is_on_hosts(params) else update
+    new, params = run(opt_state, params, grads, loss)
+    return params, new
 
 
 def state_is_on_hosts(params: PyTree) -> bool:
@@ -74,17 +65,13 @@ def state_is_on_hosts(params: PyTree) -> bool:
     return isinstance(params, StageTree) and params.layout.state_on_hosts
 
 
-def initial(tx: optax.GradientTransformation, params: StageTree) -> PyTree:
-    """Makes the state of an optimiser for these parameters."""
+def initial(tx: optax.GradientTransformation, shardings: PyTree, params: StageTree) -> PyTree:
+    """Makes the state of an optimiser for these parameters, which is to lie as `shardings` say."""
     if not state_is_on_hosts(params):
         return tx.init(params)
-    shapes, mesh = jax.eval_shape(tx.init, params), params.layout.mesh
-    places, (leaves, structure) = _places_of(shapes, params.layout), jax.tree.flatten(shapes)
-    room = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(NamedSharding(mesh, spec)))
-    placed = zip(leaves, places, strict=True)
-    rooms = [zeros_like(room(leaf, place.spec)) if place.where == SLICES else leaf for leaf, place in placed]
-    arguments, places = (jax.tree.unflatten(structure, rooms), params), [*places, *_places_of(params)]
-    return _by_slices(lambda _, params: tx.init(params), mesh, arguments, places)
+    room = lambda leaf, sharding: zeros_like(leaf.update(sharding=sharding)) if is_float(leaf) else leaf
+    rooms = jax.tree.map(room, jax.eval_shape(tx.init, params), shardings)
+    return _by_slices(lambda _, params: tx.init(params), params.layout, rooms, params)
 
 
 T = TypeVar("T")
@@ -105,35 +92,35 @@ def by_buffer(
     return jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
 
 
-def _places_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
-    """Where each leaf of a tree lies, which is an optimiser's state for parameters of a layout, if one is given."""
+def _places_of(state: PyTree, params: Layout) -> list[Place]:
+    """Where each leaf of an optimiser's state for parameters of this layout lies."""
 
     def of_leaf(layout: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> Place:
-        by_record = params not in (None, layout)
-        hosted = params is not None and may_go(leaf, buffer, by_layer=False)
-        return Place(buffer.sharding.spec, RECORDS if by_record else SLICES if hosted else DEVICE)
+        if layout != params:
+            return RECORDS
+        return buffer.sharding.spec if may_go(leaf, buffer, by_layer=False) else DEVICE
 
-    places = by_buffer(tree, of_leaf, lambda _: Place())
+    places = by_buffer(state, of_leaf, lambda _: DEVICE)
     return jax.tree.leaves(places, is_leaf=lambda node: isinstance(node, Place))
 
 
-def _by_slices(
-    function: Callable[..., PyTree], mesh: Mesh, arguments: tuple[PyTree, ...], places: Sequence[Place]
-) -> PyTree:
-    """Calls a function of trees of whole arrays, some of which lie on the hosts.
+def _by_slices(function: Callable[..., PyTree], params: Layout, state: PyTree, *arguments: PyTree) -> PyTree:
+    """Calls a function of whole arrays.
 
     Args:
       function: to be traced; its results take the places of its first arguments.
-      mesh: the devices.
-      arguments: the trees.
-      places: where each of their leaves lies.
+      params: the layout of the parameters.
+      state: its first argument, of which arrays lie on the hosts.
+      arguments: the others.
     """
-    leaves, structure = jax.tree.flatten(arguments)
+    leaves, structure = jax.tree.flatten((state, *arguments))
+    places = _places_of(state, params)
+    places += [DEVICE] * (len(leaves) - len(places))
     placed = zip(leaves, places, strict=True)
-    on_device = [_on_device(leaf) if place.where == SLICES else leaf for leaf, place in placed]
+    on_device = [_on_device(leaf) if isinstance(place, PartitionSpec) else leaf for leaf, place in placed]
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, on_device))
-    flat = flatten(closed, keeps=_is_program, selects=True)
-    return jax.tree.unflatten(jax.tree.structure(shapes), _Update(flat, mesh, leaves, places).results())
+    update = _Update(flatten(closed, keeps=_is_program, selects=True), params.mesh, leaves, places)
+    return jax.tree.unflatten(jax.tree.structure(shapes), update.results())
 
 
 def _on_device(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -152,12 +139,14 @@ class _Update:
     Attributes:
       values: what lies somewhere as arrays: on the hosts, if they are in `sliced`.
       sliced: the values that are on the device a slice at a time alone, each with the mesh axes that split it.
+      records: the arguments that are the state of `jpipe.per_layer`.
     """
 
     def __init__(self, flat: FlatJaxpr, mesh: Mesh, leaves: Sequence[Leaf], places: Sequence[Place]):
-        self._flat, self._mesh, self._places = flat, mesh, dict(zip(flat.arguments, places, strict=True))
+        self._flat, self._mesh, placed = flat, mesh, list(zip(flat.arguments, places, strict=True))
         self.values: Values = {**flat.constants, **dict(zip(flat.arguments, leaves, strict=True))}
-        self.sliced = {number: place.spec for number, place in self._places.items() if place.where == SLICES}
+        self.sliced = {number: place for number, place in placed if isinstance(place, PartitionSpec)}
+        self.records = {number for number, place in placed if place == RECORDS}
 
     def results(self) -> list[Leaf]:
         """The arrays of all results, each in the place of an argument."""
@@ -165,8 +154,9 @@ class _Update:
             self._visit(flat)
         pairs, loops = list(zip(self._flat.results, self._flat.arguments, strict=False)), defaultdict(dict)
         for number, into in pairs:
-            if number != into and {number, into} & self.sliced.keys():
-                loops[self._flat.avals[number].shape, self._places[into].spec][into] = number
+            if number != into and not self.sliced.keys().isdisjoint((number, into)):
+                spec = self.sliced[into if into in self.sliced else number]
+                loops[self._flat.avals[number].shape, spec][into] = number
         made: Values = {}
         for (_, spec), targets in loops.items():
             made |= self._loop(spec, targets)
@@ -196,20 +186,20 @@ class _Update:
         """The results of `per_layer`, whose state is replaced in place: of a branch, only if that branch is taken."""
         whole = lambda n: self._loop(self.sliced[n], {-1: n})[-1] if n in self.sliced else self.values[n]
         operands = {n: whole(n) for n in flat.reads}
-        state = [n for n in flat.reads if n in self._places and self._places[n].where == RECORDS]
+        state = [n for n in flat.reads if n in self.records]
         before = dict(zip(flat.makes[len(flat.makes) - len(state) :], state, strict=True))
         taken, selected = self._selected(before)
 
         def run(operands: Values, carry: Values) -> Values:
-            now = operands | {before[n]: carry[n] for n in before if n in carry}
+            now = operands | {old: carry[n] for n, old in before.items()}
             return dict(zip(flat.makes, carry_out(flat.equation, [now[n] for n in flat.reads]), strict=True))
 
-        if taken is None:
-            return run(operands, {})
         carry = {n: operands.pop(old) for n, old in before.items()}
+        if taken is None:
+            return run(operands, carry)
         kind = lambda array: (array.shape, array.dtype)
         alike = {kind(operand): operand for operand in operands.values()}  # they lie as updates do
-        carry |= {n: jnp.zeros_like(alike[kind(self._flat.avals[n])]) for n in flat.makes if n not in carry}
+        carry |= {n: jnp.zeros_like(alike[kind(self._flat.avals[n])]) for n in flat.makes if n not in before}
         new = when(taken, operands, run, carry)
         return new | {n: new[number] for n, number in selected.items()}
 
@@ -244,7 +234,7 @@ class _Update:
         equations, reads = self._followed(targets.values())
         arrays = {n: self.values[n] for n in {*reads, *targets} if n in self.values}
         sharding = NamedSharding(self._mesh, spec)
-        loop = _Loop(self._flat, equations, targets, frozenset(reads & self.sliced.keys()), sharding, total)
+        loop = _Loop(self._flat, equations, targets, reads, reads & self.sliced.keys(), sharding, total)
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
         names = tuple(name for entry in spec for name in names_in(entry))
         results = dict.fromkeys(targets, PartitionSpec(names) if total else spec)
@@ -252,25 +242,14 @@ class _Update:
 
     def _followed(self, numbers: Iterable[int]) -> tuple[list[FlatEquation], set[int]]:
         """(The elementwise equations that some values follow from, the values that these begin with)."""
-        avals, constants, todo, indices, reads = (
-            self._flat.avals,
-            self._flat.constants,
-            [*numbers],
-            set[int](),
-            set[int](),
-        )
-        while todo:
-            i = self._flat.made_by.get(number := todo.pop())
-            if i is not None and avals[number].shape and self._is_elementwise(self._flat.equations[i]):
-                todo += [] if i in indices else self._flat.equations[i].reads
-                indices.add(i)
-            elif number not in constants or avals[number].shape:
-                reads.add(number)
-        return [self._flat.equations[i] for i in sorted(indices)], reads
-
-    def _is_elementwise(self, flat: FlatEquation) -> bool:
-        name = flat.equation.primitive.name
-        return name in ELEMENTWISE or (name == "broadcast_in_dim" and not self._flat.avals[flat.reads[0]].shape)
+        avals, reads, equations = self._flat.avals, {*numbers}, []
+        for flat in reversed(self._flat.equations):
+            name, shapes = flat.equation.primitive.name, [avals[n].shape for n in (*flat.makes, *flat.reads)]
+            spreads = name == "broadcast_in_dim" and shapes[1] == ()
+            if not reads.isdisjoint(flat.makes) and shapes[0] and (name in ELEMENTWISE or spreads):
+                reads = reads.difference(flat.makes).union(flat.reads)
+                equations.insert(0, flat)
+        return equations, {n for n in reads if avals[n].shape or n not in self._flat.constants}
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,43 +260,43 @@ class _Loop:
       flat: the jaxpr.
       equations: elementwise, in order.
       targets, total: as of `_Update._loop`.
-      hosted: the arrays that are read from the hosts.
+      reads: the arrays and scalars that are read.
+      hosted: those of them on the hosts.
       sharding: of the buffers.
     """
 
     flat: FlatJaxpr
     equations: list[FlatEquation]
     targets: dict[int, int]
-    hosted: frozenset[int]
+    reads: set[int]
+    hosted: set[int]
     sharding: NamedSharding
     total: JaxprEqn | None
 
     def run(self, arrays: Values) -> Values:
         """One device's part: its arrays and scalars -> of each target its part, or the sums of its slices."""
-        avals = [self.flat.avals[number] for number in self.targets.values()]
-        shape = self.sharding.shard_shape(avals[0].shape)
-        view, parts = slices_of(shape, max(aval.dtype.itemsize for aval in avals))
-        begun = (sum(count for *_, count in parts),) if self.total else view
-        begin = {key: jax.lax.empty(begun, aval.dtype) for key, aval in zip(self.targets, avals, strict=True)}
-        arrays = begin | {n: array.reshape(view) if array.ndim else array for n, array in arrays.items()}
-        carry = {n: arrays.pop(n) for n in {*self.hosted, *self.targets}}
-        for start, size, count in parts:
-            at = lambda i, start=start, size=size: start + i * size
-            of = partial(self._slices, parts[0][1], (1, size, *view[2:]))
-            two = lambda i, fixed, carry, at=at, of=of: of([at(2 * i), at(2 * i + 1)], fixed, carry)
-            carry = each(0, count // 2, arrays, two, carry)
-            carry = of([at(count - 1)] * (count % 2), arrays, carry)
+        avals = {key: self.flat.avals[number] for key, number in self.targets.items()}
+        shape = self.sharding.shard_shape(next(iter(avals.values())).shape)
+        view, size = slices_of(shape, max(aval.dtype.itemsize for aval in avals.values()), self.sharding.mesh)
+        pairs, rest = divmod(view[1], 2 * size)
+        begun = (2 * pairs + (rest > 0),) if self.total else view
+        arrays = {n: array.reshape(view) if array.ndim else array for n, array in arrays.items()}
+        arrays = {key: jax.lax.empty(begun, aval.dtype) for key, aval in avals.items()} | arrays
+        carry = {n: arrays.pop(n) for n in self.hosted | {*self.targets}}
+        slices = lambda indices, rows, *arrays: self._slices(indices, size, (1, rows, *view[2:]), *arrays)
+        carry = each(0, pairs, arrays, lambda i, *arrays: slices([2 * i, 2 * i + 1], size, *arrays), carry)
+        carry = slices([2 * pairs] * (rest > 0), rest, arrays, carry)
         return {key: carry[key] if self.total else carry[key].reshape(shape) for key in self.targets}
 
-    def _slices(self, size: int, shape: Shape, starts: list[Index], fixed: Values, carry: Values) -> Values:
+    def _slices(self, indices: list[Index], size: int, shape: Shape, fixed: Values, carry: Values) -> Values:
         """Makes slices of all targets, one after the other; what lies on the host comes first."""
         arrays = fixed | carry
         # In this order a slice is one piece of memory. Where the last dimension would be padded to `LANES`, a compiler
         # has another one innermost, and is left to.
         lying = lambda array: in_order(array, None if shape[-1] % LANES else (*range(len(shape)),))
-        arrived = [{n: lying(take_slice(arrays[n], (0, start), shape)) for n in self.hosted} for start in starts]
-        for k, start in enumerate(starts):
-            values = self._values(arrays, arrived[k], start, shape)
+        arrived = [{n: lying(take_slice(arrays[n], (0, i * size), shape)) for n in self.hosted} for i in indices]
+        for k, i in enumerate(indices):
+            values = self._values(arrays, arrived[k], i * size, shape)
             new = {key: values[number] for key, number in self.targets.items()}
             # Of one array all slices are read before one is written: else a GPU's compiler copies it whole. And numbers
             # are each slice's own: else a compiler may multiply by a reciprocal that two divisions have in common.
@@ -327,17 +306,16 @@ class _Loop:
             for key, value in new.items():
                 if self.total:
                     (value,) = carry_out(self.total, [value], self.total.params | {"axes": (*range(value.ndim),)})
-                    arrays[key] = put_slice(arrays[key], value[None], (start // size,))
+                    arrays[key] = put_slice(arrays[key], value[None], (i,))
                 else:
                     value = lying(value) if is_on_host(arrays[key]) else value
-                    arrays[key] = put_slice(arrays[key], value, (0, start))
+                    arrays[key] = put_slice(arrays[key], value, (0, i * size))
         return {n: arrays[n] for n in carry}
 
     def _values(self, arrays: Values, arrived: Values, start: Index, shape: Shape) -> Values:
         """The values of one slice."""
-        read = {n for flat in self.equations for n in flat.reads} | {*self.targets.values()}
         values = self.flat.constants | arrived
-        for n in read & arrays.keys() - arrived.keys():
+        for n in self.reads - arrived.keys():
             values[n] = take_slice(arrays[n], (0, start), shape) if arrays[n].ndim else arrays[n]
         for flat in self.equations:
             operands = [values[n] for n in flat.reads]

@@ -79,7 +79,7 @@ def abstract_state(
 
 def make_opt_state(tx: optax.GradientTransformation, params: StageTree, shardings: PyTree) -> PyTree:
     """Makes an optimiser's state for these parameters, which lies as `shardings` say."""
-    return jax.jit(partial(initial, tx), out_shardings=shardings)(params)
+    return jax.jit(partial(initial, tx, shardings), out_shardings=shardings)(params)
 
 
 def state_to_place(
