@@ -132,13 +132,11 @@ def slices_of(shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Shape,
     Returns:
       (the shape with dimensions merged, `[1, rows, ...]`, how many rows a slice has; one or two are left over).
     """
-    last = len(shape) - 1
-    row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
+    last, row = len(shape) - 1, lambda dim: itemsize * math.prod(shape[dim + 1 :])
     fills_tiles = shape[last] % LANES == 0 and shape[last - 1] % TILE[0] == 0
-    fills_tiles |= mesh.devices.flat[0].platform != "tpu"
-    dims = [dim for dim in range(1, last + 1) if dim in (1, *range(last - 1)) or (dim == last - 1 and fills_tiles)]
+    dims = range(1, max(2, last if fills_tiles or mesh.devices.flat[0].platform != "tpu" else last - 1))
     dim = next((dim for dim in dims if row(dim) <= SLICE_BYTES), dims[-1])
-    rows, unit = math.prod(shape[1 : dim + 1]), TILE[dim - last + 1] if dim >= last - 1 else 1
+    rows, unit = math.prod(shape[1 : dim + 1]), 1 if dim < last - 1 else TILE[dim - last + 1]
     return (1, rows, *shape[dim + 1 :]), min(rows, max(SLICE_BYTES // row(dim) // unit, 1) * unit)
 
 
@@ -149,7 +147,7 @@ def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> jax.Ar
     zeros = lambda rows: jnp.zeros((1, rows, *view[2:]), dtype)
     write = lambda i, zeros, array: put_slice(array, zeros, (0, i * size))
     array = each(0, count, zeros(size), write, to_host(jax.lax.empty(view, dtype)))
-    return write(count, zeros(rest), array).reshape(shape)
+    return each(count, count + (rest > 0), zeros(rest), write, array).reshape(shape)
 
 
 def zeros_like(array: jax.ShapeDtypeStruct) -> jax.Array:

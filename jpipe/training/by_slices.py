@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from itertools import zip_longest
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +27,32 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.jax.in_place import Index, each, is_on_host, put_slice, take_slice, when
+from jpipe.jax.in_place import Index, each, is_on_host, put_slice, take_slice
 from jpipe.jax.inside import carry_out
 from jpipe.jax.primitives import ELEMENTWISE, JaxprEqn
 from jpipe.jax.trees import is_float
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import LANES, Layout, StageTree, may_go, slices_of, zeros_like
 from jpipe.mesh.axes import on_stages
-from jpipe.partitioner.shardings import Shape, names_in
+from jpipe.partitioner.shardings import Shape
 from jpipe.training.optimizers import update_with_loss
 from jpipe.training.per_layer import PROGRAM
 from jpipe.types import Leaf, PyTree
 
 Values = dict[int, Leaf]
 """Values of an update by their numbers."""
-Place = PartitionSpec | str
-"""Where a leaf of a state lies: on the hosts and read by slices (the mesh axes that split it), as part of a state of
-`jpipe.per_layer` (`RECORDS`), or on the `DEVICE`."""
-RECORDS, DEVICE = "records", "device"
+
+
+class Place(NamedTuple):
+    """Where a leaf of an optimiser's state lies that lies as parameters do.
+
+    Attributes:
+      spec: the mesh axes that split it.
+      by_layer: whether it is part of a state of `jpipe.per_layer`, which replaces it in place.
+    """
+
+    spec: PartitionSpec
+    by_layer: bool
 
 
 def updated(
@@ -92,16 +101,15 @@ def by_buffer(
     return jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
 
 
-def _places_of(state: PyTree, params: Layout) -> list[Place]:
-    """Where each leaf of an optimiser's state for parameters of this layout lies."""
+def _places_of(state: PyTree, params: Layout) -> list[Place | None]:
+    """Where each leaf of an optimiser's state for parameters of this layout lies; None on the devices, read whole."""
 
-    def of_leaf(layout: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> Place:
-        if layout != params:
-            return RECORDS
-        return buffer.sharding.spec if may_go(leaf, buffer, by_layer=False) else DEVICE
+    def of_leaf(layout: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> Place | None:
+        by_layer = layout != params
+        return Place(buffer.sharding.spec, by_layer) if by_layer or may_go(leaf, buffer, by_layer=False) else None
 
-    places = by_buffer(state, of_leaf, lambda _: DEVICE)
-    return jax.tree.leaves(places, is_leaf=lambda node: isinstance(node, Place))
+    places = by_buffer(state, of_leaf, lambda _: None)
+    return jax.tree.leaves(places, is_leaf=lambda node: node is None or isinstance(node, Place))
 
 
 def _by_slices(function: Callable[..., PyTree], params: Layout, state: PyTree, *arguments: PyTree) -> PyTree:
@@ -113,11 +121,9 @@ def _by_slices(function: Callable[..., PyTree], params: Layout, state: PyTree, *
       state: its first argument, of which arrays lie on the hosts.
       arguments: the others.
     """
-    leaves, structure = jax.tree.flatten((state, *arguments))
-    places = _places_of(state, params)
-    places += [DEVICE] * (len(leaves) - len(places))
-    placed = zip(leaves, places, strict=True)
-    on_device = [_on_device(leaf) if isinstance(place, PartitionSpec) else leaf for leaf, place in placed]
+    places, (leaves, structure) = _places_of(state, params), jax.tree.flatten((state, *arguments))
+    placed = zip_longest(leaves, places)
+    on_device = [leaf if place is None or place.by_layer else _on_device(leaf) for leaf, place in placed]
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, on_device))
     update = _Update(flatten(closed, keeps=_is_program, selects=True), params.mesh, leaves, places)
     return jax.tree.unflatten(jax.tree.structure(shapes), update.results())
@@ -139,22 +145,25 @@ class _Update:
     Attributes:
       values: what lies somewhere as arrays: on the hosts, if they are in `sliced`.
       sliced: the values that are on the device a slice at a time alone, each with the mesh axes that split it.
-      records: the arguments that are the state of `jpipe.per_layer`.
+      by_layer: those of them that are part of a state of `jpipe.per_layer`, which replaces it in place.
     """
 
-    def __init__(self, flat: FlatJaxpr, mesh: Mesh, leaves: Sequence[Leaf], places: Sequence[Place]):
-        self._flat, self._mesh, placed = flat, mesh, list(zip(flat.arguments, places, strict=True))
+    def __init__(self, flat: FlatJaxpr, mesh: Mesh, leaves: Sequence[Leaf], places: Sequence[Place | None]):
+        self._flat, self._mesh = flat, mesh
         self.values: Values = {**flat.constants, **dict(zip(flat.arguments, leaves, strict=True))}
-        self.sliced = {number: place for number, place in placed if isinstance(place, PartitionSpec)}
-        self.records = {number for number, place in placed if place == RECORDS}
+        placed = {n: place for n, place in zip(flat.arguments, places, strict=False) if place is not None}
+        self.sliced = {number: place.spec for number, place in placed.items()}
+        self.by_layer = {number for number, place in placed.items() if place.by_layer}
+        for equation in flat.equations:
+            self._visit(equation)
 
     def results(self) -> list[Leaf]:
         """The arrays of all results, each in the place of an argument."""
-        for flat in self._flat.equations:
-            self._visit(flat)
-        pairs, loops = list(zip(self._flat.results, self._flat.arguments, strict=False)), defaultdict(dict)
+        loops: dict[tuple[Shape, PartitionSpec], dict[int, int]] = defaultdict(dict)
+        pairs = list(zip(self._flat.results, self._flat.arguments, strict=False))
         for number, into in pairs:
-            if number != into and not self.sliced.keys().isdisjoint((number, into)):
+            is_there = number == into or (into in self.by_layer and number in self.values)
+            if not is_there and not self.sliced.keys().isdisjoint((number, into)):
                 spec = self.sliced[into if into in self.sliced else number]
                 loops[self._flat.avals[number].shape, spec][into] = number
         made: Values = {}
@@ -163,82 +172,31 @@ class _Update:
         return [made[into] if into in made else jnp.asarray(self.values[number]) for number, into in pairs]
 
     def _visit(self, flat: FlatEquation) -> None:
-        """Computes an equation whole, if its operands are known; one that is elementwise waits until it is wanted."""
-        equation, name = flat.equation, flat.equation.primitive.name
+        """Computes an equation of whole arrays; one that is elementwise and of slices waits until it is wanted."""
         specs = {self.sliced[n] for n in flat.reads if n in self.sliced}
-        if self.values.keys() >= {*flat.makes}:
-            return  # a selection of what `per_layer` has made
-        if _is_program(equation):
-            self.values |= self._of_program(flat)
-        elif not specs:
-            self.values |= zip(flat.makes, carry_out(equation, [self.values[n] for n in flat.reads]), strict=True)
-        elif name in ELEMENTWISE:
+        if specs and flat.equation.primitive.name in ELEMENTWISE:
             (self.sliced[flat.makes[0]],) = specs  # all operands are split alike
-        elif name in _SUMS and not self._flat.avals[flat.makes[0]].shape:
-            sums = self._loop(*specs, {flat.makes[0]: flat.reads[0]}, equation)[flat.makes[0]]
-            self.values |= zip(flat.makes, carry_out(equation, [sums], equation.params | {"axes": (0,)}), strict=True)
-        else:
-            raise ValueError(_REFUSED.format(name))
+            return
+        state = [n for n in flat.reads if n in self.by_layer and _is_program(flat.equation)]
+        is_there = lambda n: n not in self.sliced or n in state
+        operands = [self.values[n] if is_there(n) else self._loop(self.sliced[n], {-1: n})[-1] for n in flat.reads]
+        self.values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
+        for new, old in zip(reversed(flat.makes), reversed(state), strict=False):  # `per_layer` gives its state last
+            self.sliced[new] = self.sliced[old]
+            self.by_layer.add(new)
 
-    # --- jpipe.per_layer ---
-
-    def _of_program(self, flat: FlatEquation) -> Values:
-        """The results of `per_layer`, whose state is replaced in place: of a branch, only if that branch is taken."""
-        whole = lambda n: self._loop(self.sliced[n], {-1: n})[-1] if n in self.sliced else self.values[n]
-        operands = {n: whole(n) for n in flat.reads}
-        state = [n for n in flat.reads if n in self.records]
-        before = dict(zip(flat.makes[len(flat.makes) - len(state) :], state, strict=True))
-        taken, selected = self._selected(before)
-
-        def run(operands: Values, carry: Values) -> Values:
-            now = operands | {old: carry[n] for n, old in before.items()}
-            return dict(zip(flat.makes, carry_out(flat.equation, [now[n] for n in flat.reads]), strict=True))
-
-        carry = {n: operands.pop(old) for n, old in before.items()}
-        if taken is None:
-            return run(operands, carry)
-        kind = lambda array: (array.shape, array.dtype)
-        alike = {kind(operand): operand for operand in operands.values()}  # they lie as updates do
-        carry |= {n: jnp.zeros_like(alike[kind(self._flat.avals[n])]) for n in flat.makes if n not in before}
-        new = when(taken, operands, run, carry)
-        return new | {n: new[number] for n, number in selected.items()}
-
-    def _selected(self, before: dict[int, int]) -> tuple[jax.Array | None, dict[int, int]]:
-        """Selections between new states of `per_layer` and those before: (is it the new one, selected -> new state).
-
-        Args:
-          before: by the new state the one that it replaces.
-        """
-        taken, selected = None, {n: n for n in before}
-        for flat in self._flat.equations:
-            if flat.equation.primitive.name != "select_n" or selected.keys().isdisjoint(flat.reads):
-                continue
-            which, *choices = flat.reads
-            new = next(n for n in choices if n in selected)
-            if {*choices} != {new, before[selected[new]]} or which not in self.values or jnp.shape(self.values[which]):
-                raise ValueError(_REFUSED.format("a selection"))
-            here = self.values[which] == choices.index(new)
-            taken, selected[flat.makes[0]] = here if taken is None else taken & here, selected[new]
-        return taken, selected
-
-    # --- loops over slices ---
-
-    def _loop(self, spec: PartitionSpec, targets: dict[int, int], total: JaxprEqn | None = None) -> Values:
+    def _loop(self, spec: PartitionSpec, targets: dict[int, int]) -> Values:
         """Makes values by a loop over slices, on all devices.
 
         Args:
           spec: the mesh axes that split them.
           targets: the number of the array that is replaced -> that of its new value; a new array where there is none.
-          total: what adds a value up: then the new array holds the sums of the slices.
         """
         equations, reads = self._followed(targets.values())
         arrays = {n: self.values[n] for n in {*reads, *targets} if n in self.values}
-        sharding = NamedSharding(self._mesh, spec)
-        loop = _Loop(self._flat, equations, targets, reads, reads & self.sliced.keys(), sharding, total)
+        loop = _Loop(self._flat, equations, targets, reads, reads & self.sliced.keys(), NamedSharding(self._mesh, spec))
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
-        names = tuple(name for entry in spec for name in names_in(entry))
-        results = dict.fromkeys(targets, PartitionSpec(names) if total else spec)
-        return on_stages(loop.run, self._mesh, (specs,), results)(arrays)
+        return on_stages(loop.run, self._mesh, (specs,), dict.fromkeys(targets, spec))(arrays)
 
     def _followed(self, numbers: Iterable[int]) -> tuple[list[FlatEquation], set[int]]:
         """(The elementwise equations that some values follow from, the values that these begin with)."""
@@ -259,7 +217,7 @@ class _Loop:
     Attributes:
       flat: the jaxpr.
       equations: elementwise, in order.
-      targets, total: as of `_Update._loop`.
+      targets: as of `_Update._loop`.
       reads: the arrays and scalars that are read.
       hosted: those of them on the hosts.
       sharding: of the buffers.
@@ -271,32 +229,30 @@ class _Loop:
     reads: set[int]
     hosted: set[int]
     sharding: NamedSharding
-    total: JaxprEqn | None
 
     def run(self, arrays: Values) -> Values:
-        """One device's part: its arrays and scalars -> of each target its part, or the sums of its slices."""
+        """One device's part: its arrays and scalars -> of each target its part."""
         avals = {key: self.flat.avals[number] for key, number in self.targets.items()}
         shape = self.sharding.shard_shape(next(iter(avals.values())).shape)
         view, size = slices_of(shape, max(aval.dtype.itemsize for aval in avals.values()), self.sharding.mesh)
         pairs, rest = divmod(view[1], 2 * size)
-        begun = (2 * pairs + (rest > 0),) if self.total else view
         arrays = {n: array.reshape(view) if array.ndim else array for n, array in arrays.items()}
-        arrays = {key: jax.lax.empty(begun, aval.dtype) for key, aval in avals.items()} | arrays
+        arrays = {key: jax.lax.empty(view, aval.dtype) for key, aval in avals.items()} | arrays
         carry = {n: arrays.pop(n) for n in self.hosted | {*self.targets}}
-        slices = lambda indices, rows, *arrays: self._slices(indices, size, (1, rows, *view[2:]), *arrays)
-        carry = each(0, pairs, arrays, lambda i, *arrays: slices([2 * i, 2 * i + 1], size, *arrays), carry)
-        carry = slices([2 * pairs] * (rest > 0), rest, arrays, carry)
-        return {key: carry[key] if self.total else carry[key].reshape(shape) for key in self.targets}
+        two = lambda i, *arrays: self._slices([2 * i * size, (2 * i + 1) * size], (1, size, *view[2:]), *arrays)
+        carry = each(0, pairs, arrays, two, carry)
+        carry = self._slices([view[1] - rest] * (rest > 0), (1, rest, *view[2:]), arrays, carry)
+        return {key: carry[key].reshape(shape) for key in self.targets}
 
-    def _slices(self, indices: list[Index], size: int, shape: Shape, fixed: Values, carry: Values) -> Values:
+    def _slices(self, starts: list[Index], shape: Shape, fixed: Values, carry: Values) -> Values:
         """Makes slices of all targets, one after the other; what lies on the host comes first."""
         arrays = fixed | carry
         # In this order a slice is one piece of memory. Where the last dimension would be padded to `LANES`, a compiler
         # has another one innermost, and is left to.
         lying = lambda array: in_order(array, None if shape[-1] % LANES else (*range(len(shape)),))
-        arrived = [{n: lying(take_slice(arrays[n], (0, i * size), shape)) for n in self.hosted} for i in indices]
-        for k, i in enumerate(indices):
-            values = self._values(arrays, arrived[k], i * size, shape)
+        arrived = [{n: lying(take_slice(arrays[n], (0, start), shape)) for n in self.hosted} for start in starts]
+        for k, start in enumerate(starts):
+            values = self._values(arrays, arrived[k], start, shape)
             new = {key: values[number] for key, number in self.targets.items()}
             # Of one array all slices are read before one is written: else a GPU's compiler copies it whole. And numbers
             # are each slice's own: else a compiler may multiply by a reciprocal that two divisions have in common.
@@ -304,12 +260,8 @@ class _Loop:
             tied, arrived[k + 1 :], new = jax.lax.optimization_barrier((tied, arrived[k + 1 :], new))
             arrays |= tied
             for key, value in new.items():
-                if self.total:
-                    (value,) = carry_out(self.total, [value], self.total.params | {"axes": (*range(value.ndim),)})
-                    arrays[key] = put_slice(arrays[key], value[None], (i,))
-                else:
-                    value = lying(value) if is_on_host(arrays[key]) else value
-                    arrays[key] = put_slice(arrays[key], value, (0, i * size))
+                value = lying(value) if is_on_host(arrays[key]) else value
+                arrays[key] = put_slice(arrays[key], value, (0, start))
         return {n: arrays[n] for n in carry}
 
     def _values(self, arrays: Values, arrived: Values, start: Index, shape: Shape) -> Values:
@@ -324,12 +276,3 @@ class _Loop:
             else:
                 values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
         return values
-
-
-_SUMS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
-"""Sums of whole arrays: sums of what slices give, too."""
-_REFUSED = (
-    'offload="optimizer" takes transformations that work element by element, besides sums over whole arrays, but {!r} '
-    "reads the state of tx; if that part of tx may look at one layer at a time, wrap it in jpipe.per_layer(...) "
-    '(MultiSteps inside it, apply_if_finite outside), else leave "optimizer" out of offload='
-)
