@@ -179,22 +179,30 @@ class _Update:
             return
         state = [n for n in flat.reads if n in self.by_layer and _is_program(flat.equation)]
         is_there = lambda n: n not in self.sliced or n in state
-        operands = [self.values[n] if is_there(n) else self._loop(self.sliced[n], {-1: n})[-1] for n in flat.reads]
+        sums = (
+            flat.equation
+            if flat.equation.primitive.name in _SUMS and not self._flat.avals[flat.makes[0]].shape
+            else None
+        )
+        made = lambda n: self._loop(self.sliced[n], {-1: n}, sums)[-1]
+        operands = [self.values[n] if is_there(n) else made(n) for n in flat.reads]
         self.values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
         for new, old in zip(reversed(flat.makes), reversed(state), strict=False):  # `per_layer` gives its state last
             self.sliced[new] = self.sliced[old]
             self.by_layer.add(new)
 
-    def _loop(self, spec: PartitionSpec, targets: dict[int, int]) -> Values:
+    def _loop(self, spec: PartitionSpec, targets: dict[int, int], sums: JaxprEqn | None = None) -> Values:
         """Makes values by a loop over slices, on all devices.
 
         Args:
           spec: the mesh axes that split them.
           targets: the number of the array that is replaced -> that of its new value; a new array where there is none.
+          sums: adds a value up: then the new array holds the sums of slices.
         """
         equations, reads = self._followed(targets.values())
         arrays = {n: self.values[n] for n in {*reads, *targets} if n in self.values}
-        loop = _Loop(self._flat, equations, targets, reads, reads & self.sliced.keys(), NamedSharding(self._mesh, spec))
+        hosted, sharding = reads & self.sliced.keys(), NamedSharding(self._mesh, spec)
+        loop = _Loop(self._flat, equations, targets, reads, hosted, sharding, sums)
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
         return on_stages(loop.run, self._mesh, (specs,), dict.fromkeys(targets, spec))(arrays)
 
@@ -217,7 +225,7 @@ class _Loop:
     Attributes:
       flat: the jaxpr.
       equations: elementwise, in order.
-      targets: as of `_Update._loop`.
+      targets, sums: as of `_Update._loop`.
       reads: the arrays and scalars that are read.
       hosted: those of them on the hosts.
       sharding: of the buffers.
@@ -229,6 +237,7 @@ class _Loop:
     reads: set[int]
     hosted: set[int]
     sharding: NamedSharding
+    sums: JaxprEqn | None
 
     def run(self, arrays: Values) -> Values:
         """One device's part: its arrays and scalars -> of each target its part."""
@@ -237,22 +246,24 @@ class _Loop:
         view, size = slices_of(shape, max(aval.dtype.itemsize for aval in avals.values()), self.sharding.mesh)
         pairs, rest = divmod(view[1], 2 * size)
         arrays = {n: array.reshape(view) if array.ndim else array for n, array in arrays.items()}
-        arrays = {key: jax.lax.empty(view, aval.dtype) for key, aval in avals.items()} | arrays
+        summed = (1, 2 * pairs + (rest > 0), *(1 for _ in shape[2:]))
+        begun, made = (summed, summed) if self.sums else (view, shape)
+        arrays = {key: jax.lax.empty(begun, aval.dtype) for key, aval in avals.items()} | arrays
         carry = {n: arrays.pop(n) for n in self.hosted | {*self.targets}}
-        two = lambda i, *arrays: self._slices([2 * i * size, (2 * i + 1) * size], (1, size, *view[2:]), *arrays)
-        carry = each(0, pairs, arrays, two, carry)
-        carry = self._slices([view[1] - rest] * (rest > 0), (1, rest, *view[2:]), arrays, carry)
-        return {key: carry[key].reshape(shape) for key in self.targets}
+        slices = lambda indices, rows, *arrays: self._slices(indices, size, (1, rows, *view[2:]), *arrays)
+        carry = each(0, pairs, arrays, lambda i, *arrays: slices([2 * i, 2 * i + 1], size, *arrays), carry)
+        carry = slices([2 * pairs] * (rest > 0), rest, arrays, carry)
+        return {key: carry[key].reshape(made) for key in self.targets}
 
-    def _slices(self, starts: list[Index], shape: Shape, fixed: Values, carry: Values) -> Values:
+    def _slices(self, indices: list[Index], size: int, shape: Shape, fixed: Values, carry: Values) -> Values:
         """Makes slices of all targets, one after the other; what lies on the host comes first."""
         arrays = fixed | carry
         # In this order a slice is one piece of memory. Where the last dimension would be padded to `LANES`, a compiler
         # has another one innermost, and is left to.
         lying = lambda array: in_order(array, None if shape[-1] % LANES else (*range(len(shape)),))
-        arrived = [{n: lying(take_slice(arrays[n], (0, start), shape)) for n in self.hosted} for start in starts]
-        for k, start in enumerate(starts):
-            values = self._values(arrays, arrived[k], start, shape)
+        arrived = [{n: lying(take_slice(arrays[n], (0, i * size), shape)) for n in self.hosted} for i in indices]
+        for k, i in enumerate(indices):
+            values = self._values(arrays, arrived[k], i * size, shape)
             new = {key: values[number] for key, number in self.targets.items()}
             # Of one array all slices are read before one is written: else a GPU's compiler copies it whole. And numbers
             # are each slice's own: else a compiler may multiply by a reciprocal that two divisions have in common.
@@ -260,8 +271,11 @@ class _Loop:
             tied, arrived[k + 1 :], new = jax.lax.optimization_barrier((tied, arrived[k + 1 :], new))
             arrays |= tied
             for key, value in new.items():
+                if self.sums:
+                    (value,) = carry_out(self.sums, [value], self.sums.params | {"axes": (*range(len(shape)),)})
+                    value = value.reshape((1,) * arrays[key].ndim)
                 value = lying(value) if is_on_host(arrays[key]) else value
-                arrays[key] = put_slice(arrays[key], value, (0, start))
+                arrays[key] = put_slice(arrays[key], value, (0, i if self.sums else i * size))
         return {n: arrays[n] for n in carry}
 
     def _values(self, arrays: Values, arrived: Values, start: Index, shape: Shape) -> Values:
@@ -276,3 +290,7 @@ class _Loop:
             else:
                 values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
         return values
+
+
+_SUMS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
+"""Sums over arrays that are sums of what their slices give, too."""
