@@ -24,12 +24,12 @@ from typing import NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.jax.in_place import Index, each, is_on_host, put_slice, take_slice
+from jpipe.jax.in_place import Index, each, is_on_host, put_slice, take_slice, to_device
 from jpipe.jax.inside import carry_out
-from jpipe.jax.primitives import ELEMENTWISE, JaxprEqn
+from jpipe.jax.primitives import ELEMENTWISE, REDUCTIONS, JaxprEqn
 from jpipe.jax.trees import is_float
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import LANES, Layout, StageTree, may_go, slices_of, zeros_like
@@ -123,16 +123,10 @@ def _by_slices(function: Callable[..., PyTree], params: Layout, state: PyTree, *
     """
     places, (leaves, structure) = _places_of(state, params), jax.tree.flatten((state, *arguments))
     placed = zip_longest(leaves, places)
-    on_device = [leaf if place is None or place.by_layer else _on_device(leaf) for leaf, place in placed]
+    on_device = [leaf if place is None or place.by_layer else jax.eval_shape(to_device, leaf) for leaf, place in placed]
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, on_device))
     update = _Update(flatten(closed, keeps=_is_program, selects=True), params.mesh, leaves, places)
     return jax.tree.unflatten(jax.tree.structure(shapes), update.results())
-
-
-def _on_device(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of an array as if it lay on the device."""
-    sharding = jax.typeof(leaf).sharding
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if sharding.mesh.empty else sharding)
 
 
 def _is_program(equation: JaxprEqn) -> bool:
@@ -181,7 +175,7 @@ class _Update:
         is_there = lambda n: n not in self.sliced or n in state
         sums = (
             flat.equation
-            if flat.equation.primitive.name in _SUMS and not self._flat.avals[flat.makes[0]].shape
+            if flat.equation.primitive.name in REDUCTIONS and not self._flat.avals[flat.makes[0]].shape
             else None
         )
         made = lambda n: self._loop(self.sliced[n], {-1: n}, sums)[-1]
@@ -201,8 +195,7 @@ class _Update:
         """
         equations, reads = self._followed(targets.values())
         arrays = {n: self.values[n] for n in {*reads, *targets} if n in self.values}
-        hosted, sharding = reads & self.sliced.keys(), NamedSharding(self._mesh, spec)
-        loop = _Loop(self._flat, equations, targets, reads, hosted, sharding, sums)
+        loop = _Loop(self._flat, self._mesh, equations, targets, reads, reads & self.sliced.keys(), sums)
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
         return on_stages(loop.run, self._mesh, (specs,), dict.fromkeys(targets, spec))(arrays)
 
@@ -224,31 +217,31 @@ class _Loop:
 
     Attributes:
       flat: the jaxpr.
+      mesh: the devices.
       equations: elementwise, in order.
       targets, sums: as of `_Update._loop`.
       reads: the arrays and scalars that are read.
       hosted: those of them on the hosts.
-      sharding: of the buffers.
     """
 
     flat: FlatJaxpr
+    mesh: Mesh
     equations: list[FlatEquation]
     targets: dict[int, int]
     reads: set[int]
     hosted: set[int]
-    sharding: NamedSharding
     sums: JaxprEqn | None
 
     def run(self, arrays: Values) -> Values:
         """One device's part: its arrays and scalars -> of each target its part."""
-        avals = {key: self.flat.avals[number] for key, number in self.targets.items()}
-        shape = self.sharding.shard_shape(next(iter(avals.values())).shape)
-        view, size = slices_of(shape, max(aval.dtype.itemsize for aval in avals.values()), self.sharding.mesh)
+        dtypes = {key: self.flat.avals[number].dtype for key, number in self.targets.items()}
+        shape = next(array.shape for array in arrays.values() if array.ndim)
+        view, size = slices_of(shape, max(dtype.itemsize for dtype in dtypes.values()), self.mesh)
         pairs, rest = divmod(view[1], 2 * size)
         arrays = {n: array.reshape(view) if array.ndim else array for n, array in arrays.items()}
         summed = (1, 2 * pairs + (rest > 0), *(1 for _ in shape[2:]))
         begun, made = (summed, summed) if self.sums else (view, shape)
-        arrays = {key: jax.lax.empty(begun, aval.dtype) for key, aval in avals.items()} | arrays
+        arrays = {key: jax.lax.empty(begun, dtype) for key, dtype in dtypes.items()} | arrays
         carry = {n: arrays.pop(n) for n in self.hosted | {*self.targets}}
         slices = lambda indices, rows, *arrays: self._slices(indices, size, (1, rows, *view[2:]), *arrays)
         carry = each(0, pairs, arrays, lambda i, *arrays: slices([2 * i, 2 * i + 1], size, *arrays), carry)
@@ -290,7 +283,3 @@ class _Loop:
             else:
                 values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
         return values
-
-
-_SUMS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
-"""Sums over arrays that are sums of what their slices give, too."""
