@@ -24,7 +24,7 @@ from typing import NoReturn, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
 from jpipe.jax.trees import is_float
@@ -115,7 +115,7 @@ SLICE_BYTES = 2**23
 are on the device."""
 
 
-def slices_of(shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Shape, int]:
+def slices_of(shape: tuple[int, ...], itemsize: int, mesh: Mesh | AbstractMesh) -> tuple[Shape, int]:
     """How a device's part of a buffer is cut into slices that go to the host and come from there.
 
     A TPU's compiler moves slices of one dimension alone, so dimensions before it are merged with it:
@@ -127,20 +127,21 @@ def slices_of(shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Shape,
     Args:
       shape: `[1, ...]`.
       itemsize: bytes of an element.
-      mesh: the devices.
+      mesh: the devices; they may be a TPU's if they aren't known.
 
     Returns:
       (the shape with dimensions merged, `[1, rows, ...]`, how many rows a slice has; one or two are left over).
     """
     last, row = len(shape) - 1, lambda dim: itemsize * math.prod(shape[dim + 1 :])
     fills_tiles = shape[last] % LANES == 0 and shape[last - 1] % TILE[0] == 0
-    dims = range(1, max(2, last if fills_tiles or mesh.devices.flat[0].platform != "tpu" else last - 1))
+    fills_tiles |= isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "tpu"
+    dims = range(1, max(2, last if fills_tiles else last - 1))
     dim = next((dim for dim in dims if row(dim) <= SLICE_BYTES), dims[-1])
     rows, unit = math.prod(shape[1 : dim + 1]), 1 if dim < last - 1 else TILE[dim - last + 1]
     return (1, rows, *shape[dim + 1 :]), min(rows, max(SLICE_BYTES // row(dim) // unit, 1) * unit)
 
 
-def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh) -> jax.Array:
+def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh | AbstractMesh) -> jax.Array:
     """Zeros in the memory of the host, of which only slices are made on the device."""
     view, size = slices_of(shape, dtype.itemsize, mesh)
     count, rest = divmod(view[1], size)

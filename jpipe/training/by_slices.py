@@ -1,15 +1,16 @@
 """Computes an optimiser's update while its state lies in the memory of the hosts, a slice at a time.
 
 The update is traced to a list of equations. Arrays of the state that lie as the parameters do, and all that follows
-from them element by element, are never whole on a device: a loop over slices of a buffer brings two slices at once,
+from them element by element, are not whole on a device: a loop over slices of a buffer brings two slices at once,
 computes what is wanted of the first while the second arrives, and of the second while the first goes back.
 
     on the device, whole        scalars (rates, counts); sums over gradients; what `jpipe.per_layer` does
     slice by slice              elementwise values: moments, updates, parameters
-    in a loop of its own        a sum over values that follow from the state (a norm of Adam's updates): the loop only
-                                adds up, and a later one computes these values again
+    in a loop of its own        what other operations read of values that follow from the state: of a sum (a norm of
+                                Adam's updates) the sums of slices, else whole; a later loop computes it again
 
-A branch (`optax.MultiSteps`, `optax.apply_if_finite`) becomes a selection between what both give.
+A branch (`optax.MultiSteps`, `optax.apply_if_finite`) becomes a selection between what both give. `jpipe.per_layer`
+replaces its state in place; where a branch around it may keep the state before, the compiler copies that on the hosts.
 """
 
 from __future__ import annotations
@@ -157,9 +158,9 @@ class _Update:
         pairs = list(zip(self._flat.results, self._flat.arguments, strict=False))
         for number, into in pairs:
             is_there = number == into or (into in self.by_layer and number in self.values)
-            if not is_there and not self.sliced.keys().isdisjoint((number, into)):
-                spec = self.sliced[into if into in self.sliced else number]
-                loops[self._flat.avals[number].shape, spec][into] = number
+            specs = [self.sliced[n] for n in (into, number) if n in self.sliced]
+            if specs and not is_there:
+                loops[self._flat.avals[number].shape, specs[0]][into] = number
         made: Values = {}
         for (_, spec), targets in loops.items():
             made |= self._loop(spec, targets)
@@ -167,18 +168,14 @@ class _Update:
 
     def _visit(self, flat: FlatEquation) -> None:
         """Computes an equation of whole arrays; one that is elementwise and of slices waits until it is wanted."""
-        specs = {self.sliced[n] for n in flat.reads if n in self.sliced}
-        if specs and flat.equation.primitive.name in ELEMENTWISE:
+        name, specs = flat.equation.primitive.name, {self.sliced[n] for n in flat.reads if n in self.sliced}
+        if specs and name in ELEMENTWISE:
             (self.sliced[flat.makes[0]],) = specs  # all operands are split alike
             return
         state = [n for n in flat.reads if n in self.by_layer and _is_program(flat.equation)]
         is_there = lambda n: n not in self.sliced or n in state
-        sums = (
-            flat.equation
-            if flat.equation.primitive.name in REDUCTIONS and not self._flat.avals[flat.makes[0]].shape
-            else None
-        )
-        made = lambda n: self._loop(self.sliced[n], {-1: n}, sums)[-1]
+        sums = name in REDUCTIONS and self._flat.avals[flat.makes[0]].shape == ()
+        made = lambda n: self._loop(self.sliced[n], {-1: n}, flat.equation if sums else None)[-1]
         operands = [self.values[n] if is_there(n) else made(n) for n in flat.reads]
         self.values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
         for new, old in zip(reversed(flat.makes), reversed(state), strict=False):  # `per_layer` gives its state last
