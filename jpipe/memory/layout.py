@@ -106,8 +106,8 @@ class ScatteredLeaf:
         return jax.make_array_from_callback(whole.shape, self.sharding, lambda index: whole[index])
 
 
-TILE = (32, 1024)
-"""Multiples of the tiles in which accelerators keep an array's last two dimensions, whatever its dtype."""
+SUBLANES = 32
+"""A multiple of the rows of a TPU's tiles, whatever the dtype."""
 LANES = 128
 """The entries of the innermost dimension of a TPU's tiles."""
 SLICE_BYTES = 2**23
@@ -130,14 +130,16 @@ def slices_of(shape: tuple[int, ...], itemsize: int, mesh: Mesh | AbstractMesh) 
       mesh: the devices; they may be a TPU's if they aren't known.
 
     Returns:
-      (the shape with dimensions merged, `[1, rows, ...]`, how many rows a slice has; one or two are left over).
+      (the shape with dimensions merged, `[1, rows, ...]`, how many rows a slice has; some may be left over).
     """
     last, row = len(shape) - 1, lambda dim: itemsize * math.prod(shape[dim + 1 :])
-    fills_tiles = shape[last] % LANES == 0 and shape[last - 1] % TILE[0] == 0
+    cut = max(1, last - 1)  # the dimension of a table's rows
+    # Where a TPU would pad the last dimension, it may have the rows innermost, each entry's own.
+    unit = SUBLANES if last > 1 and shape[last] % LANES == 0 else LANES
+    fills_tiles = shape[cut] % unit == 0 and (unit == SUBLANES or math.prod(shape[1:cut]) == 1)
     fills_tiles |= isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "tpu"
-    dims = range(1, max(2, last if fills_tiles else last - 1))
-    dim = next((dim for dim in dims if row(dim) <= SLICE_BYTES), dims[-1])
-    rows, unit = math.prod(shape[1 : dim + 1]), 1 if dim < last - 1 else TILE[dim - last + 1]
+    dim = next((dim for dim in range(1, cut + fills_tiles) if row(dim) <= SLICE_BYTES), cut - 1 + fills_tiles)
+    rows, unit = math.prod(shape[1 : dim + 1]), unit if dim == cut else 1
     return (1, rows, *shape[dim + 1 :]), min(rows, max(SLICE_BYTES // row(dim) // unit, 1) * unit)
 
 

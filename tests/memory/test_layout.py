@@ -55,12 +55,15 @@ UNKNOWN = AbstractMesh((1,), ("stage",))
     [
         ((1, 4, 96, 128), False, (1, 384, 128), 32),  # rows of 512 bytes, whole tiles of them
         ((1, 4, 96, 50), False, (1, 4, 96, 50), 1),  # another dimension is innermost there, which rows would cut
-        ((1, 4, 96, 50), True, (1, 384, 50), 32),
+        ((1, 4, 96, 50), True, (1, 384, 50), 128),
         ((1, 1, 31, 128), False, (1, 1, 31, 128), 1),  # rows that fill no tiles
+        ((1, 1, 384, 50), False, (1, 384, 50), 128),
         ((1, 40, 2, 4), False, (1, 40, 2, 4), 18),  # entries of 32 bytes
         ((1, 5, 3, 2, 32, 128), False, (1, 5 * 3 * 2 * 32, 128), 32),
-        ((1, 5000), False, (1, 5000), 1024),
-        ((1, 100), False, (1, 100), 100),
+        ((1, 5000), False, (1, 1, 5000), 1),
+        ((1, 5000), True, (1, 5000), 128),
+        ((1, 5120), False, (1, 5120), 128),
+        ((1, 128), False, (1, 128), 128),
     ],
 )
 def test_slices(make_mesh, shape, is_known, view, size):
