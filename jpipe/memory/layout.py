@@ -9,31 +9,30 @@ other stage has room for them. `jpipe.memory.at_work` brings them to where a ste
 
 A `ScatteredLeaf` of one stage is split over all stages, along the largest dimension that K divides. So whole states go
 to another layout, to a checkpoint and back, while no device holds more than its part. Arrays on the hosts are cut into
-slices (`HostSlices`), of which a device holds a few, never all.
+slices (`slices_of`), of which a device holds a few, never all.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
 from jpipe.jax.trees import is_float
-from jpipe.memory.buffers import Order
 from jpipe.memory.storage import Buffers, Storage, build_storage, own_labels
 from jpipe.mesh.axes import AXIS, on_all_stages, on_stages, spec_of
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
-from jpipe.partitioner.shardings import names_in
+from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.schedules.actions import Placement
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
@@ -107,76 +106,51 @@ class ScatteredLeaf:
         return jax.make_array_from_callback(whole.shape, self.sharding, lambda index: whole[index])
 
 
-TILE = (32, 1024)
-"""Multiples of the tiles in which accelerators keep an array's last two dimensions, whatever its dtype."""
+SUBLANES = 32
+"""A multiple of the rows of a TPU's tiles, whatever the dtype."""
 LANES = 128
 """The entries of the innermost dimension of a TPU's tiles."""
 SLICE_BYTES = 2**23
-"""The most bytes of an array that go to the host or come from there at once; a few such slices are on the device. Eight
-times as many where the last dimension isn't a multiple of `LANES`: the compiler then has a dimension innermost that a
-smaller slice would cut, and aborts on slices that aren't one piece of memory."""
+"""The most bytes of an array that go to the host or come from there at once, if they can be so few; a few such slices
+are on the device."""
 
 
-@dataclass(frozen=True)
-class HostSlices:
-    """How an array is cut into slices that go to the host and come from there.
+def slices_of(shape: tuple[int, ...], itemsize: int, mesh: Mesh | AbstractMesh) -> tuple[Shape, int]:
+    """How a device's part of a buffer is cut into slices that go to the host and come from there.
 
     A TPU's compiler moves slices of one dimension alone, so dimensions before it are merged with it:
 
-        [1, 4, 96, 50], cut to [50] each 256:       [384, 50], rows 0..255 | 256..383
+        [1, 4, 96, 256], cut to [256] each 8:       [1, 384, 256], rows 0..31 | 32..63 | ...
 
-    Attributes:
-      view: the array's shape, with dimensions merged.
-      dim: the dimension of it that is cut.
-      run: how many of its entries are a slice.
+    It aborts on slices that aren't one piece of memory: there a table is only cut if it fills whole tiles.
+
+    Args:
+      shape: `[1, ...]`.
+      itemsize: bytes of an element.
+      mesh: the devices; they may be a TPU's if they aren't known.
+
+    Returns:
+      (the shape with dimensions merged, `[1, rows, ...]`, how many rows a slice has; some may be left over).
     """
-
-    view: tuple[int, ...]
-    dim: int
-    run: int
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], itemsize: int) -> HostSlices:
-        """The slices of an array of a shape whose elements have so many bytes."""
-        last = len(shape) - 1
-        row = lambda dim: itemsize * math.prod(shape[dim + 1 :])
-        before = lambda dim: math.prod(shape[:dim])
-        # Accelerators keep the last two dimensions in tiles: merging is no copy where these stay whole.
-        fits = lambda dim: before(dim) == 1 or dim < last - 1 or (dim == last - 1 and shape[dim] % TILE[0] == 0)
-        most = SLICE_BYTES * (8 if shape[last:] and shape[last] % LANES else 1)
-        wanted = next((dim for dim in range(last) if row(dim) <= most), last)
-        dim = max(dim for dim in range(wanted + 1) if fits(dim))
-        unit = TILE[dim - last + 1] if dim >= last - 1 else 1
-        view, at = (shape, dim) if before(dim) == 1 else ((before(dim + 1), *shape[dim + 1 :]), 0)
-        run = max(most // row(dim) // unit, 1) * unit
-        return cls(view, at, min(view[at], run))
-
-    @property
-    def order(self) -> Order | None:
-        """The order of a slice's dimensions in memory, in which it is one piece; None leaves it to the compiler.
-
-        Where the last dimension would be padded to `LANES`, the compiler has another one innermost, and is left to.
-        """
-        return tuple(range(len(self.view))) if self.view[-1] % LANES == 0 else None
-
-    @property
-    def parts(self) -> list[tuple[int, tuple[int, ...], Callable[[Index], tuple[Index, ...]]]]:
-        """For slices of one shape each: (how many there are, the shape, the index at which the i-th begins)."""
-        before, size, after = self.view[: self.dim], self.view[self.dim], self.view[self.dim + 1 :]
-        count, rest = divmod(size, self.run)
-        at = lambda i, start=0: (*(0 for _ in before), start + i * self.run)
-        parts = [(count, (*before, self.run, *after), at)]
-        return [*parts, (1, (*before, rest, *after), partial(at, start=size - rest))] if rest else parts
+    last, row = len(shape) - 1, lambda dim: itemsize * math.prod(shape[dim + 1 :])
+    cut = max(1, last - 1)  # the dimension of a table's rows
+    # Where a TPU would pad the last dimension, it may have the rows innermost, each entry's own.
+    unit = SUBLANES if last > 1 and shape[last] % LANES == 0 else LANES
+    fills_tiles = shape[cut] % unit == 0 and (unit == SUBLANES or math.prod(shape[1:cut]) == 1)
+    fills_tiles |= isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "tpu"
+    dim = next((dim for dim in range(1, cut + fills_tiles) if row(dim) <= SLICE_BYTES), cut - 1 + fills_tiles)
+    rows, unit = math.prod(shape[1 : dim + 1]), unit if dim == cut else 1
+    return (1, rows, *shape[dim + 1 :]), min(rows, max(SLICE_BYTES // row(dim) // unit, 1) * unit)
 
 
-def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+def zeros_on_host(shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh | AbstractMesh) -> jax.Array:
     """Zeros in the memory of the host, of which only slices are made on the device."""
-    slices = HostSlices.of(shape, dtype.itemsize)
-    array = to_host(jax.lax.empty(slices.view, dtype))
-    for count, part, at in slices.parts:
-        write = lambda i, zeros, array, at=at: put_slice(array, zeros, at(i))
-        array = each(0, count, jnp.zeros(part, dtype), write, array)
-    return array.reshape(shape)
+    view, size = slices_of(shape, dtype.itemsize, mesh)
+    count, rest = divmod(view[1], size)
+    zeros = lambda rows: jnp.zeros((1, rows, *view[2:]), dtype)
+    write = lambda i, zeros, array: put_slice(array, zeros, (0, i * size))
+    array = each(0, count, zeros(size), write, to_host(jax.lax.empty(view, dtype)))
+    return each(count, count + (rest > 0), zeros(rest), write, array).reshape(shape)
 
 
 def zeros_like(array: jax.ShapeDtypeStruct) -> jax.Array:
@@ -185,7 +159,7 @@ def zeros_like(array: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(array.shape, array.dtype, device=array.sharding)
     part = array.sharding.shard_shape(array.shape)
     mesh = cast(Mesh, array.sharding.mesh)
-    make = on_stages(lambda: zeros_on_host(part, array.dtype), mesh, (), array.sharding.spec)
+    make = on_stages(lambda: zeros_on_host(part, array.dtype, mesh), mesh, (), array.sharding.spec)
     return jax.jit(make, out_shardings=array.sharding)()
 
 
@@ -279,7 +253,8 @@ class Layout:
         if not (self.state_on_hosts and is_apart(self.mesh)):
             return self.zeros()
         part = lambda a: NamedSharding(self.mesh, a.spec).shard_shape(a.shape)
-        make = lambda a: (zeros_on_host if may_go(a, a, by_layer=True) else jnp.zeros)(part(a), a.dtype)
+        on_host = lambda a: zeros_on_host(part(a), a.dtype, self.mesh)
+        make = lambda a: on_host(a) if may_go(a, a, by_layer=True) else jnp.zeros(part(a), a.dtype)
         return {name: make(buffer) for name, buffer in self.storage.named_buffers}
 
 

@@ -1,59 +1,59 @@
 """Computes an optimiser's update while its state lies in the memory of the hosts, a slice at a time.
 
 The update is traced to a list of equations. Arrays of the state that lie as the parameters do, and all that follows
-from them element by element, are never whole on a device: a loop over slices of a buffer brings two slices at once,
+from them element by element, are not whole on a device: a loop over slices of a buffer brings two slices at once,
 computes what is wanted of the first while the second arrives, and of the second while the first goes back.
 
     on the device, whole        scalars (rates, counts); sums over gradients; what `jpipe.per_layer` does
     slice by slice              elementwise values: moments, updates, parameters
-    in a loop of its own        a sum over values that follow from the state (a norm of Adam's updates): the loop only
-                                adds up, and a later one computes these values again
+    in a loop of its own        what other operations read of values that follow from the state: of a sum (a norm of
+                                Adam's updates) the sums of slices, else whole; a later loop computes it again
 
-A branch (`optax.MultiSteps`, `optax.apply_if_finite`) becomes a selection between what both give.
+A branch (`optax.MultiSteps`, `optax.apply_if_finite`) becomes a selection between what both give. `jpipe.per_layer`
+replaces its state in place; where a branch around it may keep the state before, the compiler copies that on the hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.jax.in_place import Index, each, is_apart, put_slice, take_slice, to_host, when
+from jpipe.jax.in_place import Index, each, is_on_host, put_slice, take_slice, to_device
 from jpipe.jax.inside import carry_out
-from jpipe.jax.primitives import ELEMENTWISE, ClosedJaxpr, JaxprEqn
+from jpipe.jax.primitives import ELEMENTWISE, REDUCTIONS, JaxprEqn
+from jpipe.jax.trees import is_float
 from jpipe.memory.buffers import in_order
-from jpipe.memory.layout import HostSlices, Layout, StageTree, may_go
+from jpipe.memory.layout import LANES, Layout, StageTree, may_go, slices_of, zeros_like
 from jpipe.mesh.axes import on_stages
-from jpipe.partitioner.shardings import Shape, names_in
+from jpipe.partitioner.shardings import Shape
 from jpipe.training.optimizers import update_with_loss
 from jpipe.training.per_layer import PROGRAM
 from jpipe.types import Leaf, PyTree
 
-_Arrays = dict[int, jax.Array]
-"""Arrays by the number of the value."""
-_Slice = tuple[tuple[Index], tuple[Index, ...]]
-"""(Its index among all slices, the index at which it begins)."""
-_Place = Callable[[Index], _Slice]
-SLICES, RECORDS, DEVICE = "slices", "records", "device"
+Values = dict[int, Leaf]
+"""Values of an update by their numbers."""
 
 
 class Place(NamedTuple):
-    """Where a leaf lies.
+    """Where a leaf of an optimiser's state lies that lies as parameters do.
 
     Attributes:
       spec: the mesh axes that split it.
-      where: on the hosts and read by `SLICES`, part of a state of `jpipe.per_layer` (`RECORDS`), or on the `DEVICE`.
+      by_layer: whether it is part of a state of `jpipe.per_layer`, which replaces it in place.
     """
 
-    spec: PartitionSpec = PartitionSpec()
-    where: str = DEVICE
+    spec: PartitionSpec
+    by_layer: bool
 
 
 def updated(
@@ -61,14 +61,13 @@ def updated(
 ) -> tuple[StageTree, PyTree]:
     """Does an optimiser's update: (the new parameters, its new state)."""
 
-    def update(params: StageTree, opt_state: PyTree, grads: StageTree, loss: Leaf) -> tuple[StageTree, PyTree]:
+    def update(opt_state: PyTree, params: StageTree, grads: StageTree, loss: Leaf) -> tuple[PyTree, StageTree]:
         changes, new = update_with_loss(tx, grads, opt_state, params, loss)
-        return cast(StageTree, optax.apply_updates(params, changes)), new
+        return new, cast(StageTree, optax.apply_updates(params, changes))
 
-    if not state_is_on_hosts(params):
-        return update(params, opt_state, grads, loss)
-    places = [*_places_of(params), *_places_of(opt_state, params.layout), *_places_of(grads), Place()]
-    return _by_slices(update, params.layout, (params, opt_state, grads, loss), places, places)
+    run = partial(_by_slices, update, params.layout) if state_is_on_hosts(params) else update
+    new, params = run(opt_state, params, grads, loss)
+    return params, new
 
 
 def state_is_on_hosts(params: PyTree) -> bool:
@@ -76,12 +75,13 @@ def state_is_on_hosts(params: PyTree) -> bool:
     return isinstance(params, StageTree) and params.layout.state_on_hosts
 
 
-def initial(tx: optax.GradientTransformation, params: StageTree) -> PyTree:
-    """Makes the state of an optimiser for these parameters."""
+def initial(tx: optax.GradientTransformation, shardings: PyTree, params: StageTree) -> PyTree:
+    """Makes the state of an optimiser for these parameters, which is to lie as `shardings` say."""
     if not state_is_on_hosts(params):
         return tx.init(params)
-    places = _places_of(jax.eval_shape(tx.init, params), params.layout)
-    return _by_slices(tx.init, params.layout, (params,), _places_of(params), places, replaces=False)
+    room = lambda leaf, sharding: zeros_like(leaf.update(sharding=sharding)) if is_float(leaf) else leaf
+    rooms = jax.tree.map(room, jax.eval_shape(tx.init, params), shardings)
+    return _by_slices(lambda _, params: tx.init(params), params.layout, rooms, params)
 
 
 T = TypeVar("T")
@@ -102,201 +102,110 @@ def by_buffer(
     return jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
 
 
-def _places_of(tree: PyTree, params: Layout | None = None) -> list[Place]:
-    """Where each leaf of a tree lies, which is an optimiser's state for parameters of a layout, if one is given."""
+def _places_of(state: PyTree, params: Layout) -> list[Place | None]:
+    """Where each leaf of an optimiser's state for parameters of this layout lies; None on the devices, read whole."""
 
-    def of_leaf(layout: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> Place:
-        by_record = params not in (None, layout)
-        hosted = params is not None and may_go(leaf, buffer, by_layer=False)
-        return Place(buffer.sharding.spec, RECORDS if by_record else SLICES if hosted else DEVICE)
+    def of_leaf(layout: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> Place | None:
+        by_layer = layout != params
+        return Place(buffer.sharding.spec, by_layer) if by_layer or may_go(leaf, buffer, by_layer=False) else None
 
-    places = by_buffer(tree, of_leaf, lambda _: Place())
-    return jax.tree.leaves(places, is_leaf=lambda node: isinstance(node, Place))
+    places = by_buffer(state, of_leaf, lambda _: None)
+    return jax.tree.leaves(places, is_leaf=lambda node: node is None or isinstance(node, Place))
 
 
-def _by_slices(
-    function: Callable[..., PyTree],
-    layout: Layout,
-    arguments: tuple[PyTree, ...],
-    places: Sequence[Place],
-    results: Sequence[Place],
-    *,
-    replaces: bool = True,
-) -> PyTree:
-    """Calls a function of trees of whole arrays, some of which lie on the hosts.
+def _by_slices(function: Callable[..., PyTree], params: Layout, state: PyTree, *arguments: PyTree) -> PyTree:
+    """Calls a function of whole arrays.
 
     Args:
-      function: to be traced.
-      layout: of the parameters.
-      arguments: the trees.
-      places: where each of their leaves lies.
-      results: where each leaf of what it returns is to lie; leaves behind them are ignored.
-      replaces: the results take the places of the first arguments.
+      function: to be traced; its results take the places of its first arguments.
+      params: the layout of the parameters.
+      state: its first argument, of which arrays lie on the hosts.
+      arguments: the others.
     """
-    leaves, structure = jax.tree.flatten(arguments)
-    placed = zip(leaves, places, strict=True)
-    on_device = [_on_device(leaf) if place.where == SLICES else leaf for leaf, place in placed]
+    places, (leaves, structure) = _places_of(state, params), jax.tree.flatten((state, *arguments))
+    placed = zip_longest(leaves, places)
+    on_device = [leaf if place is None or place.by_layer else jax.eval_shape(to_device, leaf) for leaf, place in placed]
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, on_device))
-    whole = _Update(closed, leaves, places, layout)
-    into = whole.flat.arguments if replaces else (None,) * len(results)
-    wanted = list(zip(whole.flat.results, into, results, strict=False))
-    return jax.tree.unflatten(jax.tree.structure(shapes), whole.results(wanted))
+    update = _Update(flatten(closed, keeps=_is_program, selects=True), params.mesh, leaves, places)
+    return jax.tree.unflatten(jax.tree.structure(shapes), update.results())
 
 
-def _on_device(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of an array as if it lay on the device."""
-    sharding = jax.typeof(leaf).sharding
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if sharding.mesh.empty else sharding)
-
-
-class _Target(NamedTuple):
-    """A value that a loop over slices makes.
-
-    Attributes:
-      number: the value, or that which is added up.
-      into: the number of the array that it replaces; None for a new one.
-      on_host: whether a new one lies there.
-      sums: the equation that adds it up, if that is wanted: then the loop makes an array of the sums of all slices.
-    """
-
-    number: int
-    into: int | None = None
-    on_host: bool = False
-    sums: JaxprEqn | None = None
+def _is_program(equation: JaxprEqn) -> bool:
+    return equation.params.get("name") == PROGRAM
 
 
 class _Update:
     """Evaluates the equations of an update: some values whole, some only a slice at a time.
 
     Attributes:
-      flat: the jaxpr.
-      arrays: by number the values that lie somewhere as arrays: on the hosts, if they are in `sliced`.
+      values: what lies somewhere as arrays: on the hosts, if they are in `sliced`.
       sliced: the values that are on the device a slice at a time alone, each with the mesh axes that split it.
+      by_layer: those of them that are part of a state of `jpipe.per_layer`, which replaces it in place.
     """
 
-    def __init__(self, closed: ClosedJaxpr, leaves: Sequence[jax.Array], places: Sequence[Place], layout: Layout):
-        is_program = lambda equation: equation.params.get("name") == PROGRAM
-        self.flat = flatten(closed, keeps=is_program, selects=True)
-        self._layout, self._is_program = layout, is_program
-        self.arrays: dict[int, Leaf] = {**self.flat.constants, **dict(zip(self.flat.arguments, leaves, strict=True))}
-        placed = list(zip(self.flat.arguments, places, strict=True))
-        self.sliced = {number: place.spec for number, place in placed if place.where == SLICES}
-        # By state of `per_layer`, the one that it replaces; one that came in as an argument stands for itself.
-        self._replaced = {number: number for number, place in placed if place.where == RECORDS}
-        for equation in self.flat.equations:
+    def __init__(self, flat: FlatJaxpr, mesh: Mesh, leaves: Sequence[Leaf], places: Sequence[Place | None]):
+        self._flat, self._mesh = flat, mesh
+        self.values: Values = {**flat.constants, **dict(zip(flat.arguments, leaves, strict=True))}
+        placed = {n: place for n, place in zip(flat.arguments, places, strict=False) if place is not None}
+        self.sliced = {number: place.spec for number, place in placed.items()}
+        self.by_layer = {number for number, place in placed.items() if place.by_layer}
+        for equation in flat.equations:
             self._visit(equation)
 
-    def results(self, wanted: Sequence[tuple[int, int | None, Place]]) -> list[Leaf]:
-        """The arrays of some values: `(number, the argument that it replaces, where it is to lie)`."""
-        loops: dict[tuple[tuple[int, ...], PartitionSpec], dict[int, _Target]] = {}
-        for i, (number, into, place) in enumerate(wanted):
-            is_kept = number == into and number in self.arrays  # its array stays as it is
-            if (place.where == SLICES or number in self.sliced) and not is_kept:
-                key = self.flat.avals[number].shape, place.spec
-                loops.setdefault(key, {})[i] = _Target(number, into, place.where == SLICES)
-        made: dict[int, Leaf] = {}
+    def results(self) -> list[Leaf]:
+        """The arrays of all results, each in the place of an argument."""
+        loops: dict[tuple[Shape, PartitionSpec], dict[int, int]] = defaultdict(dict)
+        pairs = list(zip(self._flat.results, self._flat.arguments, strict=False))
+        for number, into in pairs:
+            is_there = number == into or (into in self.by_layer and number in self.values)
+            specs = [self.sliced[n] for n in (into, number) if n in self.sliced]
+            if specs and not is_there:
+                loops[self._flat.avals[number].shape, specs[0]][into] = number
+        made: Values = {}
         for (_, spec), targets in loops.items():
-            made |= zip(targets, self._loop(spec, list(targets.values())), strict=True)
-        return [made[i] if i in made else jnp.asarray(self.arrays[n]) for i, (n, _, _) in enumerate(wanted)]
+            made |= self._loop(spec, targets)
+        return [made[into] if into in made else jnp.asarray(self.values[number]) for number, into in pairs]
 
     def _visit(self, flat: FlatEquation) -> None:
-        """Computes an equation whole, if its operands are known; one that is elementwise waits until it is wanted."""
-        equation, specs = flat.equation, {self.sliced[n] for n in flat.reads if n in self.sliced}
-        name, shape = equation.primitive.name, self.flat.avals[flat.makes[0]].shape if flat.makes else ()
-        if self._is_program(equation):
-            for number in {*flat.reads} & {*self.sliced}:
-                (self.arrays[number],) = self._loop(self.sliced[number], [_Target(number)])
-                del self.sliced[number]
-            results = self._of_program(flat)
-        elif name == "select_n" and not self._replaced.keys().isdisjoint(flat.reads):
-            results = [self._of_records(flat)]
-        elif not specs:
-            results = carry_out(equation, [self.arrays[n] for n in flat.reads])
-        elif name in ELEMENTWISE:
-            (spec,) = specs  # all operands are split alike
-            self.sliced[flat.makes[0]] = spec
+        """Computes an equation of whole arrays; one that is elementwise and of slices waits until it is wanted."""
+        name, specs = flat.equation.primitive.name, {self.sliced[n] for n in flat.reads if n in self.sliced}
+        if specs and name in ELEMENTWISE:
+            (self.sliced[flat.makes[0]],) = specs  # all operands are split alike
             return
-        elif name in _SUMS and shape == ():
-            (operand,), (spec,) = flat.reads, specs
-            (sums,) = self._loop(spec, [_Target(operand, sums=equation)])
-            results = carry_out(equation, [sums], equation.params | {"axes": (0,)})
-        else:
-            raise ValueError(_REFUSED.format(name))
-        self.arrays |= zip(flat.makes, results, strict=True)
+        state = [n for n in flat.reads if n in self.by_layer and _is_program(flat.equation)]
+        is_there = lambda n: n not in self.sliced or n in state
+        sums = name in REDUCTIONS and self._flat.avals[flat.makes[0]].shape == ()
+        made = lambda n: self._loop(self.sliced[n], {-1: n}, flat.equation if sums else None)[-1]
+        operands = [self.values[n] if is_there(n) else made(n) for n in flat.reads]
+        self.values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
+        for new, old in zip(reversed(flat.makes), reversed(state), strict=False):  # `per_layer` gives its state last
+            self.sliced[new] = self.sliced[old]
+            self.by_layer.add(new)
 
-    def _of_program(self, flat: FlatEquation) -> list[jax.Array]:
-        """The results of `per_layer`, whose state is replaced in place: of a branch, only if that branch is taken."""
-        state = [n for n in flat.reads if n in self._replaced]
-        new = flat.makes[len(flat.makes) - len(state) :]
-        self._replaced |= zip(new, state, strict=True)
-        operands = {n: self.arrays[n] for n in flat.reads}
-        results = lambda operands: carry_out(flat.equation, [operands[n] for n in flat.reads])
-        run = lambda operands: dict(zip(flat.makes, results(operands), strict=True))
-        if not state or (is_taken := self._is_taken(new[0])) is None:
-            return list(run(operands).values())
-        kind = lambda n: (self.flat.avals[n].shape, self.flat.avals[n].dtype)
-        alike = {kind(n): operand for n, operand in operands.items() if n not in state}  # they lie as updates do
-        before = {n: jnp.zeros_like(alike[kind(n)]) for n in flat.makes if n not in new}
-        before |= {n: operands.pop(old) for n, old in zip(new, state, strict=True)}
+    def _loop(self, spec: PartitionSpec, targets: dict[int, int], sums: JaxprEqn | None = None) -> Values:
+        """Makes values by a loop over slices, on all devices.
 
-        def body(operands: dict[int, Leaf], before: dict[int, Leaf]) -> dict[int, Leaf]:
-            return run(operands | {old: before[n] for n, old in zip(new, state, strict=True)})
-
-        after = when(is_taken, operands, body, before)
-        return [after[n] for n in flat.makes]
-
-    def _is_taken(self, number: int) -> jax.Array | None:
-        """Whether a new state of `per_layer` is selected, and not that before; None if it always is."""
-        taken = None
-        for equation in self.flat.equations:
-            if equation.equation.primitive.name == "select_n" and number in equation.reads[1:]:
-                which, *choices = equation.reads
-                if which not in self.arrays or jnp.shape(self.arrays[which]) != ():
-                    raise ValueError(_REFUSED.format("a selection"))
-                here = self.arrays[which] == choices.index(number)
-                number, taken = equation.makes[0], here if taken is None else taken & here
-        return taken
-
-    def _of_records(self, flat: FlatEquation) -> jax.Array:
-        """A selection between two states of `per_layer`: the new one, which is the old one where it isn't taken."""
-        _, *choices = flat.reads
-        new = next((n for n in choices if self._replaced.get(n, n) != n), None)
-        if new is None or {*choices} != {new, self._replaced[new]}:
-            raise ValueError(_REFUSED.format("a selection"))
-        self._replaced[flat.makes[0]] = self._replaced[new]
-        return self.arrays[new]
-
-    # --- loops ---
-
-    def _needed(self, numbers: Sequence[int]) -> tuple[list[FlatEquation], list[int]]:
-        """(The elementwise equations that some values follow from, the values that these begin with)."""
-        todo, indices, roots = list(numbers), set[int](), dict[int, None]()
-        while todo:
-            number = todo.pop()
-            i = self.flat.made_by.get(number)
-            if i is not None and self.flat.avals[number].shape and self._is_elementwise(self.flat.equations[i]):
-                todo += [] if i in indices else self.flat.equations[i].reads
-                indices.add(i)
-            elif number not in self.flat.constants or self.flat.avals[number].shape:
-                roots[number] = None
-        return [self.flat.equations[i] for i in sorted(indices)], list(roots)
-
-    def _is_elementwise(self, flat: FlatEquation) -> bool:
-        name = flat.equation.primitive.name
-        return name in ELEMENTWISE or (name == "broadcast_in_dim" and self.flat.avals[flat.reads[0]].shape == ())
-
-    def _loop(self, spec: PartitionSpec, targets: list[_Target]) -> list[jax.Array]:
-        """Makes values by a loop over slices, on all devices: of each target the array, or the sum."""
-        equations, roots = self._needed([target.number for target in targets])
-        mesh = self._layout.mesh
-        written = {target.into for target in targets} - {None}
-        arrays = {n: self.arrays[n] for n in {*roots, *written}}
-        hosted = frozenset(self.arrays.keys() & self.sliced.keys())
-        program = _Loop(self.flat, equations, targets, hosted, NamedSharding(mesh, spec))
+        Args:
+          spec: the mesh axes that split them.
+          targets: the number of the array that is replaced -> that of its new value; a new array where there is none.
+          sums: adds a value up: then the new array holds the sums of slices.
+        """
+        equations, reads = self._followed(targets.values())
+        arrays = {n: self.values[n] for n in {*reads, *targets} if n in self.values}
+        loop = _Loop(self._flat, self._mesh, equations, targets, reads, reads & self.sliced.keys(), sums)
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
-        names = tuple(name for entry in spec for name in names_in(entry))
-        results = [PartitionSpec(names) if target.sums else spec for target in targets]
-        return on_stages(program.run, mesh, (specs,), results)(arrays)
+        return on_stages(loop.run, self._mesh, (specs,), dict.fromkeys(targets, spec))(arrays)
+
+    def _followed(self, numbers: Iterable[int]) -> tuple[list[FlatEquation], set[int]]:
+        """(The elementwise equations that some values follow from, the values that these begin with)."""
+        avals, reads, equations = self._flat.avals, {*numbers}, []
+        for flat in reversed(self._flat.equations):
+            name, shapes = flat.equation.primitive.name, [avals[n].shape for n in (*flat.makes, *flat.reads)]
+            spreads = name == "broadcast_in_dim" and shapes[1] == ()
+            if not reads.isdisjoint(flat.makes) and shapes[0] and (name in ELEMENTWISE or spreads):
+                reads = reads.difference(flat.makes).union(flat.reads)
+                equations.insert(0, flat)
+        return equations, {n for n in reads if avals[n].shape or n not in self._flat.constants}
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,86 +214,65 @@ class _Loop:
 
     Attributes:
       flat: the jaxpr.
+      mesh: the devices.
       equations: elementwise, in order.
-      targets: the values that are made.
-      hosted: the numbers of the arrays that lie on the hosts.
-      sharding: of the buffers.
+      targets, sums: as of `_Update._loop`.
+      reads: the arrays and scalars that are read.
+      hosted: those of them on the hosts.
     """
 
     flat: FlatJaxpr
+    mesh: Mesh
     equations: list[FlatEquation]
-    targets: list[_Target]
-    hosted: frozenset[int]
-    sharding: NamedSharding
+    targets: dict[int, int]
+    reads: set[int]
+    hosted: set[int]
+    sums: JaxprEqn | None
 
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return self.sharding.shard_shape(self.flat.avals[self.targets[0].number].shape)
+    def run(self, arrays: Values) -> Values:
+        """One device's part: its arrays and scalars -> of each target its part."""
+        dtypes = {key: self.flat.avals[number].dtype for key, number in self.targets.items()}
+        shape = next(array.shape for array in arrays.values() if array.ndim)
+        view, size = slices_of(shape, max(dtype.itemsize for dtype in dtypes.values()), self.mesh)
+        pairs, rest = divmod(view[1], 2 * size)
+        arrays = {n: array.reshape(view) if array.ndim else array for n, array in arrays.items()}
+        summed = (1, 2 * pairs + (rest > 0), *(1 for _ in shape[2:]))
+        begun, made = (summed, summed) if self.sums else (view, shape)
+        arrays = {key: jax.lax.empty(begun, dtype) for key, dtype in dtypes.items()} | arrays
+        carry = {n: arrays.pop(n) for n in self.hosted | {*self.targets}}
+        slices = lambda indices, rows, *arrays: self._slices(indices, size, (1, rows, *view[2:]), *arrays)
+        carry = each(0, pairs, arrays, lambda i, *arrays: slices([2 * i, 2 * i + 1], size, *arrays), carry)
+        carry = slices([2 * pairs] * (rest > 0), rest, arrays, carry)
+        return {key: carry[key].reshape(made) for key in self.targets}
 
-    @property
-    def _host_slices(self) -> HostSlices:
-        return HostSlices.of(self._shape, max(self.flat.avals[target.number].dtype.itemsize for target in self.targets))
-
-    @property
-    def _keys(self) -> list[int]:
-        """The number of the array that each target replaces; a negative one if there is none."""
-        return [-1 - j if target.into is None else target.into for j, target in enumerate(self.targets)]
-
-    def run(self, arrays: _Arrays) -> list[jax.Array]:
-        """One device's part: its arrays and scalars -> of each target its part, or the sums of its slices."""
-        slices, keys, before = self._host_slices, self._keys, 0
-        arrays = {n: array.reshape(slices.view) if array.ndim else array for n, array in arrays.items()}
-        read = [n for n in arrays if n in self.hosted and n not in keys]
-        begun = {key: self._begin(target, arrays) for key, target in zip(keys, self.targets, strict=True)}
-        carry = {n: arrays[n] for n in read} | begun
-        fixed = {n: array for n, array in arrays.items() if n not in carry}
-        for count, shape, at in slices.parts:
-            place = lambda i, at=at, before=before: ((before + i,), at(i))
-
-            def two(i: Index, fixed: _Arrays, carry: _Arrays, shape: Shape = shape, place: _Place = place) -> _Arrays:
-                return self._slices([place(2 * i), place(2 * i + 1)], shape, fixed, carry)
-
-            carry = each(0, count // 2, fixed, two, carry)
-            carry = self._slices([place(count - 1)] * (count % 2), shape, fixed, carry)
-            before += count
-        pairs = zip(keys, self.targets, strict=True)
-        return [carry[key] if target.sums else carry[key].reshape(self._shape) for key, target in pairs]
-
-    def _begin(self, target: _Target, arrays: _Arrays) -> jax.Array:
-        """Returns the array in which a target is made."""
-        if target.into is not None:
-            return arrays[target.into]
-        shape = (sum(count for count, *_ in self._host_slices.parts),) if target.sums else self._host_slices.view
-        array = jax.lax.empty(shape, self.flat.avals[target.number].dtype)
-        return to_host(array) if target.on_host and is_apart(self.sharding.mesh) else array
-
-    def _slices(self, places: list[_Slice], shape: Shape, fixed: _Arrays, carry: _Arrays) -> _Arrays:
-        """Makes slices of all targets, one place after the other; what lies on the host comes first."""
+    def _slices(self, indices: list[Index], size: int, shape: Shape, fixed: Values, carry: Values) -> Values:
+        """Makes slices of all targets, one after the other; what lies on the host comes first."""
         arrays = fixed | carry
-        lying = lambda array: in_order(array, self._host_slices.order)
-        arrived = [{n: lying(take_slice(arrays[n], at, shape)) for n in arrays if n in self.hosted} for _, at in places]
-        for k, (index, at) in enumerate(places):
-            values = self._values(arrays, arrived[k], at, shape)
-            new = [values[target.number] for target in self.targets]
+        # In this order a slice is one piece of memory. Where the last dimension would be padded to `LANES`, a compiler
+        # has another one innermost, and is left to.
+        lying = lambda array: in_order(array, None if shape[-1] % LANES else (*range(len(shape)),))
+        arrived = [{n: lying(take_slice(arrays[n], (0, i * size), shape)) for n in self.hosted} for i in indices]
+        for k, i in enumerate(indices):
+            values = self._values(arrays, arrived[k], i * size, shape)
+            new = {key: values[number] for key, number in self.targets.items()}
             # Of one array all slices are read before one is written: else a GPU's compiler copies it whole. And numbers
             # are each slice's own: else a compiler may multiply by a reciprocal that two divisions have in common.
             tied = {n: array for n, array in arrays.items() if n in self.hosted or not array.ndim}
             tied, arrived[k + 1 :], new = jax.lax.optimization_barrier((tied, arrived[k + 1 :], new))
             arrays |= tied
-            for key, target, value in zip(self._keys, self.targets, new, strict=True):
-                value = lying(value) if target.on_host else value
-                if target.sums:
-                    params = target.sums.params | {"axes": (*range(value.ndim),)}
-                    (value,) = carry_out(target.sums, [value], params)
-                arrays[key] = put_slice(arrays[key], *((value[None], index) if target.sums else (value, at)))
+            for key, value in new.items():
+                if self.sums:
+                    (value,) = carry_out(self.sums, [value], self.sums.params | {"axes": (*range(len(shape)),)})
+                    value = value.reshape((1,) * arrays[key].ndim)
+                value = lying(value) if is_on_host(arrays[key]) else value
+                arrays[key] = put_slice(arrays[key], value, (0, i if self.sums else i * size))
         return {n: arrays[n] for n in carry}
 
-    def _values(self, arrays: _Arrays, arrived: _Arrays, at: tuple[Index, ...], shape: Shape) -> dict[int, Leaf]:
+    def _values(self, arrays: Values, arrived: Values, start: Index, shape: Shape) -> Values:
         """The values of one slice."""
-        values: dict[int, Leaf] = {**self.flat.constants, **arrived}
-        for n, array in arrays.items():
-            if n not in arrived and n >= 0:
-                values[n] = take_slice(array, at, shape) if array.ndim else array
+        values = self.flat.constants | arrived
+        for n in self.reads - arrived.keys():
+            values[n] = take_slice(arrays[n], (0, start), shape) if arrays[n].ndim else arrays[n]
         for flat in self.equations:
             operands = [values[n] for n in flat.reads]
             if flat.equation.primitive.name == "broadcast_in_dim":
@@ -392,12 +280,3 @@ class _Loop:
             else:
                 values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
         return values
-
-
-_SUMS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
-"""Sums of whole arrays: sums of what slices give, too."""
-_REFUSED = (
-    'offload="optimizer" takes transformations that work element by element, besides sums over whole arrays, but {!r} '
-    "reads the state of tx; if that part of tx may look at one layer at a time, wrap it in jpipe.per_layer(...) "
-    '(MultiSteps inside it, apply_if_finite outside), else leave "optimizer" out of offload='
-)

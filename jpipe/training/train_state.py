@@ -67,9 +67,6 @@ def abstract_state(
     """
     params = variables["params"]
     opt_state = checked_opt_state(tx, params, loss)
-    if params.layout.state_on_hosts:  # what can't be done slice by slice is refused
-        with jax.numpy_dtype_promotion("standard"):  # dtypes aren't checked
-            jax.eval_shape(partial(updated, tx), params, opt_state, params, loss)
     shardings = state_shardings(opt_state, params, on_hosts=params.layout.state_on_hosts)
     everywhere = NamedSharding(variables["params"].layout.mesh, PartitionSpec())
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -79,7 +76,7 @@ def abstract_state(
 
 def make_opt_state(tx: optax.GradientTransformation, params: StageTree, shardings: PyTree) -> PyTree:
     """Makes an optimiser's state for these parameters, which lies as `shardings` say."""
-    return jax.jit(partial(initial, tx), out_shardings=shardings)(params)
+    return jax.jit(partial(initial, tx, shardings), out_shardings=shardings)(params)
 
 
 def state_to_place(

@@ -1069,7 +1069,6 @@ ELSEWHERE = {
     "Say which are logits: pipe.generate(..., logits=lambda outputs: outputs[0])": "execution/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "end_to_end/test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "tools/test_profile.py",
-    "if that part of tx may look at one layer at a time, wrap it in jpipe.per_layer(...)": "training/test_by_slices.py",
     "move it: state = pipe.place_state(state, tx)": "training/test_by_slices.py",
     "x = jpipe.cut(x)": "end_to_end/test_whole_models.py",
     "pipe.communication(batch) lists them": "tools/test_communication.py",

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from cases import assert_equal, model, params_of, pipeline
 from jpipe.memory import layout
-from jpipe.memory.layout import HostSlices, ScatteredLeaf, StageTree
+from jpipe.memory.layout import ScatteredLeaf, StageTree, slices_of, zeros_on_host
 
 
 def leaf(*shape, dtype="float32"):
@@ -46,31 +46,36 @@ def small_slices(monkeypatch):
     monkeypatch.setattr(layout, "SLICE_BYTES", 600)
 
 
-def test_host_slices():
-    slices = HostSlices.of((1, 4, 96, 50), 4)  # rows of 200 bytes, runs of whole tiles
-    assert (slices.view, slices.dim, slices.run) == ((384, 50), 0, 32)
-    assert [(count, shape) for count, shape, _ in slices.parts] == [(12, (32, 50))]
-    slices = HostSlices.of((1, 5000), 4)
-    assert [(count, shape, at(count - 1)) for count, shape, at in slices.parts] == [
-        (4, (1, 1024), (0, 3072)),
-        (1, (1, 904), (0, 4096)),
-    ]
-    assert HostSlices.of((1, 4, 31, 50), 4).run == 1  # rows that fill no tiles aren't merged: an entry at a time
+UNKNOWN = AbstractMesh((1,), ("stage",))
+"""Devices that may be a TPU's."""
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 96, 50), (1, 5000), (1, 4, 31, 50), (3, 40), (1, 1, 70, 9), (2, 3, 5, 33, 7)])
-def test_slices_are_the_array(shape):
-    slices = HostSlices.of(shape, 4)
-    array = np.arange(np.prod(shape)).reshape(slices.view)
-    found = np.full_like(array, -1)
-    for count, part, at in slices.parts:
-        for i in range(count):
-            begin = (*at(i), *(0 for _ in part[len(at(i)) :]))
-            where = tuple(slice(start, start + size) for start, size in zip(begin, part, strict=True))
-            assert found[where].shape == part
-            assert (found[where] == -1).all(), "two slices overlap"
-            found[where] = array[where]
-    np.testing.assert_array_equal(found, array)
+@pytest.mark.parametrize(
+    ("shape", "is_known", "view", "size"),
+    [
+        ((1, 4, 96, 128), False, (1, 384, 128), 32),  # rows of 512 bytes, whole tiles of them
+        ((1, 4, 96, 50), False, (1, 4, 96, 50), 1),  # another dimension is innermost there, which rows would cut
+        ((1, 4, 96, 50), True, (1, 384, 50), 128),
+        ((1, 1, 31, 128), False, (1, 1, 31, 128), 1),  # rows that fill no tiles
+        ((1, 1, 384, 50), False, (1, 384, 50), 128),
+        ((1, 40, 2, 4), False, (1, 40, 2, 4), 18),  # entries of 32 bytes
+        ((1, 5, 3, 2, 32, 128), False, (1, 5 * 3 * 2 * 32, 128), 32),
+        ((1, 5000), False, (1, 1, 5000), 1),
+        ((1, 5000), True, (1, 5000), 128),
+        ((1, 5120), False, (1, 5120), 128),
+        ((1, 128), False, (1, 128), 128),
+    ],
+)
+def test_slices(make_mesh, shape, is_known, view, size):
+    assert slices_of(shape, 4, make_mesh((1,)) if is_known else UNKNOWN) == (view, size)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 96, 128), (1, 5000), (1, 40, 2, 4)])
+def test_zeros_on_the_host_are_whole(shape, monkeypatch):
+    """Slices and what is left over are written over what was there."""
+    monkeypatch.setattr(layout, "to_host", lambda array: array)
+    monkeypatch.setattr(jax.lax, "empty", jnp.ones)
+    assert_equal(zeros_on_host(shape, np.dtype("float32"), UNKNOWN), np.zeros(shape, np.float32))
 
 
 @pytest.fixture(scope="module")
