@@ -373,8 +373,7 @@ def _pieces_in_decode_mode(model: CutModel, read: Read, tokens: jax.ShapeDtypeSt
         if piece.data:
             raise ValueError(
                 f"generate: the piece {model.names[index]} of {model.whole.layer.name} reads the tokens in decode "
-                "mode, but they are on the first stage only: leave out there what is made of them, such as a mask of "
-                "padding"
+                "mode; only the first may: leave out there what is made of them, such as a mask of padding"
             )
     return model.as_layers(pieces, pieces, outputs, 1, (CACHE,))
 
@@ -384,10 +383,10 @@ def _numbers(training: WholeModel, decoder: WholeModel) -> list[int]:
     named = lambda whole: list(zip(whole.collections, whole.paths, strict=True))
     by_name = {name: i for i, name in enumerate(named(decoder)) if name[0] != CACHE}
     if [*by_name] != named(training):
-        without = {name: tree for name, tree in decoder.unboxed.items() if name != CACHE}
+        own = describe({name: tree for name, tree in decoder.unboxed.items() if name != CACHE})
         raise ValueError(
-            f"{training.layer.name} has {describe(without)} in decode mode and {describe(training.unboxed)} in "
-            "training, so that it can't take over what was trained"
+            f"{training.layer.name} has {own} in decode mode and {describe(training.unboxed)} in training; give it the "
+            "same in both"
         )
     return list(by_name.values())
 
@@ -404,8 +403,7 @@ def _trace_again(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> t
     except NoSuchPlace as error:
         raise ValueError(
             f"generate: {model.whole.layer.name} does in decode mode other things than in training behind the piece "
-            f"{model.names[error.args[0]]}: no place there bears arrays of the same dtypes behind the same parameters; "
-            "mark places that both have by x = jpipe.cut(x)"
+            f"{model.names[error.args[0]]}; mark places that both have by x = jpipe.cut(x)"
         ) from None
 
 
@@ -428,8 +426,7 @@ def _caches(model: CutModel, traced: Traced, places: Sequence[int]) -> list[list
             if users.setdefault(part, index) != index:
                 raise ValueError(
                     f"generate: {whole.layer.name} uses its cache {'/'.join(whole.paths[part.leaf])} in the pieces "
-                    f"{model.names[users[part]]} and {model.names[index]}, which may lie on two stages; give each "
-                    "block a cache of its own"
+                    f"{model.names[users[part]]} and {model.names[index]}; give each block a cache of its own"
                 )
     shapes = [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
     first = next((i for i, tied in enumerate(cutting.tied) if tied is None), 0)

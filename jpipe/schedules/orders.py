@@ -263,10 +263,7 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     counts = [math.inf if limit is None else integer_or_none(limit) for limit in limits]
     most = [count for count in counts if count is not None and count >= 0]
     if not len(most) == len(limits) == num_stages:
-        raise ValueError(
-            f"most_waiting={most_waiting!r} must be one number, or one for each of {num_stages} stages, whole and at "
-            "least 0; leave it out for as many as come"
-        )
+        raise ValueError(f"most_waiting={most_waiting!r} must be one or {num_stages} numbers, whole and at least 0")
     waits = [deque[Action]() for _ in range(num_stages)]
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
     in_a_ring = schedule.num_chunks > 1 and schedule.style == "loop"
