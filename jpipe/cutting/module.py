@@ -171,7 +171,7 @@ def piece_names(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: 
     weights = [[sizes[part.leaf] for part in parts] for parts in pieces]
     names = [_name(list(zip(*pair, strict=True)), everything) for pair in zip(own, weights, strict=True)]
     for i, name in enumerate(names):
-        names[i] = name or (f"behind {names[i - 1]}" if i else "start")
+        names[i] = name or (f"behind {names[i - 1].removeprefix('behind ')}" if i else "start")
     return names
 
 

@@ -33,6 +33,8 @@ class Cutting:
       before: for each place, the variables that are used before it, of those in `told_by`.
       kinds: for each place, the dimensions and dtypes of what crosses it (`Traced.kinds`).
       following: for each place, how many of those like it follow behind the same variables.
+      marks: for each place, which of the user's marks it is, if it is one that both modes have; else None.
+      num_marks: how many there are.
       parts: for each piece, the variables that it has.
       tied: for each piece, the index of the first one with the same ones, if there are several; else None.
       ties: the variables that several pieces have.
@@ -42,6 +44,8 @@ class Cutting:
     before: tuple[Before, ...]
     kinds: tuple[object, ...]
     following: tuple[int, ...]
+    marks: tuple[int | None, ...]
+    num_marks: int
     parts: tuple[tuple[Part, ...], ...]
     tied: tuple[int | None, ...]
     ties: frozenset[Part]
@@ -131,8 +135,12 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
         both = any(split <= training.split[p] for split in there.get(here[p], ()))
         return training.is_inside_of_state(p) or not training.crossing[p] or not both
 
+    marks = training.marked if len(training.marked) == len(evaluation.marked) else []
+
     def places_at(of: Traced) -> list[int]:
-        return _told_apart(training, _with_ties_alone(training, find_places(of, wanted, is_no_place), sizes), told_by)
+        return _told_apart(
+            training, marks, _with_ties_alone(training, find_places(of, wanted, is_no_place), sizes), told_by
+        )
 
     places = places_at(training)
     if len(places) + 1 < wanted:
@@ -147,7 +155,8 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     by_used = _places_by_used(training, told_by, ties)
     alike = [by_used[key] for key in zip(before, kinds, strict=True)]
     following = [len(own) - 1 - own.index(place) for own, place in zip(alike, places, strict=True)]
-    cutting = Cutting(before, kinds, tuple(following), (), (), ties, told_by)
+    which = tuple(marks.index(place) if place in marks else None for place in places)
+    cutting = Cutting(before, kinds, tuple(following), which, len(marks), (), (), ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
     both = [own | evaluation.used(*pair) for own, pair in zip(used, pairwise(again), strict=True)]
     parts = _with_all_of_ties(both, sizes)
@@ -170,11 +179,12 @@ def _described_places(traced: Traced, told_by: Collection[Part]) -> list[object]
     return [(before, tuple(traced.shapes(p))) for p, before in enumerate(_used_before(traced, told_by, ()))]
 
 
-def _told_apart(traced: Traced, places: Sequence[int], told_by: Collection[Part]) -> list[int]:
-    """The places without those that no variable lies between: of such, the one that the fewest bytes cross."""
+def _told_apart(traced: Traced, marks: Collection[int], places: Sequence[int], told_by: Collection[Part]) -> list[int]:
+    """The places without those that no variable lies between: of such the marks, or that of the fewest bytes."""
     uses = [0, *accumulate(int(not frozenset(told_by).isdisjoint(parts)) for parts in traced.parts_used)]
     groups = [list(group) for _, group in groupby(places, lambda p: uses[p])]
-    return [min(group, key=lambda p: traced.bytes[p]) for group in groups]
+    chosen = ([p for p in group if p in marks] or [min(group, key=lambda p: traced.bytes[p])] for group in groups)
+    return [p for group in chosen for p in group]
 
 
 def unused_parts(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> set[Part]:
@@ -259,15 +269,18 @@ def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[
       NoSuchPlace: a place has no counterpart.
     """
     by_used = _places_by_used(traced, cutting.told_by, cutting.ties)
-    places = [0]
+    places, has_marks = [0], len(traced.marked) == cutting.num_marks
     for index, used in enumerate(cutting.before):
-        candidates = [p for p in by_used.get((used, cutting.kinds[index]), ()) if p > places[-1]]
+        candidates, following = by_used.get((used, cutting.kinds[index]), []), cutting.following[index]
+        if has_marks and (mark := cutting.marks[index]) is not None:
+            candidates, following = [traced.marked[mark]], 0
+        candidates = [p for p in candidates if p > places[-1]]
         if like is not None:
             wanted = like[0].shapes(like[1][index])
             candidates = [p for p in candidates if traced.shapes(p) == wanted]
         if not candidates:
             raise NoSuchPlace(index)
-        places.append(candidates[max(-1 - cutting.following[index], -len(candidates))])
+        places.append(candidates[max(-1 - following, -len(candidates))])
     return places[1:]
 
 

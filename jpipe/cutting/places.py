@@ -106,10 +106,14 @@ class Traced:
 
     @cached_property
     def marked(self) -> list[int]:
-        """The places that the user marked by `jpipe.cut`."""
-        equations = self.straight.flat.equations
-        names = [equations[i].equation for i in self.straight.main]
-        return [p + 1 for p, e in enumerate(names) if e.primitive.name == "name" and e.params["name"] == CUT]
+        """The places that the user marked by `jpipe.cut`; of values that are marked together, behind the last."""
+        marks, made = list[int](), set[int]()
+        for p, i in enumerate(self.straight.main):
+            one = self.straight.flat.equations[i]
+            if one.equation.primitive.name == "name" and one.equation.params["name"] == CUT:
+                together = marks[-1:] == [p] and made.isdisjoint(one.reads)
+                marks, made = [*marks[: len(marks) - together], p + 1], {*one.makes, *(made if together else ())}
+        return marks
 
     # --- variables ---
 

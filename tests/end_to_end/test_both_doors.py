@@ -68,7 +68,7 @@ def test_loss_and_gradients_are_the_models_by_both_doors(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["linen", pytest.param("alternating", marks=pytest.mark.slow), pytest.param("plain", marks=pytest.mark.slow)],
+    ["linen", "nn.Sequential", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alternating", "plain"))],
 )
 def test_both_doors_lead_to_one_program(kind):
     """The same groups, cuts and operations, but for random keys, which follow from a layer's index or don't."""
