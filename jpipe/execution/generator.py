@@ -215,6 +215,7 @@ class Generator:
         self._planner = planner
         self._logits: dict[Hashable, PickLogits] = {}
         self.decoding = cache(self._decoding)
+        # A `partial` is a function of its own, so that `clear_cache` drops what this pipeline compiled alone.
         self.program = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
 
     def clear_cache(self) -> None:

@@ -316,7 +316,7 @@ def predict_host_memory(
 
 
 def ledger(
-    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None, chip: Chip | None
 ) -> tuple[Parts[int], Parts[int]]:
     """All bytes of a training step: those of `predict_memory`, and those of `predict_host_memory`."""
     chip = chip or chip_of(planner.request.mesh.devices.flat[0]) or UNKNOWN

@@ -45,7 +45,7 @@ Values = dict[int, Leaf]
 
 
 class Place(NamedTuple):
-    """Where a leaf of an optimiser's state lies that lies as parameters do.
+    """The place of a leaf of an optimiser's state that is laid out as the parameters are.
 
     Attributes:
       spec: the mesh axes that split it.
@@ -103,7 +103,7 @@ def by_buffer(
 
 
 def _places_of(state: PyTree, params: Layout) -> list[Place | None]:
-    """Where each leaf of an optimiser's state for parameters of this layout lies; None on the devices, read whole."""
+    """The place of each leaf of an optimiser's state for parameters of this layout; None for one that is read whole."""
 
     def of_leaf(layout: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> Place | None:
         by_layer = layout != params
@@ -114,7 +114,7 @@ def _places_of(state: PyTree, params: Layout) -> list[Place | None]:
 
 
 def _by_slices(function: Callable[..., PyTree], params: Layout, state: PyTree, *arguments: PyTree) -> PyTree:
-    """Calls a function of whole arrays.
+    """Calls a function of whole arrays, of which those on the hosts are only there a slice at a time.
 
     Args:
       function: to be traced; its results take the places of its first arguments.

@@ -432,9 +432,7 @@ def test_state_that_stays_on_one_stage():
     batch = np.random.default_rng(2).normal(size=(8, 6)).astype(np.float32)
     options = {"num_stages": 2, "num_microbatches": 2, "merge": {"batch_stats": "mean"}}  # norms used several times
     make = lambda model: jpipe.Pipeline(model, lambda y, _: jnp.mean(y**2), **options)
-    text = (
-        r"changes the state .*BatchNorm_0/mean, .*/var in between; mark .* jpipe\.cut.* or give each place a module"
-    )
+    text = r"changes the state .*BatchNorm_0/mean, .*/var in between; mark .* jpipe\.cut.* or give each place a module"
     with pytest.raises(ValueError, match=text):
         make(LoopedNorms()).init(jax.random.key(0), batch)
     normed = jpipe.Shared(Normed())
