@@ -34,7 +34,7 @@ class Cutting:
       kinds: for each place, the dimensions and dtypes of what crosses it (`Traced.kinds`).
       following: for each place, how many of those like it follow behind the same variables.
       parts: for each piece, the variables that it has.
-      tied: for each piece, the index of the first one with the same ones, if there are several; else None.
+      tied: for each piece, the index of the first piece with the same variables, if several have them; else None.
       ties: the variables that several pieces have.
       told_by: the variables that both training and evaluation use, by which places are known.
     """
@@ -171,7 +171,7 @@ def _described_places(traced: Traced, told_by: Collection[Part]) -> list[object]
 
 
 def _told_apart(traced: Traced, places: Sequence[int], told_by: Collection[Part]) -> list[int]:
-    """The places without those that no variable lies between: of such, the one that the fewest bytes cross."""
+    """The places, with only one of those that no variable lies between: the one that the fewest bytes cross."""
     uses = [0, *accumulate(int(not frozenset(told_by).isdisjoint(parts)) for parts in traced.parts_used)]
     groups = [list(group) for _, group in groupby(places, lambda p: uses[p])]
     return [min(group, key=lambda p: traced.bytes[p]) for group in groups]

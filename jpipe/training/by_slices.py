@@ -138,7 +138,7 @@ class _Update:
     """Evaluates the equations of an update: some values whole, some only a slice at a time.
 
     Attributes:
-      values: what lies somewhere as arrays: on the hosts, if they are in `sliced`.
+      values: the values that are arrays somewhere; those that are in `sliced` too lie on the hosts.
       sliced: the values that are on the device a slice at a time alone, each with the mesh axes that split it.
       by_layer: those of them that are part of a state of `jpipe.per_layer`, which replaces it in place.
     """
@@ -188,7 +188,7 @@ class _Update:
         Args:
           spec: the mesh axes that split them.
           targets: the number of the array that is replaced -> that of its new value; a new array where there is none.
-          sums: adds a value up: then the new array holds the sums of slices.
+          sums: the reduction that adds a value up; the new array then holds the sums of slices.
         """
         equations, reads = self._followed(targets.values())
         arrays = {n: self.values[n] for n in {*reads, *targets} if n in self.values}
@@ -230,7 +230,7 @@ class _Loop:
     sums: JaxprEqn | None
 
     def run(self, arrays: Values) -> Values:
-        """One device's part: its arrays and scalars -> of each target its part."""
+        """Runs the loop on one device: its parts of arrays, and scalars -> its part of each target."""
         dtypes = {key: self.flat.avals[number].dtype for key, number in self.targets.items()}
         shape = next(array.shape for array in arrays.values() if array.ndim)
         view, size = slices_of(shape, max(dtype.itemsize for dtype in dtypes.values()), self.mesh)
