@@ -336,10 +336,10 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:8]
 
 
-def _shortened(value: object, most: int = 200) -> str:
+def _shortened(value: object) -> str:
     """A value in words; the middle of long ones is left out, but told apart by a digest."""
     text = str(value)
-    return text if len(text) <= most else f"{text[: most // 2]}... ({_digest(text.encode())})"
+    return text if len(text) <= 200 else f"{text[:100]}... ({_digest(text.encode())})"
 
 
 # --- comparing facts --------------------------------------------------------------------------------------------------

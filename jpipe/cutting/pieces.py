@@ -36,7 +36,7 @@ class Cutting:
       marks: for each place, which of the user's marks it is, if it is one that both modes have; else None.
       num_marks: how many there are.
       parts: for each piece, the variables that it has.
-      tied: for each piece, the index of the first one with the same ones, if there are several; else None.
+      tied: for each piece, the index of the first piece with the same variables, if several have them; else None.
       ties: the variables that several pieces have.
       told_by: the variables that both training and evaluation use, by which places are known.
     """
@@ -180,7 +180,7 @@ def _described_places(traced: Traced, told_by: Collection[Part]) -> list[object]
 
 
 def _told_apart(traced: Traced, marks: Collection[int], places: Sequence[int], told_by: Collection[Part]) -> list[int]:
-    """The places without those that no variable lies between: of such the marks, or that of the fewest bytes."""
+    """The places, with only some of those that no variable lies between: the marks, or the one of the fewest bytes."""
     uses = [0, *accumulate(int(not frozenset(told_by).isdisjoint(parts)) for parts in traced.parts_used)]
     groups = [list(group) for _, group in groupby(places, lambda p: uses[p])]
     chosen = ([p for p in group if p in marks] or [min(group, key=lambda p: traced.bytes[p])] for group in groups)

@@ -11,7 +11,7 @@ for K=3, one chunk a stage, and a prompt of two tokens, both "p", to which three
     stage 2    .    .   0.p  1.p  2.p  0.p  1.p  2.p  0.3      tick 5, the second p of micro-batch 0, gives its token 3
 
 A layer's cache stays on its stage, with a row for each micro-batch. Where layers take several tokens of a prompt at a
-time (prefill), these go round first, as one "token" here; then the first that is said is a prompt of one token.
+time (prefill), these go round first, as one "token" here; the token that follows them is then a prompt of one token.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Round:
 
     Attributes:
       stage: the device, in a step in which layers take T tokens at a time.
-      decoding: how the layers decode. `stage.batch` has all prompts, their indices `[K, b]` among all, and temperatures
-        `[K, b]`, of samples; None takes the likeliest.
+      decoding: how the layers decode. `stage.batch` is (all prompts, their indices `[K, b]`, the temperatures `[K, b]`
+        by which tokens are drawn; None takes the likeliest).
       prompts: `[K, b, S]`, those that go round.
       num_tokens: to add to each of them.
       start: the place of their first token in its sequence.
@@ -215,6 +215,7 @@ class Generator:
         self._planner = planner
         self._logits: dict[Hashable, PickLogits] = {}
         self.decoding = cache(self._decoding)
+        # A `partial` is a function of its own, so that `clear_cache` drops what this pipeline compiled alone.
         self.program = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
 
     def clear_cache(self) -> None:

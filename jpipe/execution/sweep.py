@@ -29,7 +29,7 @@ class Job(NamedTuple):
       counts: False if the stage idles, and only computes along (`jpipe.planning.layer_loops`), or doesn't have the
         layer. Then nothing is added to sums, and what is kept is written to a free row.
       virtual_stage: whose layers an action runs.
-      g, position: which layer, in the job of one: the group, and the position in it.
+      g, position: in the job of one layer, its group and its position there.
     """
 
     microbatch: Index
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
     @property
     def layer(self) -> tuple[int, Index]:
-        """(its group, its position there)."""
+        """(The layer's group, its position there)."""
         return self.g, self.position
 
     def chosen(self, new: T, old: T) -> T:

@@ -117,8 +117,8 @@ def flatten(
     *,
     calls: Collection[str] = CALLS,
     is_body: bool = False,
-    unrolls: Callable[[JaxprEqn], bool] = lambda equation: False,
-    keeps: Callable[[JaxprEqn], bool] = lambda equation: False,
+    unrolls: Whether = lambda equation: False,
+    keeps: Whether = lambda equation: False,
     selects: bool = False,
 ) -> FlatJaxpr:
     """Puts the equations of the jaxprs that a jaxpr calls in their callers' places.

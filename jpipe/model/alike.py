@@ -2,8 +2,8 @@
 
 Where the traces of two layers are of one kind, the same but for scalars, the layers are one function, and the scalars
 are its `Constants`. So a block may be written, or made, in any way: a rate of zero that leaves an operation out, or a
-width, makes another function, a residual scale doesn't. Parts of one trace, such as the blocks of a model, are of one
-kind alike.
+width, makes another function, a residual scale doesn't. Parts of one trace, such as the blocks of a model that is one
+module, are compared in the same way (`Kinds`).
 """
 
 from __future__ import annotations

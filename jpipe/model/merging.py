@@ -27,7 +27,7 @@ from jpipe.jax.inside import needed_part
 from jpipe.jax.tracing import interpret, origins, trace, without
 from jpipe.jax.trees import is_float
 from jpipe.layers.base import describe
-from jpipe.mesh.splits import WHOLE, Splits
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import DEFAULT_RULES, GRADIENT, KEEP, LayerGroup
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
@@ -139,7 +139,7 @@ class Merging:
         return changed
 
 
-def make_merging(function: LayerFunction, num_microbatches: int, splits: Splits = WHOLE) -> Merging:
+def make_merging(function: LayerFunction, num_microbatches: int, splits: Splits) -> Merging:
     """Decides how the state of a layer is merged.
 
     Args:

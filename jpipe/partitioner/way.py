@@ -54,7 +54,7 @@ class Way:
       cost: what a device computes and writes in it, and what `plans` cost (`jpipe.partitioner.conversions`).
       plans: for a loop or a branch the plans of the jaxprs inside, each with how often it runs (a `while` loop's body
         once); empty for all others.
-      sends_too: whether devices send each other something in it, besides what its plans say.
+      sends_too: whether devices may send each other something in it, besides what its plans say.
     """
 
     operands: tuple[Sharding, ...]

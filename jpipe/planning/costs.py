@@ -1,8 +1,8 @@
 """Measures what each layer takes in a training step, counted or timed, to make stages equal by.
 
 A cost is for one micro-batch, forward and backward, what remat computes again included. Layers of one group have one
-cost and are looked at once; nothing here touches the model's variables. Layers are named of which each device of a
-stage computes much whole, though an operand was split.
+cost and are looked at once; nothing here touches the model's variables. A warning names layers of which each device of
+a stage computes much whole, though an operand was split.
 """
 
 from __future__ import annotations

@@ -165,14 +165,14 @@ class KeptStorage:
     def read_residuals(
         self, kept: Kept, layer: tuple[int, Index], rows: dict[str, Row], back: Kept, *, late: bool = False
     ) -> list[Leaf]:
-        """A layer's residuals, or only those that are `late`, which W reads, in their own order.
+        """Reads a layer's residuals, in their own order.
 
         Args:
           kept: what a device keeps.
           layer: the layer's group, and its position there.
           rows: the rows of the action, by name.
           back: the rows that have come back from the host for it.
-          late: which.
+          late: whether only the late ones are read, which W needs.
         """
         names = [name for name in self.rows_of[layer[0]] if not late or AWAY.get(name, name) == "late_residual"]
 

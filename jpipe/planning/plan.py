@@ -168,9 +168,8 @@ def make_plan(
       ValueError: the request has a rule for a collection that no layer has; or shared ends that have state.
 
     Warns:
-      UserWarning: a module looks tied and isn't; nothing is split
-        over a mesh axis; a layer alone costs more than the share of a stage, and the model more than next to nothing;
-        or it has a part whose FLOPs can't be counted.
+      UserWarning: a module looks tied and isn't; nothing is split over a mesh axis; a layer alone costs more than the
+        share of a stage, and the model more than next to nothing; or it has a part whose FLOPs can't be counted.
     """
     check_collections(request.merge, model.groups)
     if request.shares_ends:

@@ -93,14 +93,10 @@ class Planner:
         self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self._whole: WholeModel | None = None
-        self._begin_anew()
+        self.clear_cache()
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan; other planners keep what they took over of it."""
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Sets all that is cached to nothing."""
         self.model, self.output_axes = cache(self._model), cache(self._output_axes)
         self.examples = cache(lambda micro: follow_examples(self.model(micro)))
         self.outputs_lie = cache(self._outputs_lie)

@@ -72,7 +72,7 @@ class GradientSums(NamedTuple):
 def make_gradient_sums(
     model: Model, layers: Sequence[DeviceLayer], storage: Storage, axes: tuple[Axis, ...]
 ) -> GradientSums:
-    """How the sums lie where the layers of each group give their gradients so; empty without layers."""
+    """Decides how the sums lie, by how the layers of each group give their gradients; empty without layers."""
     partial: dict[str, tuple[bool, ...]] = {}
     for group, layer in zip(model.groups, layers, strict=False):
         buffers = () if group.variable_set is None else storage.record_types[group.variable_set].buffers

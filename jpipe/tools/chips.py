@@ -214,7 +214,7 @@ CHIPS = {
 """The chips by name."""
 
 GPUS = {chip.gpu.kind.lower(): name for name, chip in CHIPS.items() if chip.gpu}
-"""SXM modules by what JAX calls them: of a PCIe or NVL card, or of a part of a GPU, memory and links are others."""
+"""SXM modules by JAX's name for them. A PCIe or NVL card, or a part of a GPU, has other memory and links."""
 MOST_GPUS = 8
 """The GPUs of one host, whose links are those of the table."""
 CUDA = (12, 13)

@@ -287,7 +287,7 @@ def with_waits(program: Loop, network: Network, mesh: Mesh) -> Loop:
     return later(program)
 
 
-def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tuple[str, ...] = ()) -> dict[str, float]:
+def transfer_seconds(program: Loop, network: Network, mesh: Mesh) -> dict[str, float]:
     """The seconds that each collective of a program takes by itself, by its name.
 
     A permute goes over one link, others over all that there are along their axes. Of a ragged all-to-all, whose rows
@@ -297,7 +297,6 @@ def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tup
       program: as compiled for a TPU.
       network: the links.
       mesh: the devices that it runs on.
-      beside: those along just these axes are left out.
     """
     found = {}
     for computation, operations in program.computations.items():
@@ -316,7 +315,7 @@ def transfer_seconds(program: Loop, network: Network, mesh: Mesh, *, beside: tup
                 given -= taken  # the operands are in the tuple too
             share = 1.0 if kind == PERMUTE else (p - 1) / p * (2 if kind == "all-reduce" else 1)
             moved = taken if kind == PERMUTE else min(sizes[0], given) if kind == RAGGED else max(taken, given)
-            if axes and axes != beside:
+            if axes:
                 links = network.chip.link_bandwidth if kind == PERMUTE else network.bandwidth(axes)
                 found[operation.name] = share * moved / links
     return found

@@ -67,7 +67,7 @@ class _Held:
     def begin(self, arrays: Iterable[Var], copies: int = 1) -> None:
         """Begins the lives of arrays, on the chip while they fit."""
         for v in arrays:
-            self._sizes[v] = _size(v) * copies
+            self._sizes[v] = _bytes(v) * copies
             if sum(size for other, size in self._sizes.items() if other not in self._far) > self._near:
                 self._far.add(v)
 
@@ -167,14 +167,14 @@ def _turned(operand: Var | Literal, contracted: Sequence[int], batch: Sequence[i
     """Bytes of a copy with the batch outermost and the contracted dimensions together, the first operand's last."""
     rest = [d for d in range(len(shapes_of([operand])[0].shape)) if d not in (*contracted, *batch)]
     orders = ([*batch, *rest, *contracted], *([] if first else [[*batch, *contracted, *rest]]))
-    return 0 if any(order == sorted(order) for order in orders) else _size(operand)
+    return 0 if any(order == sorted(order) for order in orders) else _bytes(operand)
 
 
 def _variables(equation: JaxprEqn) -> set[Var]:
     return {v for v in equation.invars if not isinstance(v, Literal)}
 
 
-def _size(v: Var | Literal) -> int:
+def _bytes(v: Var | Literal) -> int:
     return bytes_of(shapes_of([v]))
 
 
@@ -316,7 +316,7 @@ def predict_host_memory(
 
 
 def ledger(
-    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None, chip: Chip | None
 ) -> tuple[Parts[int], Parts[int]]:
     """All bytes of a training step: those of `predict_memory`, and those of `predict_host_memory`."""
     chip = chip or chip_of(planner.request.mesh.devices.flat[0]) or UNKNOWN

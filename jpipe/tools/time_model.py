@@ -34,7 +34,7 @@ from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
-from jpipe.memory.layout import device_index
+from jpipe.memory.layout import LANES, device_index
 from jpipe.mesh.axes import AXIS, on_stages
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
@@ -227,7 +227,8 @@ _FUSED = ELEMENTWISE | MOVES
 _SWEEPS = ("approx_top_k", "argm", "cum", "reduce", "sort", "top_k")
 _WHOLE = ("fft", "select_and_")  # read each operand and write each result, as the backward of a max-pool does
 _SMALL = 8  # an array of so many times fewer elements than another is nothing beside it
-_LANES, _SUBLANES = 128, 8
+_SUBLANES = 8
+"""The rows of a TPU's tiles of 32-bit numbers."""
 
 
 def roofline(closed: ClosedJaxpr, chip: Chip) -> float:
@@ -394,7 +395,7 @@ def _images(equation: JaxprEqn) -> list[tuple[tuple[int, ...], int, int]]:
 def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
     """How many times larger a convolution's images are with channels and examples padded, by their shape."""
     return {
-        shape: _growth(shape[examples], _SUBLANES) * _growth(shape[channels], _LANES)
+        shape: _growth(shape[examples], _SUBLANES) * _growth(shape[channels], LANES)
         for shape, examples, channels in _images(equation)
     }
 
@@ -405,7 +406,7 @@ def _convolution_flops(equation: JaxprEqn) -> float:
     flops = flops_of(equation).flops
     if equation.params["feature_group_count"] * equation.params["batch_group_count"] > 1:
         return flops
-    grown = _growth(left[channels], _LANES) * _growth(right[others], _LANES)
+    grown = _growth(left[channels], LANES) * _growth(right[others], LANES)
     return flops * grown * _growth(left[examples], _SUBLANES)
 
 
@@ -422,10 +423,10 @@ def _turned(equation: JaxprEqn) -> list[Var]:
         shape = shapes_of([v])[0].shape
         free = [d for d in range(len(shape)) if d not in (*of_sum, *of_batch) and shape[d] > 1]
         joined = [[d for d in of_sum if shape[d] > 1], free]
-        if any(len(dims) > 1 and dims[-1] == len(shape) - 1 for dims in joined) and shape[-1] % _LANES:
+        if any(len(dims) > 1 and dims[-1] == len(shape) - 1 for dims in joined) and shape[-1] % LANES:
             turned.append(v)
     shape = shapes_of(equation.outvars)[0].shape
-    if shape and shape[-1] % _LANES and len(free) > 1:  # the second operand's are the last of the result
+    if shape and shape[-1] % LANES and len(free) > 1:  # the second operand's are the last of the result
         turned.append(equation.outvars[0])
     return [v for v in turned if isinstance(v, Var)]
 

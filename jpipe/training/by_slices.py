@@ -45,7 +45,7 @@ Values = dict[int, Leaf]
 
 
 class Place(NamedTuple):
-    """Where a leaf of an optimiser's state lies that lies as parameters do.
+    """The place of a leaf of an optimiser's state that is laid out as the parameters are.
 
     Attributes:
       spec: the mesh axes that split it.
@@ -103,7 +103,7 @@ def by_buffer(
 
 
 def _places_of(state: PyTree, params: Layout) -> list[Place | None]:
-    """Where each leaf of an optimiser's state for parameters of this layout lies; None on the devices, read whole."""
+    """The place of each leaf of an optimiser's state for parameters of this layout; None for one that is read whole."""
 
     def of_leaf(layout: Layout, buffer: jax.ShapeDtypeStruct, leaf: Leaf) -> Place | None:
         by_layer = layout != params
@@ -114,7 +114,7 @@ def _places_of(state: PyTree, params: Layout) -> list[Place | None]:
 
 
 def _by_slices(function: Callable[..., PyTree], params: Layout, state: PyTree, *arguments: PyTree) -> PyTree:
-    """Calls a function of whole arrays.
+    """Calls a function of whole arrays, of which those on the hosts are only there a slice at a time.
 
     Args:
       function: to be traced; its results take the places of its first arguments.
@@ -138,7 +138,7 @@ class _Update:
     """Evaluates the equations of an update: some values whole, some only a slice at a time.
 
     Attributes:
-      values: what lies somewhere as arrays: on the hosts, if they are in `sliced`.
+      values: the values that are arrays somewhere; those that are in `sliced` too lie on the hosts.
       sliced: the values that are on the device a slice at a time alone, each with the mesh axes that split it.
       by_layer: those of them that are part of a state of `jpipe.per_layer`, which replaces it in place.
     """
@@ -188,7 +188,7 @@ class _Update:
         Args:
           spec: the mesh axes that split them.
           targets: the number of the array that is replaced -> that of its new value; a new array where there is none.
-          sums: adds a value up: then the new array holds the sums of slices.
+          sums: the reduction that adds a value up; the new array then holds the sums of slices.
         """
         equations, reads = self._followed(targets.values())
         arrays = {n: self.values[n] for n in {*reads, *targets} if n in self.values}
@@ -230,7 +230,7 @@ class _Loop:
     sums: JaxprEqn | None
 
     def run(self, arrays: Values) -> Values:
-        """One device's part: its arrays and scalars -> of each target its part."""
+        """Runs the loop on one device: its parts of arrays, and scalars -> its part of each target."""
         dtypes = {key: self.flat.avals[number].dtype for key, number in self.targets.items()}
         shape = next(array.shape for array in arrays.values() if array.ndim)
         view, size = slices_of(shape, max(dtype.itemsize for dtype in dtypes.values()), self.mesh)

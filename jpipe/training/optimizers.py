@@ -1,6 +1,6 @@
 """Checks that an optimiser may work on a pipeline's variables, computes its update, and sees whether it was skipped.
 
-The update hands the loss to an optimiser that asks for it, and tells whether it was skipped.
+The update hands the loss to an optimiser that asks for it.
 
 May a transformation see many layers' parameters in one array? An elementwise one may, and one that sums over all
 parameters (a global norm). One that takes a norm, a mean or the shape of a single parameter (the trust ratio of lamb,

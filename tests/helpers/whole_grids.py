@@ -4,8 +4,6 @@ A case is named by its file, its test and its id, never by its place. A name tha
 a case that was renamed runs by default again.
 """
 
-import itertools
-
 EXAMPLES = (
     "test_generate_example.py::test_it_trains_is_evaluated_and_goes_on",
     "test_learning.py::test_it_learns_what_it_is_shown",
@@ -29,26 +27,7 @@ OTHERS = (
     "test_search.py::test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for",
 )
 """Tests of what only other tests need, or that others cover."""
-FUNCTIONS = ("feed_forward", "attention", "block", "flat", "shared")
-BETWEEN = ("P('data', 'model')", "P('data', None)", "P(None, 'model')")
-"""What `test_rings.py` runs, and how activations lie between: each with each runs by default, on some devices."""
-RINGS = tuple(
-    f"{function}-{between}-{devices}"
-    for (i, function), (j, between), (k, devices) in itertools.product(
-        enumerate(FUNCTIONS), enumerate(BETWEEN), enumerate(("2-True", "3-False", "4-True", "4-False"))
-    )
-    if k != (i + j) % 4
-)
-RINGS_OF_DATA = tuple(
-    f"{function}-{devices}-{between}-{rows}"
-    for (i, function), (j, devices), (k, between), (n, rows) in itertools.product(
-        enumerate(FUNCTIONS), enumerate((2, 4)), enumerate(BETWEEN[:2]), enumerate((True, False))
-    )
-    if k != (i + j) % 2 or n != i // 2 % 2
-)
 MOVED: dict[str, tuple[str, ...]] = {
-    "test_rings.py::test_values_and_gradients": RINGS,
-    "test_rings.py::test_weights_split_over_data_axes_arrive_beside_the_products_that_read_them": RINGS_OF_DATA,
     # Each remat and each place of ends stays: own-none, spread-layer, tied-full.
     "test_programs.py::test_layers_compute_the_same_to_the_bit": (
         *("own-layer", "own-full", "spread-none", "spread-full", "tied-none", "tied-layer"),
@@ -62,7 +41,6 @@ MOVED: dict[str, tuple[str, ...]] = {
         "linen-case3-none-offload3-gpu",
         "linen-case0-none-residuals-cpu",
     ),
-    "test_fsdp.py::test_gradients_where_weights_arrive_by_rings": ("none", "stage"),
     # What arrives at each use stays in the tests of gradients.
     "test_fsdp.py::test_shard_over_a_data_axis": ("use-none",),
     # The looped step of 1F1B, one stage with one chunk, and ends beside an axis that splits weights stay.
