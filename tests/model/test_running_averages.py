@@ -333,7 +333,7 @@ def test_averages_that_move_several_times_are_refused(x64, name):
     layer, x = SEVERAL[name], views()
     pipe = pipeline([layer, HEAD])
     variables = jax.eval_shape(pipe.init, jax.random.key(0), x)
-    with pytest.raises(ValueError, match=r"layer 0 \(\w+\) keeps a running mean and variance several times"):
+    with pytest.raises(ValueError, match=r"layer 0 \(\w+\) updates a running mean and variance several times"):
         pipe.value_and_grad(variables, x)
 
 
@@ -346,7 +346,7 @@ def test_several_moves_of_a_model_that_is_one_module_are_refused(x64):
 
     pipe = pipeline(Model())
     variables = jax.eval_shape(pipe.init, jax.random.key(0), views())
-    with pytest.raises(ValueError, match=r"layer \d \(.*\) keeps a running mean and variance several times"):
+    with pytest.raises(ValueError, match=r"layer \d \(.*\) updates a running mean and variance several times"):
         pipe.value_and_grad(variables, views())
 
 
