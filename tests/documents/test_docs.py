@@ -25,7 +25,8 @@ from view_chromium import chromium, find
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 START = DOCS / "start.md"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")])
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
@@ -144,7 +145,7 @@ def test_the_readme_shows_the_example_that_start_runs_and_what_it_prints():
     assert {code: printed for code, printed in shown.items() if printed or code in executed}.items() <= executed.items()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES, *RESULTS], ids=name)
 def test_links_lead_to_files_and_headings(page):
     for target in LINK.findall(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)):
         if "://" not in target:
@@ -163,7 +164,7 @@ def anchors(text):
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=name)
 def test_tests_and_scripts_that_are_named_are_there(page):
     text = page.read_text()
     for script in set(re.findall(r"\b(?:tests|benchmarks|examples)/[\w/]+\.py\b", text)):
