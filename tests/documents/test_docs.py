@@ -140,7 +140,7 @@ def test_the_settings_of_out_of_memory_take_what_its_table_says(as_started):
 
 def test_the_readme_shows_the_example_that_start_runs_and_what_it_prints():
     shown, executed = ({code: printed for _, code, printed in blocks(page)} for page in (ROOT / "README.md", START))
-    assert len(executed.keys() & shown.keys()) == 3
+    assert len(executed.keys() & shown.keys()) == 2
     assert {code: printed for code, printed in shown.items() if printed or code in executed}.items() <= executed.items()
 
 
@@ -212,7 +212,7 @@ def test_headline_numbers_are_those_of_the_sections_that_they_link_to():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 @pytest.fixture(scope="module")
