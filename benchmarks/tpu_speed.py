@@ -129,7 +129,7 @@ TABLE = [
     *[Setting("v5p", 32, **LARGE, remat=remat) for remat in ("layer", "none")],
     *[Setting(unroll=1, microbatch=4, remat=remat) for remat in ("layer", "none")],
 ]
-"""What docs/numbers.md shows."""
+"""What benchmarks/results/tpu_speed.md shows."""
 
 
 @dataclass(frozen=True)
