@@ -205,6 +205,12 @@ def test_headline_numbers_are_those_of_the_files_that_they_link_to():
         assert script in text
 
 
+@pytest.mark.parametrize("name", ["time-model", "memory-model"])
+def test_the_models_rows_are_those_of_all_rows(name):
+    kept = (ROOT / "benchmarks" / "results" / f"{name.replace('-', '_')}.md").read_text().splitlines()
+    assert {line for line in (DOCS / f"{name}.md").read_text().splitlines() if line[:1] == "|"} <= set(kept)
+
+
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 150
 
