@@ -309,7 +309,7 @@ def _measure(setting: Setting) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--table", action="store_true", help="print the rows as benchmarks/results/gpu_speed.md has them")
+    parser.add_argument("--table", action="store_true", help="print the rows of benchmarks/results/gpu_speed.md")
     settings, options = chosen_settings(parser, Setting, TABLE)
     on_cpu()
     rows = []

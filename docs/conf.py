@@ -108,12 +108,13 @@ def as_readable(app, what, name, obj, options, signature, returned):
 
 
 def take_pages(app, config):
-    """Copies the repository's notebooks and the benchmarks' figures to where Sphinx reads, with links as they are from there."""
+    """Copies notebooks and the benchmarks' figures to where Sphinx reads, with their links as seen from there."""
     take(ROOT / "notebooks", "*.ipynb", {"](../": "](../../", "](../../docs/": "](../"})
     take(ROOT / "benchmarks" / "results", "*.md", {"](../../docs/": "](../"})
 
 
 def take(source, pattern, links):
+    """Copies the files of a folder to the folder of the same name here, and removes those that are no longer there."""
     folder = Path(__file__).with_name(source.name)
     folder.mkdir(exist_ok=True)
     wanted = {path.name: path.read_text() for path in source.glob(pattern)}

@@ -1,4 +1,4 @@
-"""The largest models of `benchmarks/capacity.py`: how they are searched, and what benchmarks/results/capacity.md says of them."""
+"""The largest models of `benchmarks/capacity.py`: how they are searched, and what their page of results says."""
 
 import csv
 import re

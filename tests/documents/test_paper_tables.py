@@ -1,4 +1,4 @@
-"""Tables of the GPipe paper, what `benchmarks/paper_tables.py` predicts beside them, and what benchmarks/results/paper_tables.md says."""
+"""The tables of the GPipe paper, what `benchmarks/paper_tables.py` predicts beside them, and what its page of results says."""
 
 import re
 import sys
