@@ -1,4 +1,4 @@
-"""The tables of the GPipe paper, what `benchmarks/paper_tables.py` predicts beside them, and what its page of results says."""
+"""The GPipe paper's tables, what `benchmarks/paper_tables.py` predicts beside them, what its page of results says."""
 
 import re
 import sys
