@@ -46,9 +46,6 @@ from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.training.train_state import TrainState, apply_update
 from jpipe.types import Batch, PyTree
 
-MILLISECONDS = 1e3
-"""Timelines are in milliseconds, as pictures and traces have them."""
-
 SLICES = ("computation", "recomputation", "bubble", "imbalance", "transfer and set-up", "weight update")
 """What a step's time goes into (GPipe, NeurIPS version, section 3: the breakdown of the time step)."""
 
@@ -91,17 +88,16 @@ class StageTimes:
     @property
     def in_ms(self) -> StageTimes:
         """The same in milliseconds."""
-        return self.scaled([MILLISECONDS] * len(self.forward))
+        return self.scaled([1e3] * len(self.forward))
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """The schedule with these times, in milliseconds."""
-        unit = self.in_ms
-        weight = (schedule.splits and unit.weight) or None
-        return simulate(schedule, unit.forward, unit.backward, weight=weight, recompute=unit.recompute)
+        """The schedule with these times."""
+        weight = (schedule.splits and self.weight) or None
+        return simulate(schedule, self.forward, self.backward, weight=weight, recompute=self.recompute)
 
     def makespan(self, schedule: Schedule) -> float:
-        """Seconds that the schedule takes with these times."""
-        return self.timeline(schedule).makespan / MILLISECONDS
+        """How long the schedule takes with these times."""
+        return self.timeline(schedule).makespan
 
 
 @dataclass(frozen=True)

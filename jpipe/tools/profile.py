@@ -19,7 +19,7 @@ from jpipe.model.remat import MODES
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
 from jpipe.processes.progress import task
-from jpipe.processes.tables import Table, bytes_in_words
+from jpipe.processes.tables import Table
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.tools import measure
@@ -169,7 +169,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5)
         contention=model.contention,
         noise=model.noise,
         findings=find(model, times),
-        predicted=stages.timeline(pipe.schedule),
+        predicted=in_ms.timeline(pipe.schedule),
         facts=facts | measured,
     )
 
@@ -254,14 +254,8 @@ def _balance(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
     begin = f"stage {total.argmax()} takes {float(total.max() / total.mean()):.2f} times the mean of the stages"
     if promise < 1 - worth and new != old:
         yield Finding(f"{begin}: balance={new} instead of {old}, step {_percent(promise)}", {"balance": new}, promise)
-        return
-    layers = times.shares(model.stages).total
-    heaviest = int(np.argmax(layers))
-    name = times.planner.request.layers[heaviest].name
-    yield Finding(
-        f"{begin}, and no other cut into as many promises {worth:.0%} less: layer {heaviest} ({name}) alone takes "
-        f"{layers[heaviest] / total.mean():.0%} of that mean; split it, or use fewer stages"
-    )
+    else:
+        yield Finding(f"{begin}, and no other cut promises {worth:.0%} less: split its layers, or use fewer stages")
 
 
 def _recomputation(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
@@ -270,10 +264,9 @@ def _recomputation(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
     promise = model.what_if(kept).step / model.measured
     if times.planner.request.remat is MODES["none"] or promise > 1 - WORTH:
         return
-    held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
-    stored = float((held * times.by_stage([cost.residual_bytes for cost in times.kept])).max())
-    holds = f"a stage holds up to {bytes_in_words(stored)} of residuals: step {_percent(promise)}"
-    yield Finding(f'without recomputation (remat="none") {holds}', {"remat": "none"}, promise)
+    fits = "if its residuals fit, which print(pipe) predicts"
+    text = f'without recomputation (remat="none"): step {_percent(promise)}, {fits}'
+    yield Finding(text, {"remat": "none"}, promise)
 
 
 def _around(model: StepModel) -> Iterator[Finding]:

@@ -262,7 +262,7 @@ def test_peaks_are_in_micro_batches(name, num_chunks, most):
 
 def test_bars_of_a_profile_are_as_long_as_its_times(tmp_path):
     stages = StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3))
-    timeline = stages.timeline(jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=4))
+    timeline = stages.in_ms.timeline(jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=4))
     slices = dict(zip(SLICES, (0.05, 0.02, 0.02, 0.005, 0.003, 0.002), strict=True))
     figure = draw_profile(slices, timeline, tmp_path / "profile.png")
     assert (tmp_path / "profile.png").stat().st_size > 10_000

@@ -181,15 +181,15 @@ def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbat
     made = jpipe.make_schedule(schedule, **sizes, num_chunks=2 if schedule == "interleaved" else 1)
     random = np.random.default_rng(num_stages * num_microbatches)
     stages = StageTimes(*(tuple(random.uniform(0.1, 2.0, num_stages).tolist()) for _ in range(3)))
-    timeline = stages.timeline(made)  # in milliseconds
+    timeline = stages.timeline(made)
     computed = sum(span.end - span.start - span.recompute for span in timeline.spans)
     recomputed = sum(span.recompute for span in timeline.spans)
     waited = sum(timeline.makespan - busy for busy in timeline.busy)
     equal = stages.even.timeline(made)
     waited_if_equal = sum(equal.makespan - busy for busy in equal.busy)
-    model = StepModel(made, stages, idle=0.5, update=0.25, measured=0.75 + 2 * timeline.makespan / 1e3)
+    model = StepModel(made, stages, idle=0.5, update=0.25, measured=0.75 + 2 * timeline.makespan)
     expected = [computed, recomputed, waited_if_equal, waited - waited_if_equal]
-    expected = [2 * each / num_stages / 1e3 for each in expected] + [0.5, 0.25]
+    expected = [2 * each / num_stages for each in expected] + [0.5, 0.25]
     assert list(model.what_if().seconds.values()) == pytest.approx(expected, abs=1e-12)
     assert sum(model.what_if().seconds.values()) == pytest.approx(model.what_if().step)
     assert all(seconds >= 0 for seconds in model.what_if().seconds.values())
