@@ -157,7 +157,7 @@ def test_forecast_and_view(tmp_path):
 def test_profile():
     pipe, tx = pipeline(Chain(512, 256)), optax.sgd(0.1)
     batch = jax.tree.map(lambda a: np.tile(a, (32, 4)), BATCH)
-    profile = jpipe.profile(pipe, pipe.create_state(KEY, batch, tx), batch, rounds=2, other_sizes=False)
+    profile = jpipe.profile(pipe, pipe.create_state(KEY, batch, tx), batch, rounds=2)
     assert "Stages: milliseconds" in str(profile)
 
 
