@@ -115,7 +115,6 @@ COUNTS = {
     "plan num_stages": lambda n: plan(num_stages=n),
     "plan num_microbatches": lambda n: plan(num_microbatches=n),
     "plan num_chunks": lambda n: plan(num_chunks=n),
-    "plan compiled": lambda n: plan(compiled=n),
     "Checkpointer keep": lambda n: jpipe.Checkpointer("", keep=n),
     "load_layers step": lambda n: jpipe.load_layers("", step=n),
     "initialize num_processes": lambda n: jpipe.initialize("nowhere", n, 0),
@@ -194,7 +193,7 @@ def test_memory_as_people_write_it(memory):
     """It searched for minutes, and then: 'float' object has no attribute 'bit_length'."""
     kept = {"num_stages": np.int64(2), "num_microbatches": np.int64(4), "num_chunks": np.int8(1), "balance": [2, 2]}
     kept |= {"schedule": "1f1b", "remat": "layer", "ends": "own", "shard_over": ()}
-    found = plan(memory=memory, compiled=np.int64(0), **kept)
+    found = plan(memory=memory, **kept)
     room = "909,494.7 TiB" if memory == 10**18 else "14.9 GiB"
     assert str(found).startswith(f"Plans for v5e:1x2, {room} a device: 1 settings compared")
     assert repr(found[0].options["num_stages"]) == "2"

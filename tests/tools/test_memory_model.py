@@ -292,6 +292,10 @@ def test_what_lies_on_the_hosts_is_within_a_tenth():
 V5E, ADAM = CHIPS["v5e"], optax.adam(1e-3)
 
 
+def tpus(count):
+    return jpipe.make_mesh(stage=count, devices=parse_topology(f"v5e:1x{count}").stand_ins())
+
+
 def test_rows_that_wait_are_on_the_host():
     """1F1B on four stages of two layers: by hand, in inputs of a layer for one example; the first input is the batch's.
 
@@ -300,7 +304,7 @@ def test_rows_that_wait_are_on_the_host():
     """
     held, hosted = {}, {}
     for offload in ((), "residuals"):
-        planner = dense_pipeline(8, 4, 8, remat="none", offload=offload).planner
+        planner = dense_pipeline(8, 4, 8, remat="none", offload=offload, mesh=tpus(4)).planner
         held[offload] = predict_memory(planner, rows(8), ADAM, V5E)
         hosted[offload] = predict_host_memory(planner, rows(8), ADAM, V5E)
     assert held[()].residuals == 5 * 2 * ACTIVATION and hosted[()] == {}
@@ -310,17 +314,20 @@ def test_rows_that_wait_are_on_the_host():
 
 
 def test_an_optimisers_state_is_on_the_host_but_for_its_count():
-    own, gone = (dense_pipeline(4, 2, 2, offload=offload).planner for offload in ((), "optimizer"))
+    own, gone = (dense_pipeline(4, 2, 2, offload=offload, mesh=tpus(2)).planner for offload in ((), "optimizer"))
     assert predict_memory(gone, rows(8), ADAM, V5E).optimizer == 4
     moments = predict_memory(own, rows(8), ADAM, V5E).optimizer - 4
     assert predict_host_memory(gone, rows(8), ADAM, V5E) == {"optimizer": moments}
 
 
 def test_cpus_have_all_in_one_memory():
-    planner = dense_pipeline(4, 2, 8, remat="none", offload=("residuals", "optimizer")).planner
-    assert predict_host_memory(planner, rows(8), ADAM) == {}
-    on_cpu, on_tpu = (predict_memory(planner, rows(8), ADAM, chip) for chip in (None, V5E))
-    hosted = predict_host_memory(planner, rows(8), ADAM, V5E)
+    own, there = (
+        dense_pipeline(4, 2, 8, remat="none", offload=("residuals", "optimizer"), mesh=mesh).planner
+        for mesh in (None, tpus(2))
+    )
+    assert predict_host_memory(own, rows(8), ADAM) == {}
+    on_cpu, on_tpu = (predict_memory(planner, rows(8), ADAM) for planner in (own, there))
+    hosted = predict_host_memory(there, rows(8), ADAM)
     for name in ("residuals", "optimizer"):
         assert on_cpu[name] == on_tpu[name] + hosted[name]
 
