@@ -231,7 +231,6 @@ def remedies(request: Request) -> dict[str, list[str]]:
         "boundaries": [*in_flight, *micro],
         "residuals": [*in_flight, *micro, *hosts["residuals"], *remat],
         "work": [*micro, *shared, "a tensor axis"],
-        "casts": ['cast="use"'] * (request.options.cast == "step"),
     }
 
 
