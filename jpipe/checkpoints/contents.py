@@ -409,7 +409,7 @@ def to_json(tree: PyTree, leaf_to_json: Callable[[Path, Leaf], Json] = _value_to
     return convert((), tree)
 
 
-def _key_to_json(path: Path, key: object) -> str | int | float | bool:
+def _key_to_json(path: Path, key: Any) -> str | int | float | bool:
     """Returns a dict's key itself, and for another container the field's name; `path` leads to the container."""
     value = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
     if type(value) not in (str, int, float, bool):
