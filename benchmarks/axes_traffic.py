@@ -13,8 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from collectives import Collective, axes_of, read
+from compiled_transfers import transfer_seconds, turn_in_time
 from jpipe.tools.chips import Network
-from jpipe.tools.compiled_program import transfer_seconds, turn_in_time
 from tpu_program import Loop
 from tpu_program import read as read_loops
 
@@ -99,17 +99,15 @@ class Program:
     def waits(self, text: str, network: Network) -> dict[str, float]:
         """By place, the seconds each time that it is run once in which a chip waits for what it sends."""
         found, loops = dict.fromkeys(PLACES, 0.0), read_loops(text)
-        takes, over = self.takes(loops, network), {collective.name: collective for collective in read(text)}
+        over = {collective.name: collective for collective in read(text)}
+        all_take = transfer_seconds(loops, network, self.mesh)
+        takes = {name: n for name, n in all_take.items() if axes_of(over[name], self.mesh) != ("stage",)}
         for loop in loops.walk():
             for one in turn_in_time(loop, takes, network.chip)[1]:
                 place = self.place(over[one.name].scopes, over[one.name].op_name)
                 if place:
                     found[place[0]] += place[1] * one.waited
         return found
-
-    def takes(self, loops: Loop, network: Network) -> dict[str, float]:
-        """By the name of each collective but those along `stage`, the seconds that it takes by itself."""
-        return transfer_seconds(loops, network, self.mesh, beside=("stage",))
 
     def cycles(self, text: str) -> dict[str, float]:
         """By place, the TPU compiler's estimate each time that it is run once, without what it waits for transfers."""

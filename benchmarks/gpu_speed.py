@@ -40,12 +40,13 @@ from tpu_speed import lower_plain
 
 import jpipe
 from absent_cudnn import absent_cudnn
+from collectives import COLLECTIVES, PERMUTE
 from compiled_transfers import counted, host_stops, transfers
 from gpu_program import Kernels, compile_with_text, kernels, largest_copy
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run
 from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import COLLECTIVES, PERMUTE, Loop, read
+from jpipe.tools.compiled_program import Loop, read
 
 BLOCK = "Block.1"
 COLUMNS = (

@@ -52,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=float, metavar="GIB", help="of a device (default: nine tenths of what it has)")
     add("--stages", type=int, metavar="K", help="keep the number of stages")
     add("--microbatches", type=int, metavar="M", help="keep the number of micro-batches")
-    add("--compile", type=int, nargs="?", const=3, default=0, metavar="N", help="compile the first N (3) to compare")
     search.set_defaults(run=_plan)
     return parser
 
@@ -74,7 +73,7 @@ def _plan(options: argparse.Namespace) -> None:
     kept = {"num_stages": options.stages, "num_microbatches": options.microbatches}
     pinned = {**(rest[0] if rest else {}), **{name: value for name, value in kept.items() if value is not None}}
     pinned["memory"] = None if options.memory is None else options.memory * GIB
-    print(plan(layers, loss_fn, batch, tx, topology=options.topology, compiled=options.compile, **pinned))
+    print(plan(layers, loss_fn, batch, tx, topology=options.topology, **pinned))
 
 
 def _made(model: str, batch_size: int) -> tuple:

@@ -9,7 +9,6 @@ from jpipe.model.remat import Policy
 from jpipe.planning.request import ON_DEVICES, Offload
 from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
 from jpipe.schedules.schedule import Schedule
-from jpipe.tools.forecaster import Forecast
 from jpipe.tools.step_cost import Parts, StepCost
 
 PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over", "offload")
@@ -77,14 +76,12 @@ class Choice:
         has as many devices; else `setting.axes` says its sizes.
       cost: seconds of the step and bytes of a device, predicted.
       fits: whether these, and those on its host, are no more than there are.
-      compiled: the forecast of the compiled step, if it was asked for.
     """
 
     setting: Setting
     options: dict[str, object]
     cost: StepCost
     fits: bool
-    compiled: Forecast | None = None
 
     @property
     def time(self) -> Parts[float]:
@@ -139,12 +136,6 @@ class Choice:
         rows |= {name: text for name, text, _ in cost.rows_of_seconds(digits=1)[:-1]}
         rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
         rows |= {name: text for name, text, _ in [*cost.rows_of_bytes()[:-1], *cost.rows_on_host()]}
-        if self.compiled is not None:
-            size, seconds = self.compiled.total_bytes, self.compiled.seconds
-            rows |= {"compiled": "fits" if self.compiled.fits else "doesn't fit"}
-            rows |= {"compiled bytes": bytes_in_words(size), "bytes were off by": _off(self.total_bytes, size)}
-            if seconds is not None and self.compiled.seconds_by == "cycles":  # else they are the same prediction
-                rows |= {"compiled ms": ms_in_words(seconds), "ms were off by": _off(self.seconds, seconds)}
         return rows
 
 
@@ -177,15 +168,6 @@ class Choices(Tabular, Sequence[Choice]):
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
         return Table(self.title, ("", *(f"{i + 1}." for i in range(len(columns)))), rows, {}, self.advice)
-
-
-def _off(predicted: float, real: float) -> str:
-    """The relative error of a prediction, in words; "-" where there is nothing to compare with.
-
-    >>> _off(9.0, 10.0), _off(9.0, 0.0)
-    ('-10.0%', '-')
-    """
-    return f"{predicted / real - 1:+.1%}" if real else "-"
 
 
 def _of_stages(counts: object) -> str:
@@ -250,8 +232,6 @@ def advice_on(chosen: Sequence[Choice], rated: Sequence[Choice], remarks: Iterab
 
 def _ahead(first: Choice, second: Choice) -> str:
     """Why the first choice is ahead of the second: the parts of the step that are shorter or longer, by how much."""
-    if second.compiled is not None and not second.compiled.fits:
-        return "1. is ahead of 2., which doesn't fit once it is compiled"
     gain, names = second.seconds - first.seconds, {**first.time, **second.time}
     gains = {name: second.time.get(name, 0.0) - first.time.get(name, 0.0) for name in names}
     felt = sorted((name for name in gains if abs(gains[name]) > FELT * gain), key=lambda name: -abs(gains[name]))

@@ -25,9 +25,9 @@ from jpipe.processes.progress import task
 from jpipe.processes.runtime import found_no_room, found_no_tiles
 from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.simulate import Timeline
-from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, Network, check_one, chip_of, parse_topology
+from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, check_one, chip_of, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
-from jpipe.tools.compiled_program import compile_with_text, count_cycles, read, with_waits
+from jpipe.tools.compiled_program import compile_with_text, count_cycles, read
 from jpipe.tools.memory_model import bytes_at_rest
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.tools.summary import remedies, room_on
@@ -106,12 +106,11 @@ class Forecast(Tabular):
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step by the compiler's cycles at the chip's clock, and of transfers that are waited for.
+        """Seconds of a step by the compiler's cycles at the chip's clock, and of transfers, as `jpipe.plan` predicts.
 
-        A transfer takes the time of its bytes on the links along its axes, and is waited for unless the program has
-        enough other work between its start and its end. Latencies, the network's load, input from the host and what is
-        wrong in the compiler's estimates are left out.
-        On GPUs they aren't the compiler's, but those that `jpipe.plan` predicts.
+        A transfer takes the time of its bytes on the links along its axes. What stages hand on goes beside work, what
+        layers send is waited for. Latencies, the network's load, input from the host and what is wrong in the
+        compiler's estimates are left out. On GPUs all seconds are those that `jpipe.plan` predicts.
         """
         return self.cost.step if self.cost.seconds else None
 
@@ -199,7 +198,9 @@ def forecast(
     chip = chip_of(device)
     if chip is not None and 0 < chip.host.memory < known.cost.host.total:
         return _too_large_for_hosts(known, chip.host.memory)
-    if chip is not None and chip.gpu is not None:
+    if chip is None:
+        return known
+    if chip.gpu is not None:
         room = room_on(there.mesh) or chip.room
         if known.total_bytes > room:
             used, most = bytes_in_words(known.total_bytes), bytes_in_words(room)
@@ -207,11 +208,7 @@ def forecast(
         share = known.total_bytes / chip.memory
         told = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
         known = replace(known, message=told)
-    elif text:
-        known = _with_cycles(known, planner, shapes, text, chip)
-    if chip is None or not (chip.gpu or known.cost.host):
-        return known
-    return replace(known, cost=_with_prediction(known.cost, predict_time(planner, shapes, chip, tx=tx)))
+    return _with_seconds(known, planner, shapes, text, chip, predict_time(planner, shapes, chip, tx=tx))
 
 
 def _with_bytes(cost: StepCost, compiled: Compiled) -> StepCost:
@@ -228,16 +225,6 @@ def _with_bytes(cost: StepCost, compiled: Compiled) -> StepCost:
     return replace(cost, bytes=Parts(cost.bytes, **beyond), host=Parts({k: n for k, n in hosted.items() if n}))
 
 
-def _with_prediction(cost: StepCost, time: StepCost) -> StepCost:
-    """The cost with predicted seconds where the compiler says none: of the host's link, and of GPUs all."""
-    seconds, timeline, parts = cost.seconds, cost.timeline, time.seconds
-    if not seconds:
-        seconds = Parts(layers=parts.computation, bubble=parts.bubble, update=parts.update, links=parts.collectives)
-        timeline = time.timeline
-    waits = {"host": parts.host} if "host" in parts else {}
-    return replace(cost, seconds=Parts(seconds, **waits), timeline=timeline, notes=time.notes)
-
-
 def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
     """(compiled, its text if it is a TPU's)."""
     if device.platform == "tpu":
@@ -251,19 +238,21 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
         return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 
 
-def _with_cycles(known: Forecast, planner: Planner, batch: Batch, text: str, chip: Chip | None) -> Forecast:
-    """Adds cycles, and seconds if the chip is known; transfers take as long as the chip waits for them."""
-    step, program, mesh = planner.training_step(planner.for_training(batch)), read(text), planner.request.mesh
-    work, parts, timeline = count_cycles(step, program)
-    cycles = {kind: max(of_stages) for kind, of_stages in work.times.items()}
-    cycles |= {name: parts[name] for name in ("ticks", "ends", "update")}
-    seconds = Parts[float]()
-    if chip is not None and chip.clock is not None:
-        _, waits, timeline = count_cycles(step, with_waits(program, Network.of(chip, mesh), mesh))
-        slices = {"layers": parts.layers, "bubble": waits.bubble, "between layers": parts.ticks + parts.ends}
-        slices |= {"update": parts.update, "links": waits.total - waits.bubble - (parts.total - parts.bubble)}
-        seconds = Parts({name: count / chip.clock for name, count in slices.items()})
-    return replace(known, cycles=cycles, cost=replace(known.cost, seconds=seconds, timeline=timeline))
+def _with_seconds(known: Forecast, planner: Planner, batch: Batch, text: str, chip: Chip, time: StepCost) -> Forecast:
+    """Adds seconds and the schedule in time: what is predicted, but of TPUs their compiler's cycles for all work."""
+    parts, timeline, cycles = time.seconds, time.timeline, None
+    seconds = {"layers": parts.computation, "bubble": parts.bubble, "update": parts.update}
+    if chip.clock is not None and timeline is not None:
+        step, hop = planner.training_step(planner.for_training(batch)), timeline.transfer * chip.clock
+        work, counted, timeline = count_cycles(step, read(text), hop)
+        cycles = {kind: max(of_stages) for kind, of_stages in work.times.items()}
+        cycles |= {name: counted[name] for name in ("ticks", "ends", "update")}
+        between = counted.ticks + counted.ends
+        own = {"layers": counted.layers, "bubble": counted.bubble, "between layers": between, "update": counted.update}
+        seconds = {name: count / chip.clock for name, count in own.items()}
+    waits = {"links": parts.collectives} | ({"host": parts.host} if "host" in parts else {})
+    cost = replace(known.cost, seconds=Parts({**seconds, **waits}), timeline=timeline, notes=time.notes)
+    return replace(known, cycles=cycles, cost=cost)
 
 
 def _refused(known: Forecast, smaller: Mapping[str, list[str]], error: str) -> Forecast:
@@ -277,7 +266,7 @@ def _refused(known: Forecast, smaller: Mapping[str, list[str]], error: str) -> F
 
 def _too_large(known: Forecast, smaller: Mapping[str, list[str]], message: str) -> Forecast:
     """The forecast of a step that doesn't fit: advises what makes temporaries smaller first, if they are most of it."""
-    parts = ["residuals"] * (2 * known.cost.bytes.temporaries > known.total_bytes) + ["parameters", "casts"]
+    parts = ["residuals"] * (2 * known.cost.bytes.temporaries > known.total_bytes) + ["parameters"]
     advice = dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part])
     return replace(known, fits=False, message=message, advice=tuple(advice))
 

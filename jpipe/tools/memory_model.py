@@ -25,7 +25,7 @@ from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, Ja
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
-from jpipe.memory.layout import Layout, StageTree, may_go
+from jpipe.memory.layout import Layout
 from jpipe.mesh.axes import AXIS, split_by
 from jpipe.model.groups import GRADIENT
 from jpipe.model.layer_function import LayerFunction
@@ -38,7 +38,7 @@ from jpipe.planning.step import Step
 from jpipe.tools.chips import UNKNOWN, Chip, chip_of
 from jpipe.tools.step_cost import Parts
 from jpipe.training.train_state import TrainState, abstract_state
-from jpipe.types import Batch, Leaf
+from jpipe.types import Batch, Leaf, PyTree
 
 _COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 """Elementwise operations that compilers carry out once, however many read their result."""
@@ -209,41 +209,18 @@ class Holdings:
     shared: tuple[tuple[int, ...], ...]
 
 
-def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None) -> tuple[int, int]:
-    """The bytes of an optimiser's state for batches like this one: (each device's, its part of what goes to the hosts).
-
-    With `offload=` that are those leaves which lie as the parameters do, of floats: not a count of steps.
-    """
-    if tx is None:
-        return 0, 0
-    plan = planner.plan_for(batch)
-    variables = {name: layout.shapes for name, layout in plan.layouts.items()}
-    state = abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state
-    whole = _bytes_of_parts(jax.tree.leaves(state))
-    if not planner.request.options.offload.optimizer:
-        return whole, 0
-    is_tree = lambda node: isinstance(node, StageTree)
-    gone = _bytes_of_parts(
-        leaf
-        for tree in filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree))
-        for name, buffer in tree.layout.shapes.items()
-        for leaf in jax.tree.leaves(tree[name])
-        if may_go(leaf, buffer, by_layer=tree.layout != plan.layouts["params"])
-    )
-    return whole - gone, gone
-
-
 def bytes_at_rest(state: TrainState) -> Parts[int]:
     """The bytes of each device's parts of a training state, or of its shapes and shardings; not of those on hosts."""
     params, others = state.variables["params"], {n: tree for n, tree in state.variables.items() if n != "params"}
     trees = {"parameters": params, "optimizer": state.opt_state, "other_variables": others}
-    on_host = lambda a: a.sharding is not None and a.sharding.memory_kind == HOST
-    stays = lambda tree: [a for a in jax.tree.leaves(tree) if not on_host(a)]
-    return Parts({name: _bytes_of_parts(stays(tree)) for name, tree in trees.items()})
+    return Parts({name: _bytes_of_parts(tree, on_hosts=False) for name, tree in trees.items()})
 
 
-def _bytes_of_parts(arrays: Iterable[Leaf]) -> int:
-    """The bytes of each device's parts, wherever they lie."""
+def _bytes_of_parts(tree: PyTree, *, on_hosts: bool) -> int:
+    """The bytes of each device's parts of the arrays that lie on devices, or of those on hosts."""
+    arrays = [
+        a for a in jax.tree.leaves(tree) if (a.sharding is not None and a.sharding.memory_kind == HOST) == on_hosts
+    ]
     part = lambda a: a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
     return bytes_of(list(map(part, arrays)))
 
@@ -320,25 +297,25 @@ def ledger(
 ) -> tuple[Parts[int], Parts[int]]:
     """All bytes of a training step: those of `predict_memory`, and those of `predict_host_memory`."""
     chip = chip or chip_of(planner.request.mesh.devices.flat[0]) or UNKNOWN
-    is_apart = bool(chip.host.memory) or not planner.request.splits.on_cpu
-    step = planner.training_step(planner.for_training(batch))
-    optimizer, state_away = optimizer_bytes(planner, batch, tx)
+    step, splits = planner.training_step(planner.for_training(batch)), planner.request.splits
+    plan, is_apart = step.plan, not splits.on_cpu  # the hosts' memory is another but on CPUs
+    state = abstract_state(plan.shapes, tx or optax.identity(), key_shape(), plan.known_loss().of_batch)
+    at_rest, state_away = bytes_at_rest(state), _bytes_of_parts(state.opt_state, on_hosts=True)
     away = step.kept.away.values()
     rows_away, back = sum(s.host_rows * s.row_bytes for s in away), sum(s.row_bytes for s in away)  # one comes back
-    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
-    layouts = step.plan.at_work
+    layouts = plan.at_work
     sums = {n: bytes_of(jax.eval_shape(partial(layout.zeros, accumulator_dtype))) for n, layout in layouts.items()}
     casts, whole = _narrow_copies(step)
     brought = sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
-    splits, leaves = planner.request.splits, jax.tree.leaves(step.model.batch)
+    leaves = jax.tree.leaves(step.model.batch)
     micro = bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, chip) for g in range(len(step.layers)))
     device = Parts(
-        parameters=at_rest.pop("params"),
-        optimizer=optimizer + state_away * (not is_apart),  # the hosts' memory is another but on CPUs
+        parameters=at_rest.parameters,
+        optimizer=at_rest.optimizer,
         gradients=sums["params"],
-        other_variables=sum(at_rest.values()) + brought + sum(sums[n] for n in step.collections("state", GRADIENT)),
+        other_variables=at_rest.other_variables + brought + sum(sums[n] for n in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * micro,
         boundaries=boundary_bytes(step, chip),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),

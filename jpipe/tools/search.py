@@ -20,23 +20,20 @@ from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.remat import MODES
 from jpipe.pipeline import Pipeline
-from jpipe.planning.request import ENDS, Offload, as_offload
+from jpipe.planning.request import ENDS, as_offload
 from jpipe.processes.progress import task
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.chips import Chip, check_one, chip_of, measure_chip, mesh_of_nowhere, parse_topology, stand_ins_of
 from jpipe.tools.choices import PINNED, Choice, Choices, Setting, advice_on, sorted_out, word_of
 from jpipe.tools.communication import words_of
-from jpipe.tools.forecaster import forecast
-from jpipe.tools.time_model import bearable_share, layer_seconds, predict_time
+from jpipe.tools.time_model import layer_seconds, predict_time
 from jpipe.types import Batch, Device, Shapes
 from jpipe.users_numbers import as_integer, as_number
 
 SURE = 0.9
 """The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
 SHOWN = 5
-OFFLOADED = 4
-"""The number of settings that are tried with `offload=`: the fastest of those that may fit so."""
 IMPROVED = 8
 """The number of ways to share out the devices of which the settings are varied: the best by their first settings."""
 FAR = 1.2
@@ -53,18 +50,16 @@ def plan(
     devices: Sequence[Device] | None = None,
     memory: float | None = None,
     axes: str | Sequence[str] = (),
-    compiled: int = 0,
     **options: object,
 ) -> Choices:
     """The settings that should train a model fastest, of those that fit; predicted, and nothing is compiled.
 
     For each way to share the devices out to mesh axes, `stage` the first, M, V, schedule, remat, ends and FSDP are
-    varied, one after the other, as long as that gains. What is faster but doesn't fit is tried with `offload=`, with as
-    many residuals on the hosts as their links bear without a longer tick. All devices are used. The model is cut by the
-    layers' predicted times, unless `balance` is given.
+    varied, one after the other, as long as that gains. All devices are used. The model is cut by the layers' predicted
+    times, unless `balance` is given. Nothing lies on the hosts but what `offload=` says.
     The same arguments give the same choices, at most five; each further one is slower and takes less memory.
     Layers are traced once for all sizes of `stage` and of data axes: one whose code asks for these sizes, such as for
-    as many groups of tokens, is rated as on the first mesh; then compare some by `compiled`.
+    as many groups of tokens, is rated as on the first mesh; then compare some by `jpipe.forecast`.
 
         best = jpipe.plan(layers, loss_fn, batch, tx, topology="v5e:4x4")[0]
         pipe = jpipe.Pipeline(layers, loss_fn, **best.options)
@@ -78,22 +73,19 @@ def plan(
         are timed.
       memory: bytes that a device has for a step, such as 16e9; default: nine tenths of its memory.
       axes: name, or names, of the other mesh axes; default: those that the layers' metadata names, and one of examples.
-      compiled: the number of choices that are compiled (`jpipe.forecast`), which says how far the predictions are off.
-        Choices that turn out not to fit come last.
       **options: further arguments of `jpipe.Pipeline`; of those that are searched, one that is given stays as it is.
 
     Raises:
-      ValueError: an unknown topology, or one without the devices that `compiled` or `balance="time"` need; nothing
-        fits, and the least memory that would do; no setting is possible, and why the first isn't.
-      TypeError, ImportError: `jpipe.Pipeline` or `jpipe.forecast` raises it.
+      ValueError: an unknown topology, or one without the devices that `balance="time"` needs; nothing fits, and the
+        least memory that would do; no setting is possible, and why the first isn't.
+      TypeError: `jpipe.Pipeline` raises it.
     """
     if "mesh" in options:
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
     room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
-    compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
     check_one(topology, devices)
     at_hand = list(jax.devices() if devices is None else devices)
-    where, number, chip, targets = _hardware(topology, at_hand, compiled, options.get("balance"))
+    where, number, chip, targets = _hardware(topology, at_hand, options.get("balance"))
     room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     unsearched = {name: value for name, value in options.items() if name not in (*PINNED, "balance")}
@@ -102,11 +94,6 @@ def plan(
     chosen = sorted_out(choice for choice in rated if choice.fits)[:SHOWN]
     if not chosen:
         raise ValueError(search.nothing_fits(where))
-    for i in range(min(compiled, len(chosen))):
-        pipe = search.pipeline(chosen[i].setting, chosen[i].options["balance"])
-        proof = forecast(pipe, shapes, tx, topology=topology, devices=None if topology else at_hand)
-        chosen[i] = replace(chosen[i], compiled=proof)
-    chosen.sort(key=lambda choice: choice.compiled is not None and not choice.compiled.fits)
     advice = advice_on(chosen, rated, search.remarks[chosen[0].setting])
     makes = partial(make_mesh, devices=at_hand[:number], axis_types=None)
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
@@ -115,9 +102,7 @@ def plan(
     return Choices(title, tuple(chosen), advice)
 
 
-def _hardware(
-    topology: str | None, at_hand: Sequence[Device], compiled: int, balance: object
-) -> tuple[str, int, Chip, list[Device]]:
+def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) -> tuple[str, int, Chip, list[Device]]:
     """Checks what is planned for; returns its name, the number of devices, one of them, and what stands for them."""
     if topology is None:
         if not at_hand:
@@ -125,8 +110,6 @@ def _hardware(
         chip = chip_of(at_hand[0]) or measure_chip(at_hand)
         return f"{len(at_hand)} devices at hand", len(at_hand), chip, stand_ins_of(at_hand)
     away = parse_topology(topology)
-    if compiled:
-        away.devices()  # raises an error before the search, if their compiler isn't there
     if isinstance(balance, str) and balance == "time":
         raise ValueError(
             f'balance="time" measures layers on a device, and topology={topology!r} has none at hand; use '
@@ -329,8 +312,6 @@ class Search:
         if not possible:
             why = self._refusal or space.why_empty()
             raise ValueError(f"no setting is possible: {why}") from self._refusal
-        if "offload" not in space.pinned and self.chip.host.memory:
-            self._offload()
         return self._found
 
     def nothing_fits(self, where: str) -> str:
@@ -340,7 +321,7 @@ class Search:
         part = max(held, key=lambda part: held[part])
         with_others = 2 + held.optimizer / max(1, held.parameters)  # gradients, and the optimiser's
         size, layer = self._largest
-        remedy = "pass more devices, or a batch that can be cut into smaller micro-batches"
+        remedy = "pass more devices, offload=, or a batch that can be cut into smaller micro-batches"
         if (alone := int(size * with_others)) > self.room:
             remedy = (
                 f"{layer} alone takes {bytes_in_words(alone)} with its gradients and optimiser, so give its weights a "
@@ -403,35 +384,9 @@ class Search:
         """Whether a choice takes much longer than the best so far, or on its mesh nothing fits, nor on that one's."""
         if best.fits:
             return one.seconds - one.time.bubble > FAR * best.seconds
-        held, is_apart = one.cost.bytes, bool(self.chip.host.memory)
-        least = held.parameters + held.gradients + held.optimizer * (not is_apart)
+        held = one.cost.bytes
+        least = held.parameters + held.gradients + held.optimizer
         return one.setting.axes != best.setting.axes and least > self.room
-
-    def _offload(self) -> None:
-        """Tries with `offload=` what is faster than all that fits, and would fit without what can go to the hosts."""
-        ranked = sorted(self._found, key=lambda choice: choice.seconds)
-        faster = [*itertools.takewhile(lambda choice: not choice.fits, ranked)]
-        for parts in (["optimizer"], ["optimizer", "residuals"]):
-            least = lambda held, parts=parts: held.total - sum(held[part] for part in parts)
-            would_fit = [choice for choice in faster if least(choice.cost.bytes) <= self.room][:OFFLOADED]
-            if len(faster) == len(ranked):  # nothing fits: the least memory is to be known
-                would_fit.append(min(ranked, key=lambda choice: least(choice.cost.bytes)))
-            for choice in would_fit:
-                share = self._bearable(choice.setting) if "residuals" in parts else 0.0
-                for state in (0, 1) if share else (1,):
-                    self._rate(replace(choice.setting, offload=Offload(residuals=share, optimizer=state)))
-
-    def _bearable(self, setting: Setting) -> float:
-        """The share of a setting's residuals that can go to the hosts without a longer tick, in hundredths."""
-        share, part = 1.0, 0.0
-        while share and part < 1.0:  # which residuals a share means follows from their sizes
-            choice = self._rate(replace(setting, offload=Offload(residuals=share)))
-            if choice is None or "residuals" not in choice.cost.host:
-                return 0.0
-            planner = self._like_others(choice.setting, choice.options["balance"]).planner
-            part = bearable_share(planner, self.batch, self.chip)
-            share = share if part == 1.0 else math.floor(100 * share * part) / 100
-        return share
 
     @property
     def _found(self) -> list[Choice]:

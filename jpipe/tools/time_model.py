@@ -96,17 +96,6 @@ def predict_time(
     return StepCost("predicted", seconds, held, timeline, notes, hosts)
 
 
-def bearable_share(planner: Planner, batch: Batch, chip: Chip) -> float:
-    """The part of the residuals that go now that could go while no tick in which all stages work takes longer."""
-    step = planner.training_step(planner.for_training(batch))
-    of_layers, *_ = _work(step, Network.of(chip, planner.request.mesh))
-    work = of_layers.summed(step.plan.partition.bounds)
-    *beside, after = _moves(step, chip)
-    longest = {kind: max(np.add(times, work.anew) if kind in "BI" else times) for kind, times in work.times.items()}
-    slots = [min(longest[kind] for kind in slot.kinds) for slot in step.table.slots]
-    return min([0.0 if after else 1.0, *(slot / move for slot, move in zip(slots, beside, strict=True) if move)])
-
-
 def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     """`[N]`, what each layer takes in a step's actions for one micro-batch: costs to cut the model by.
 
@@ -216,7 +205,7 @@ def _update_passes(step: Step) -> int:
     """
     activations = jax.tree.leaves([layer.forward.results.outputs for layer in step.layers])
     narrow = any(leaf.dtype.itemsize < 4 for leaf in activations)
-    return 7 + 2 * (narrow and step.plan.request.options.cast == "step")
+    return 7 + 2 * narrow
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

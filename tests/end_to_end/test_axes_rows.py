@@ -14,10 +14,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from compiled_transfers import transfers
+from collectives import COLLECTIVES
+from compiled_transfers import transfers, turn_in_time
 from gpu_program import needs_gpu_compiler
 from jpipe.tools.chips import ABSENT, CHIPS, parse_topology
-from jpipe.tools.compiled_program import COLLECTIVES, compile_with_text, read, turn_in_time
+from jpipe.tools.compiled_program import compile_with_text, read
 from timed import Worker
 from tpu_program import needs_tpu_compiler, tpu_devices
 

@@ -11,17 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.tools.compiled_program import RAGGED, axes_along, groups_of
-
-KINDS = (
-    "collective-permute",
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "reduce-scatter",
-    "collective-broadcast",
-    RAGGED,
-)
+PERMUTE, RAGGED = "collective-permute", "ragged-all-to-all"
+COLLECTIVES = (PERMUTE, "all-gather", "all-reduce", "all-to-all", RAGGED, "reduce-scatter")
+"""Those that jpipe's programs have."""
+KINDS = (*COLLECTIVES, "collective-broadcast")
 DATA_AXES = ("replica", "data", "fsdp")
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _START = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ")
@@ -86,7 +79,7 @@ def read(text: str) -> list[Collective]:
                 result = _result_type(types[start.group(1)], match)
                 operands = _operand_bytes(line[match.end() :], types)
                 ragged = match.group(1) == RAGGED  # into a buffer that has room for whatever comes
-                size = min(_size(result), operands[0]) if ragged else max(_size(result), sum(operands))
+                size = min(type_bytes(result), operands[0]) if ragged else max(type_bytes(result), sum(operands))
                 op_name = re.search(r'op_name="([^"]*)"', line)
                 found.append(
                     Collective(
@@ -147,6 +140,76 @@ def largest_in_loops(text: str, mesh: Any) -> int:
     """
     over_data = lambda c: any(name in DATA_AXES for name in axes_of(c, mesh))
     return max((c.bytes for c in read(text) if in_loop(c) and over_data(c)), default=0)
+
+
+# --- device groups ----------------------------------------------------------------------------------------------------
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""The devices that work together in a collective, by their places in the mesh; of a permute (source, target)."""
+
+
+def axes_along(groups: Groups, mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh along which the devices of a group differ."""
+    places = [np.stack(np.unravel_index(list(group), mesh.devices.shape)) for group in groups]
+    varies = [any(len(set(place[i])) > 1 for place in places) for i in range(len(mesh.axis_names))]
+    return tuple(name for name, does in zip(mesh.axis_names, varies, strict=True) if does)
+
+
+def groups_of(line: str) -> Groups:
+    """The groups of devices, or pairs, that a collective names; empty if it means all.
+
+    Raises:
+      ValueError: they are written in another way.
+    """
+    listed = re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,\s]*\},?\s*)*)\}", line)
+    if listed:
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]*)\}", listed[1]))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line)
+    if iota:
+        return tuple(map(tuple, _in_order(iota[2]).reshape(_numbers(iota[1])).tolist()))
+    order = r"(?:, device_ids=\(([^()]*(?:\([\d,]*\))?)\))?"
+    named = re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} *\{{([^{{}}]*)\}}", line)
+    if named:
+        places = _places_by_axes(named[1], named[3])
+        return tuple(map(tuple, (_in_order(named[2])[places] if named[2] else places).tolist()))
+    if "replica_groups=" in line or "source_target_pairs=" in line:
+        raise ValueError(f"groups of devices written in an unknown way: {line.strip()[:300]}")
+    return ()
+
+
+def _in_order(text: str) -> np.ndarray:
+    """Devices in the order that a text gives, listed or as those of a mesh whose axes are turned.
+
+    >>> _in_order("[2,2]T(1,0)").tolist(), _in_order("0,2,1,3").tolist()
+    ([0, 2, 1, 3], [0, 2, 1, 3])
+    """
+    if not text.startswith("["):
+        return np.asarray(_numbers(text))
+    sizes, _, axes = text.partition("T")
+    devices = np.arange(np.prod(_numbers(sizes), dtype=int)).reshape(_numbers(sizes))
+    return (devices.transpose(_numbers(axes)) if axes else devices).reshape(-1)
+
+
+def _places_by_axes(axes: str, over: str) -> np.ndarray:
+    """`[groups, devices of a group]`: the groups over some axes of a mesh, as places in it.
+
+    Args:
+      axes: names and sizes, such as "'a'=2,'b'=4".
+      over: names, such as "'b'"; or parts of one, "'b':(2)2" the part of size 2 inside of the first 2.
+
+    >>> _places_by_axes("'a'=2,'b'=4", "'a','b':(2)2").tolist()
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+    shape = tuple(sizes.values())
+    places = dict(zip(sizes, np.unravel_index(np.arange(np.prod(shape, dtype=int)), shape), strict=True))
+    for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over):
+        size = int(part or sizes[name])
+        inside = sizes[name] // (int(before or 1) * size)
+        places[name] = places[name] - places[name] // inside % size * inside  # the first of its group along this part
+    firsts = np.ravel_multi_index(tuple(places.values()), shape)
+    return np.argsort(firsts, kind="stable").reshape(len(np.unique(firsts)), -1)
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
@@ -253,10 +316,10 @@ def _elements(kind: str) -> list[str]:
     return found if kind.startswith("(") else [kind]
 
 
-def _size(kind: str) -> int:
+def type_bytes(kind: str) -> int:
     """Bytes of a type.
 
-    >>> _size("(f32[2,8]{1,0:T(8,128)}, bf16[], pred[3])")
+    >>> type_bytes("(f32[2,8]{1,0:T(8,128)}, bf16[], pred[3])")
     69
     """
     return (
@@ -272,7 +335,7 @@ def _bits(name: str) -> int:
 def _operand_bytes(text: str, types: dict[str, str]) -> list[int]:
     """Bytes of each operand, which the text names up to its closing parenthesis."""
     names = re.findall(r"%?([\w.-]+)", _type_at("(" + text)[1:-1])
-    return [_size(types[name]) for name in names if name in types]
+    return [type_bytes(types[name]) for name in names if name in types]
 
 
 def _numbers(text: str) -> list[int]:

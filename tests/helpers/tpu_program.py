@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from collectives import COLLECTIVES
 from compiled_transfers import transfers as transfers
-from jpipe.tools.compiled_program import COLLECTIVES
 from jpipe.tools.compiled_program import Loop as Loop
 from jpipe.tools.compiled_program import Operation as Operation
 from jpipe.tools.compiled_program import compile_with_text as compile_with_text

@@ -9,7 +9,6 @@ import pytest
 import jpipe
 from jpipe.tools.chips import CHIPS
 from jpipe.tools.choices import PINNED, Choice, Choices, Setting, advice_on, sorted_out
-from jpipe.tools.forecaster import Forecast
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import predict_time
@@ -83,8 +82,6 @@ def test_it_says_why_the_first_is_ahead_of_the_second(choice):
     second = but(choice, computation=choice.time.computation + 3e-3, bubble=choice.time.bubble - 1e-3)
     (said,) = advice_on([replace(choice, setting=Setting((("stage", 1),), 1)), second], [], [])[:1]
     assert said == "1. takes 2 ms less than 2.: 3 ms less computation, 1 ms more bubble"
-    too_large = replace(second, compiled=Forecast("a step", False, second.cost, 1.0, None, {}))
-    assert "which doesn't fit once it is compiled" in advice_on([choice, too_large], [], [])[0]
 
 
 def test_what_shared_ends_compute_is_no_waiting(choice):

@@ -13,23 +13,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import collectives
 import jpipe
-from compiled_transfers import branches_of, counted, has_products, host_stops, transfers
+from collectives import COLLECTIVES, axes_along, groups_of, type_bytes
+from compiled_transfers import (
+    branches_of,
+    counted,
+    has_products,
+    host_stops,
+    transfer_seconds,
+    transfers,
+    turn_in_time,
+    with_waits,
+)
 from gpu_program import compile_with_text, kernels, largest_copy, needs_gpu_compiler
 from jpipe.mesh.users_mesh import Torus
 from jpipe.tools.chips import CHIPS, Network, parse_topology
-from jpipe.tools.compiled_program import (
-    COLLECTIVES,
-    Loop,
-    Operation,
-    axes_along,
-    count_cycles,
-    groups_of,
-    read,
-    transfer_seconds,
-    turn_in_time,
-    type_bytes,
-    with_waits,
-)
+from jpipe.tools.compiled_program import Loop, Operation, count_cycles, read
 from tpu_program import large_moves, largest_move, needs_tpu_compiler, num_bytes
 
 PROGRAM = """HloModule step

@@ -203,23 +203,20 @@ def test_parts_by_hand(remat):
     assert parts.total == sum(parts.values())
 
 
-def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
+def test_narrow_copies_of_weights_are_counted():
     layers = [nn.Dense(WIDTH, dtype=jnp.bfloat16) for _ in range(4)]
-    make = lambda cast: jpipe.Pipeline(
-        layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[2, 2], cast=cast
-    )
-    casts = {cast: predict_memory(make(cast).planner, rows(8), optax.sgd(1e-3)).casts for cast in ("step", "use")}
-    assert casts == {"step": 2 * (WIDTH + 1) * WIDTH * 2, "use": 0}
+    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2]}
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes)
+    assert predict_memory(pipe.planner, rows(8), optax.sgd(1e-3)).casts == 2 * (WIDTH + 1) * WIDTH * 2
 
 
-@pytest.mark.parametrize(("cast", "casts", "gathered"), [("step", 2 * 128 * 129 * 2, 0), ("use", 0, 2 * 128 * 128 * 4)])
-def test_what_gpus_have_gathered_is_narrow_if_it_is_cast_once_a_step(cast, casts, gathered):
+def test_what_gpus_have_gathered_is_narrow():
     layers, rows = [nn.Dense(128, dtype=jnp.bfloat16) for _ in range(4)], jax.ShapeDtypeStruct((8, 128), "float32")
     mesh = jpipe.make_mesh(stage=2, data=2, devices=parse_topology("h100:4").stand_ins())
     sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2], "mesh": mesh, "shard_over": "data"}
-    planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), cast=cast, **sizes).planner
+    planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes).planner
     parts = predict_memory(planner, rows, optax.sgd(1e-3))
-    assert (parts.casts, parts.other_variables) == (casts, gathered)  # biases are whole anyway
+    assert (parts.casts, parts.other_variables) == (2 * 128 * 129 * 2, 0)  # biases are whole anyway
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
@@ -292,6 +289,10 @@ def test_what_lies_on_the_hosts_is_within_a_tenth():
 V5E, ADAM = CHIPS["v5e"], optax.adam(1e-3)
 
 
+def tpus(count):
+    return jpipe.make_mesh(stage=count, devices=parse_topology(f"v5e:1x{count}").stand_ins())
+
+
 def test_rows_that_wait_are_on_the_host():
     """1F1B on four stages of two layers: by hand, in inputs of a layer for one example; the first input is the batch's.
 
@@ -300,7 +301,7 @@ def test_rows_that_wait_are_on_the_host():
     """
     held, hosted = {}, {}
     for offload in ((), "residuals"):
-        planner = dense_pipeline(8, 4, 8, remat="none", offload=offload).planner
+        planner = dense_pipeline(8, 4, 8, remat="none", offload=offload, mesh=tpus(4)).planner
         held[offload] = predict_memory(planner, rows(8), ADAM, V5E)
         hosted[offload] = predict_host_memory(planner, rows(8), ADAM, V5E)
     assert held[()].residuals == 5 * 2 * ACTIVATION and hosted[()] == {}
@@ -310,17 +311,20 @@ def test_rows_that_wait_are_on_the_host():
 
 
 def test_an_optimisers_state_is_on_the_host_but_for_its_count():
-    own, gone = (dense_pipeline(4, 2, 2, offload=offload).planner for offload in ((), "optimizer"))
+    own, gone = (dense_pipeline(4, 2, 2, offload=offload, mesh=tpus(2)).planner for offload in ((), "optimizer"))
     assert predict_memory(gone, rows(8), ADAM, V5E).optimizer == 4
     moments = predict_memory(own, rows(8), ADAM, V5E).optimizer - 4
     assert predict_host_memory(gone, rows(8), ADAM, V5E) == {"optimizer": moments}
 
 
 def test_cpus_have_all_in_one_memory():
-    planner = dense_pipeline(4, 2, 8, remat="none", offload=("residuals", "optimizer")).planner
-    assert predict_host_memory(planner, rows(8), ADAM) == {}
-    on_cpu, on_tpu = (predict_memory(planner, rows(8), ADAM, chip) for chip in (None, V5E))
-    hosted = predict_host_memory(planner, rows(8), ADAM, V5E)
+    own, there = (
+        dense_pipeline(4, 2, 8, remat="none", offload=("residuals", "optimizer"), mesh=mesh).planner
+        for mesh in (None, tpus(2))
+    )
+    assert predict_host_memory(own, rows(8), ADAM) == {}
+    on_cpu, on_tpu = (predict_memory(planner, rows(8), ADAM) for planner in (own, there))
+    hosted = predict_host_memory(there, rows(8), ADAM)
     for name in ("residuals", "optimizer"):
         assert on_cpu[name] == on_tpu[name] + hosted[name]
 
