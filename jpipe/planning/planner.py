@@ -153,7 +153,7 @@ class Planner:
         self.request.check_has_loss()
         check_context(self.request.mesh)
         if self.plan is not None:
-            check_like(batch, self.plan.traced.batch)
+            check_like(batch, self.plan.model.batch)
         micro = cut_for_training(batch, *self._sizes)
         if self.plan is None:
             self._make_plan(micro)
@@ -161,7 +161,7 @@ class Planner:
 
     def for_evaluation(self, batch: Batch) -> MicroBatch:
         """The micro-batches of an evaluation batch of any size; errors as of `for_training`, but for the size."""
-        check_like(batch, self.plan_for(batch).traced.batch)
+        check_like(batch, self.plan_for(batch).model.batch)
         return cut_for_evaluation(batch, *self._sizes)
 
     def for_outputs(self, batch: Batch, bare: bool | None = None) -> MicroBatch:
@@ -175,7 +175,7 @@ class Planner:
           TypeError: `bare` is no bool.
           ValueError: as of `is_bare`; a layer reads from the batch, and there is none; it is a single example.
         """
-        seen = self.plan_for(batch).traced
+        seen = self.plan_for(batch).model
         if bare is not None and not isinstance(bare, bool | np.bool_):
             raise TypeError(f"bare={bare!r} is no bool; pass True for the model's inputs, False for a whole batch")
         bare = bool(is_bare(batch, seen.batch, seen.inputs, self.request.read_inputs, bare))
@@ -202,7 +202,7 @@ class Planner:
         read = _no_change if micro.bare else asked.read_inputs
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
             layers = asked.layers if self.cut is None else self.pieces(micro)
-            like = None if self.plan is None else self.plan.traced
+            like = None if self.plan is None else self.plan.model
             traces = {} if self.traces is None else dict(self.traces.calls.get(micro, {}))
             model = trace_model(layers, read, micro.shapes, splits, asked.rules, like, traces)
             if self.traces is not None:

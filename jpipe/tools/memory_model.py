@@ -232,7 +232,7 @@ def holdings(plan: Plan) -> Holdings:
         own={name: _own(plan, layout) for name, layout in layouts.items()},
         room={name: _room(layout, lambda axis: axis == AXIS) for name, layout in layouts.items()},
         device={name: _room(layout, lambda axis: True) for name, layout in layouts.items()},
-        shared=tuple(variables.users[0] for variables in plan.traced.variable_sets if variables.shared),
+        shared=tuple(variables.users[0] for variables in plan.model.variable_sets if variables.shared),
     )
 
 
