@@ -197,7 +197,9 @@ def forecast(
     known = replace(known, cost=_with_bytes(cost, compiled))
     chip = chip_of(device)
     if chip is not None and 0 < chip.host.memory < known.cost.host.total:
-        return _too_large_for_hosts(known, chip.host.memory)
+        used, most = bytes_in_words(known.cost.host.total), bytes_in_words(chip.host.memory)
+        message = f"{used} would lie on the host, which has {most} for each of its devices"
+        return replace(known, fits=False, message=message, advice=("would help: less in offload=, or more devices",))
     if chip is None:
         return known
     if chip.gpu is not None:
@@ -269,15 +271,6 @@ def _too_large(known: Forecast, smaller: Mapping[str, list[str]], message: str) 
     parts = ["residuals"] * (2 * known.cost.bytes.temporaries > known.total_bytes) + ["parameters", "casts"]
     advice = dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part])
     return replace(known, fits=False, message=message, advice=tuple(advice))
-
-
-def _too_large_for_hosts(known: Forecast, room: int) -> Forecast:
-    """The forecast of a step whose host has less memory for a device than would lie there."""
-    hosted = known.cost.host
-    used, most = bytes_in_words(hosted.total), bytes_in_words(room)
-    message = f"{used} would lie on the host, which has {most} for each of its devices"
-    remedy = "a share of the residuals in offload=, or more" * (hosted.get("temporaries", 0) > hosted.total / 2)
-    return replace(known, fits=False, message=message, advice=(f"would help: {remedy or 'more'} devices",))
 
 
 def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:

@@ -71,7 +71,7 @@ def test_a_plan(pipe, odd):
         ),
         fits=True,
     )
-    found = Choices("plans", (choice, choice), advice_on([choice], [choice], ["mind the gap"]))
+    found = Choices("plans", (choice, choice), advice_on([choice], [choice]))
     forecast = Forecast("a step", True, compiled, odd, None, {("stage",): odd})
     for text in (str(found), found._repr_html_(), str(forecast)):
         assert "ms: computation" in text or "ms: layers" in text
@@ -119,4 +119,4 @@ def test_layers_that_cost_nothing(chip):
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])
     setting = Setting((("stage", 2),), 2)
     choice = Choice(setting, setting.options | {"balance": [2, 1]}, replace(cost, bytes=held), fits=True)
-    assert "ms a step" in str(Choices("plans", (choice,), advice_on([choice], [choice], [])))
+    assert "ms a step" in str(Choices("plans", (choice,), advice_on([choice], [choice])))

@@ -70,17 +70,18 @@ def test_milliseconds_of_small_models_and_of_large_ones(choice):
 def test_advice_on_the_bubble_and_on_small_micro_batches(choice):
     rated = [choice, replace(choice, setting=replace(choice.setting, num_microbatches=1))]
     assert choice.bubble_fraction > 0.1
-    (idle,) = advice_on([choice], rated, [])
+    (idle,) = advice_on([choice], rated)
     assert "stages wait" in idle and "of the time at M=2 on 2 stages" in idle
     rated[1] = but(rated[1], computation=choice.time.computation / 2)
-    _, small, said = advice_on([choice], rated, ["said", "said"])
+    warned = replace(choice, cost=replace(choice.cost, notes=("said", "said")))
+    _, small, said = advice_on([warned], rated)
     assert "too small to fill the device: of twice the size (M=1) layers take 50% less time" in small
     assert said == "said"
 
 
 def test_it_says_why_the_first_is_ahead_of_the_second(choice):
     second = but(choice, computation=choice.time.computation + 3e-3, bubble=choice.time.bubble - 1e-3)
-    (said,) = advice_on([replace(choice, setting=Setting((("stage", 1),), 1)), second], [], [])[:1]
+    (said,) = advice_on([replace(choice, setting=Setting((("stage", 1),), 1)), second], [])[:1]
     assert said == "1. takes 2 ms less than 2.: 3 ms less computation, 1 ms more bubble"
 
 
@@ -94,8 +95,8 @@ def test_one_stage_is_said_to_be_better_than_a_pipeline(choice):
     alone = replace(choice, setting=Setting((("stage", 1), ("data", 2)), 2))
     slow = slower(choice, 1.0, 100)
     said = "no pipeline is fastest here: the best of several stages (stage=2, M=2, 1f1b, remat=layer, ends=own) takes "
-    assert any(note.startswith(said) and note.endswith(" ms a step") for note in advice_on([alone], [alone, slow], []))
-    assert not any("no pipeline" in note for note in advice_on([slow], [alone, slow], []))
+    assert any(note.startswith(said) and note.endswith(" ms a step") for note in advice_on([alone], [alone, slow]))
+    assert not any("no pipeline" in note for note in advice_on([slow], [alone, slow]))
 
 
 def test_options_are_the_pipelines():

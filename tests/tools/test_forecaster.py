@@ -159,4 +159,4 @@ def test_a_host_without_room_is_told(monkeypatch):
     found = jpipe.forecast(make_pipe(offload="optimizer"), batch_of(), optax.sgd(0.1, momentum=0.9), topology="h100:2")
     assert (found.fits, found.limit, found.host_bytes) == (False, "memory", {"optimizer": momentum})
     assert f"{momentum} bytes would lie on the host, which has 100 bytes for each of its devices" in str(found)
-    assert "would help: more devices" in str(found)
+    assert "would help: less in offload=, or more devices" in str(found)
