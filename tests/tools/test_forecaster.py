@@ -144,8 +144,9 @@ def test_bytes_on_the_host_are_apart():
         for offload in ((), "residuals")
     )
     assert own.host_bytes == {} and "host" not in own.slices
-    pipe = make_pipe(128, 4, 8, remat="none", offload="residuals")
-    predicted = predict_host_memory(pipe.planner, batch, tx, CHIPS["h100"])
+    there = jpipe.make_mesh(stage=4, devices=parse_topology("h100:4").stand_ins())
+    pipe = make_pipe(128, 4, 8, remat="none", offload="residuals", mesh=there)
+    predicted = predict_host_memory(pipe.planner, batch, tx)
     assert gone.host_bytes == {"temporaries": predicted.residuals} and predicted.residuals > 0
     assert gone.slices["host"] > 0 and "on the host: temporaries" in str(gone)
     assert "ms of moves to and from the host" in str(gone)
