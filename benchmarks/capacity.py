@@ -33,9 +33,9 @@ from models import amoebanet
 BYTES_A_PARAMETER = 12
 """Itself, its gradient and RMSProp's second moment, in float32."""
 
-_LAYER = {"remat": "layer", "cast": "use"}
-_SHARED = {"ends": "shared", "remat": "full", "cast": "use"}
-_CHUNKS = {"schedule": "interleaved", "num_chunks": 3, "remat": "full", "cast": "use"}
+_LAYER = {"remat": "layer"}
+_SHARED = {"ends": "shared", "remat": "full"}
+_CHUNKS = {"schedule": "interleaved", "num_chunks": 3, "remat": "full"}
 
 
 @dataclass(frozen=True)

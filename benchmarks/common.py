@@ -279,13 +279,13 @@ class Stepper:
     """
 
     def __init__(self, step: Callable, state: Any, batch: Any, clock: Callable[[], float] = time.perf_counter):
-        self._step, self._state, self._batch, self._clock = step, state, batch, clock
+        self._step, self.state, self._batch, self._clock = step, state, batch, clock
 
     def __call__(self) -> tuple[float, float]:
         """(seconds, loss) of one step."""
         begin = self._clock()
-        self._state, loss = self._step(self._state, self._batch)
-        jax.block_until_ready((self._state, loss))
+        self.state, loss = self._step(self.state, self._batch)
+        jax.block_until_ready((self.state, loss))
         return self._clock() - begin, float(loss)
 
 

@@ -39,7 +39,7 @@ class Point:
     Attributes:
       where: "cpu", or a slice of TPUs, or GPUs.
       K, M, V: stages, micro-batches, chunks a stage.
-      schedule, remat, cast, ends: of `jpipe.Pipeline`.
+      schedule, remat, ends: of `jpipe.Pipeline`.
       tx: the optimiser.
       data: devices that examples are split over; parameters too, if `fsdp` is 1.
       tensor: devices that a layer is split over.
@@ -55,7 +55,6 @@ class Point:
     schedule: str = "1f1b"
     remat: str = "layer"
     tx: str = "adam"
-    cast: str = "step"
     ends: str = "own"
     data: int = 1
     fsdp: int = 0
@@ -89,7 +88,7 @@ class Point:
             heads, hidden = self.size.heads, 4 * self.width
             sizes = Sizes(self.width, heads, heads, hidden, self.seq, self.micro, self.vocab, dtype=self.size.dtype)
             layers[1:-1] = [LinenBlock(SPLIT, sizes) for _ in layers[1:-1]]
-        options = {"schedule": self.schedule, "remat": self.remat, "num_chunks": self.V, "cast": self.cast}
+        options = {"schedule": self.schedule, "remat": self.remat, "num_chunks": self.V}
         over = {"shard_over": "data"} if self.fsdp else {}
         shares = (part.partition("=") for part in filter(None, self.offload.split("+")))
         options["offload"] = {word: float(share or 1) for word, _, share in shares}
@@ -175,7 +174,6 @@ POINTS = [
         schedule=zero_bubble remat=none
         data=2 K=2 layers=4
         data=2 fsdp=1
-        cast=use
         ends=spread vocab=32768
         tensor=2
         schedule=v V=2
@@ -187,13 +185,10 @@ POINTS = [
         data=2 fsdp=1 remat=full schedule=gpipe
         K=8 M=16 layers=16
         schedule=v V=2 remat=none
-        tx=sgd cast=use remat=none
-        data=2 fsdp=1 cast=use remat=none
         ends=spread remat=full
         tensor=2 remat=none K=2 layers=4
         schedule=zero_bubble
         seq=1024 micro=2 remat=stage schedule=gpipe
-        ends=shared remat=full cast=use vocab=32768
         schedule=interleaved V=2 remat=none M=4
         """
     ),
@@ -206,7 +201,6 @@ POINTS = [
         schedule=zero_bubble remat=none M=4
         data=2 tx=sgd
         data=2 fsdp=1 remat=none
-        cast=use remat=full
         ends=spread vocab=32768
         tensor=2
         schedule=v V=2 remat=none M=4
@@ -217,7 +211,6 @@ POINTS = [
         data=2 fsdp=1 schedule=interleaved V=2
         tensor=2 data=2 K=2 layers=4
         schedule=zero_bubble tx=sgd
-        cast=use remat=none
         ends=shared tensor=1 remat=none
         """,
         where="v5p:2x2x2",
@@ -239,8 +232,6 @@ POINTS = [
         schedule=v V=2 remat=none
         data=2 K=2 layers=4
         data=2 fsdp=1
-        data=2 fsdp=1 cast=use remat=none
-        cast=use
         ends=spread vocab=32768
         tensor=2
         schedule=gpipe remat=none tx=sgd

@@ -92,7 +92,7 @@ MODELS = {
         amoebanet.loss_fn,
         images(128, 224),
         "v5e:2x2",
-        {"cast": "use", "num_stages": 4},  # of unlike layers every further mesh takes minutes to partition
+        {"num_stages": 4},  # of unlike layers every further mesh takes minutes to partition
         {"stage": 4},
     ),
 }

@@ -153,7 +153,6 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=known, help=f"of {known} (default: all)")
     parser.add_argument("--layers", type=int, nargs="+", default=[103], help="of Transformer-L (default %(default)s)")
     parser.add_argument("--remat", default="layer", help="of Transformer-L (default %(default)s)")
-    parser.add_argument("--cast", default="step", help="of Transformer-L (default %(default)s)")
     parser.add_argument("--ends", default="own", help="of Transformer-L (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=32000, help="of Transformer-L (default %(default)s)")
     parser.add_argument("--init-layers", type=int, default=160, help="of the model initialised (default %(default)s)")
@@ -164,7 +163,7 @@ def main() -> None:
         if what == "demo":
             demo("v5e:2x2")
         elif what == "transformer-l":
-            modes = {"remat": options.remat, "cast": options.cast, "ends": options.ends}
+            modes = {"remat": options.remat, "ends": options.ends}
             transformer_l("v3:2x2", options.layers, options.vocab, **modes)
         elif what == "amoebanet-d":
             amoebanet_d("v3:2x2", 4)

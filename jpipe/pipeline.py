@@ -91,7 +91,6 @@ class Pipeline(Tabular):
       shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or a layer's at each "use".
-      cast: when parameters are cast to a layer's own type: once a "step" (they keep a narrow copy), or at each "use".
       unroll: whether a virtual stage's layers are compiled one by one, not once for all alike, each with own arrays.
       ends: weights of the ends lie there ("own") or at rest on all stages ("spread"), or all compute both ("shared").
       offload: what lies in the hosts' memory: "residuals", "boundaries", "optimizer", several, or a share by word.
@@ -120,7 +119,6 @@ class Pipeline(Tabular):
         merge: Mapping[str, str] | None = None,
         shard_over: Sequence[str] = (),
         gather: str = "step",
-        cast: str = "step",
         unroll: bool = False,
         ends: str = "own",
         offload: str | Sequence[str] | Mapping[str, float] = (),
@@ -148,7 +146,7 @@ class Pipeline(Tabular):
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather),
-            options=Options(cast, unroll, ends, as_offload(offload), loss_over),
+            options=Options(unroll, ends, as_offload(offload), loss_over),
         )
         self.planner = Planner(request)
         self.agreement = checks.Agreement(self.planner)

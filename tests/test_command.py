@@ -103,7 +103,7 @@ def model(size):
     return [nn.Dense(8) for _ in range(2)], lambda y, _: jnp.mean(y**2), batch, optax.sgd(0.1)
 
 def of_nothing():
-    return (*model(3), {"cast": "use"})
+    return (*model(3), {"ends": "spread"})
 
 def too_few(size):
     return model(size)[:2]

@@ -20,19 +20,19 @@ from jax.experimental import multihost_utils
 
 from jpipe import __version__
 from jpipe.checkpoints import files
-from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
-from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, PathLeaf, first_difference, own_trees
+from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, Json, first_difference, from_json, own_trees, to_json
 from jpipe.checkpoints.files import origin_of, read_all, take_all
 from jpipe.checks import check_state, check_variables
 from jpipe.memory.batches import on_all
 from jpipe.pipeline import Pipeline
-from jpipe.processes.progress import in_units, task, warn_user
+from jpipe.processes.progress import task, warn_user
 from jpipe.processes.runtime import before_threads_end
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
 from jpipe.users_numbers import as_integer
 
 Value = TypeVar("Value")
+_WAITING = "waiting for the last checkpoint"
 
 
 class Checkpointer:
@@ -77,7 +77,6 @@ class Checkpointer:
         self._manager = files.make_manager(self.directory, keep)
         self._done = set[int]()  # steps restored or saved by this object
         self._damaged: list[int] = []
-        self._waiting = "waiting for the last checkpoint"
         self._is_closed, self._was_told, self._at_exit = False, False, ExitStack()
         before_threads_end(self.close)
 
@@ -121,7 +120,8 @@ class Checkpointer:
         """Waits until all is written, and ends orbax's threads; after that nothing can be saved or restored."""
         if not self._is_closed:
             self._is_closed = True
-            self._finish(self._manager.close)
+            with self._task(_WAITING):
+                self._manager.close()
 
     @property
     def latest_step(self) -> int | None:
@@ -135,12 +135,8 @@ class Checkpointer:
           RuntimeError: it couldn't be written.
         """
         if not self._is_closed:
-            self._finish(self._manager.wait_until_finished)
-
-    def _finish(self, waits: Callable[[], None]) -> None:
-        """Waits until all is written, by one of the manager's methods."""
-        with self._with_what_is_left("waiting for the last checkpoint"), task(self._waiting):
-            waits()
+            with self._task(_WAITING):
+                self._manager.wait_until_finished()
 
     # --- saving ---
 
@@ -167,7 +163,7 @@ class Checkpointer:
             raise TypeError("the state is being traced; call save outside of jax.jit and its like")
         check_variables(pipe.plan, state.variables)
         contents, step = Contents(pipe.plan.model, state, pipe.plan.cut), int(state.step)
-        encoded = containers_to_json(position, value_to_json)
+        encoded = to_json(position)
         if step in self._done:
             return
         if self._damaged:  # out of the way, so that their steps can be saved again
@@ -181,13 +177,11 @@ class Checkpointer:
             )
         keys = {"/".join(path): _key_to_json(key) for path, key in contents.random_keys.items()}
         about = {"jpipe": __version__, "step": step, "random_keys": keys, "position": encoded, **contents.description()}
-        what, size = f"saving step {step}", contents.num_bytes
-        with self._with_what_is_left(what), task(what, total=size, unit="bytes") as advance:
+        with self._task(f"saving step {step}", contents.num_bytes) as advance:
             named = take_all(contents, advance)
-            with task(self._waiting):
+            with task(_WAITING):
                 files.write(self._manager, step, named, about)
         self._done.add(step)
-        self._waiting = f"waiting until step {step} ({in_units(size, 'bytes')}) is on disk"
 
     def _check(self, pipe: Pipeline) -> None:
         """Checks that this can still be used, and with a pipeline.
@@ -202,10 +196,11 @@ class Checkpointer:
             raise TypeError(f"pipe is a {type(pipe).__name__}; pass a jpipe.Pipeline")
 
     @contextmanager
-    def _with_what_is_left(self, what: str) -> Iterator[None]:
-        """Adds to errors which checkpoints are lost, and which aren't."""
+    def _task(self, what: str, num_bytes: int | None = None) -> Iterator[Callable[..., None]]:
+        """Shows a task, and adds to errors which checkpoints are lost, and which aren't."""
         try:
-            yield
+            with task(what, num_bytes, "bytes") as advance:
+                yield advance
         except Exception as error:
             listed = files.listed(self.directory)
             self._done.intersection_update(listed)  # a step that wasn't written may be saved again
@@ -267,7 +262,7 @@ class Checkpointer:
         arrays, named = read_all(directory, contents, origin)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
         named["step",] = on_all(np.int32(about["step"]), pipe.mesh)
-        return contents.filled(arrays, named), containers_from_json(about["position"], value_from_json)
+        return contents.filled(arrays, named), from_json(about["position"])
 
 
 def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> list[PyTree]:
@@ -325,17 +320,9 @@ def _loaded(directory: str | os.PathLike[str], step: int | None, item: str) -> l
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == item}
         with task(f"reading the {item} of step {step}"):
             arrays = files.read_arrays(path / str(step), wanted)
-        return [jax.tree.map(lambda leaf: _array_of(leaf, arrays), tree) for tree in own_trees(about)]
+        return [jax.tree.map(lambda leaf: leaf.of(arrays), tree) for tree in own_trees(about)]
 
     return _newest(path, steps if step is None else [step], read)[1]
-
-
-def _array_of(leaf: PathLeaf, arrays: files.Named) -> np.ndarray:
-    """The array of a leaf, on the host; its slices are stacked again."""
-    if not leaf.stacked:
-        return arrays[leaf.path]
-    slices = [arrays[path] for path in leaf.paths]
-    return np.stack(slices).reshape(*leaf.stacked, *slices[0].shape)
 
 
 def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Value]) -> tuple[int, Value, list[int]]:

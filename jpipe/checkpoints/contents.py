@@ -1,4 +1,4 @@
-"""Names each array of a training state by its layer, and finds the first difference between two models.
+"""Names each array of a training state by its layer, finds the first difference of two models, writes JSON.
 
 A name is a path. Arrays that lie in two stages' buffers (`jpipe.memory.storage`) as
 
@@ -25,17 +25,18 @@ by which two models are told apart, and a layer's own tree put together again wi
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, product, zip_longest
-from typing import TypeGuard, TypeVar
+from itertools import accumulate, chain, groupby, product, zip_longest
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jpipe.checkpoints.containers import Json, PathKey, containers_from_json, containers_to_json, name_of
 from jpipe.cutting.whole import CutModel
 from jpipe.memory.layout import NO_PART, Layout, StageTree
 from jpipe.memory.records import Arrays, Records
@@ -44,12 +45,16 @@ from jpipe.training.train_state import TrainState
 from jpipe.types import Leaf, PyTree
 
 Value = TypeVar("Value")
+Json: TypeAlias = Any
+"""Any value that `json.dumps` takes."""
 Path = tuple[str, ...]
 Named = dict[Path, Leaf]
 """Arrays, or their shapes, by path."""
 
 LAYERS, MODEL, OPTIMIZER = "layers", "model", "optimizer"
 NOTHING = ""
+AT_ONCE = 1 / 8
+"""How much of the state is copied at a time, as a share, when it is saved or restored."""
 _OF_BUFFERS = "{} follows the pipeline's buffers, not its layers; wrap what keeps it in jpipe.per_layer(...)"
 
 
@@ -79,10 +84,6 @@ class NamedRecord:
     def num_bytes(self) -> int:
         """The bytes of all arrays of the record."""
         return sum(shape.size * shape.dtype.itemsize for shape in self.named.values())
-
-    def part(self, item: str) -> NamedRecord:
-        """The record with the trees of `LAYERS` or of `OPTIMIZER` alone."""
-        return replace(self, shapes=of_item(item, self.shapes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +178,16 @@ class Contents:
             records.append(NamedRecord(v, j, users, shapes))
         return records
 
+    def portions(self, item: str = "") -> list[list[NamedRecord]]:
+        """Runs of records of about `AT_ONCE` of the bytes each, with the trees of one item, or of both.
+
+        A record is in the run that has the middle of its bytes.
+        """
+        records = [replace(record, shapes=of_item(item, record.shapes)) for record in self.each_record]
+        ends = list(accumulate((record.num_bytes for record in records), initial=0))
+        part = lambda i: int((ends[i] + ends[i + 1]) / 2 / max(1, AT_ONCE * ends[-1]))
+        return [[records[i] for i in run] for _, run in groupby(range(len(records)), part)]
+
     def _paths(self, tree: Path, record_type: int, record: int, layer: int) -> Iterator[Path]:
         """The names of a record's leaves in a tree, in the order of the leaves."""
         if (whole := self.trees[tree].layout.model_tree) is not None:
@@ -231,7 +242,7 @@ class Contents:
             stacked = [tuple(i + 1 for i in last[n]) for n in range(len(tree.paths))]
             leaves = [PathLeaf((MODEL, name, *path), counts) for path, counts in zip(tree.paths, stacked, strict=True)]
             trees[name] = jax.tree.unflatten(tree.treedef, leaves)
-        item = containers_to_json(layer.to_item(trees), lambda _, leaf: [list(leaf.path), list(leaf.stacked)])
+        item = to_json(layer.to_item(trees), lambda _, leaf: [list(leaf.path), list(leaf.stacked)])
         return {"model": {"name": layer.name, "item": item}, "arrays": arrays}
 
     def _layers(self) -> Json:
@@ -240,7 +251,7 @@ class Contents:
         for i in range(self.model.num_layers):
             group = self.model.group_at(i)
             trees = {name: self._named(records[i], name) for name in self.state.variables if name in group.variables}
-            item = containers_to_json(group.layer.to_item(self._unboxed(i, trees)), lambda _, leaf: list(leaf.path))
+            item = to_json(group.layer.to_item(self._unboxed(i, trees)), lambda _, leaf: list(leaf.path))
             stored = self.layer_name(records[i].users[0]) if i in records else None
             layers.append({"name": self.layer_name(i), "stored": stored, "item": item})
         return layers
@@ -258,11 +269,11 @@ def _records_of(layouts: tuple[tuple[str, Layout], ...]) -> Records:
 
 
 def of_item(item: str, by_tree: Mapping[str, Value]) -> dict[str, Value]:
-    """The values that belong to trees of an item, `LAYERS` or `OPTIMIZER`."""
-    return {name: value for name, value in by_tree.items() if name.startswith(f"{item}/")}
+    """The values that belong to trees of an item, `LAYERS` or `OPTIMIZER`; all, if it is empty."""
+    return {name: value for name, value in by_tree.items() if name.startswith(item)}
 
 
-def _path_of(keys: tuple[PathKey, ...]) -> Path:
+def _path_of(keys: tuple[object, ...]) -> Path:
     """The path in a checkpoint of a part of a state, from its keys in the state."""
     field, *rest = map(name_of, keys)
     if field == "opt_state":
@@ -297,14 +308,19 @@ class PathLeaf:
         """The paths of what is stored."""
         return [(*self.path, *map(str, indices)) for indices in product(*map(range, self.stacked))]
 
+    def of(self, arrays: Named) -> np.ndarray:
+        """Its array, out of those on the host by path; slices are stacked again."""
+        slices = [arrays[path] for path in self.paths]
+        return np.stack(slices).reshape(*self.stacked, *slices[0].shape) if self.stacked else slices[0]
+
 
 def own_trees(description: Json) -> list[PyTree]:
     """Each layer's own tree, or the tree of a model that is one module, of the paths of its arrays."""
     if "model" in description:
         leaf_of = lambda encoded: PathLeaf(*map(tuple, encoded))
-        return [containers_from_json(description["model"]["item"], leaf_of)]
+        return [from_json(description["model"]["item"], leaf_of)]
     leaf_of = lambda path: PathLeaf(tuple(path))
-    return [containers_from_json(layer["item"], leaf_of) for layer in description["layers"]]
+    return [from_json(layer["item"], leaf_of) for layer in description["layers"]]
 
 
 def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | None:
@@ -330,3 +346,88 @@ def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | N
         if there != here:
             return f"{name} is {there} in the checkpoint and {here} in the pipeline"
     return None
+
+
+# --- pytrees as JSON --------------------------------------------------------------------------------------------------
+
+
+def _value_to_json(path: Path, value: object) -> Json:
+    """Writes a number, string, bytes or array as JSON.
+
+    Raises:
+      TypeError: the value is none of these.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array) and not is_key(value)
+    array = np.asarray(value) if is_array else None
+    if array is None or array.dtype.kind not in "biufc":
+        what = type(value).__name__ if array is None else f"array of {array.dtype}"
+        raise TypeError(
+            f"the position holds a {what} at {'/'.join(path) or 'its root'}; pass numbers, strings, bytes and arrays"
+        )
+    return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
+
+
+def _value_from_json(encoded: Json) -> Leaf:
+    """The inverse of `_value_to_json`."""
+    ((kind, value),) = encoded.items()
+    if kind == "value":
+        return value
+    if kind == "bytes":
+        return base64.b64decode(value)
+    dtype, shape, data = value
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+
+
+def to_json(tree: PyTree, leaf_to_json: Callable[[Path, Leaf], Json] = _value_to_json) -> Json:
+    """Writes a pytree of dicts, lists and tuples as JSON.
+
+    Args:
+      tree: the pytree. Other containers become dicts by the names of their fields.
+      leaf_to_json: `(path, leaf) -> JSON`; default: of numbers, strings, bytes and arrays.
+
+    Raises:
+      TypeError: a dict's key is no string or number.
+    """
+
+    def convert(path: Path, node: PyTree) -> Json:
+        """Writes a part of the tree, and all below it; `path` leads to it."""
+        if node is None:
+            return {"none": True}
+        children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+        if len(children) == 1 and not children[0][0]:
+            return {"leaf": leaf_to_json(path, node)}
+        keys = [key for (key,), _ in children]
+        items = [convert((*path, name_of(key)), child) for key, (_, child) in zip(keys, children, strict=True)]
+        if isinstance(node, list) or type(node) is tuple:
+            return {"list" if isinstance(node, list) else "tuple": items}
+        return {"dict": [[_key_to_json(path, key), child] for key, child in zip(keys, items, strict=True)]}
+
+    return convert((), tree)
+
+
+def _key_to_json(path: Path, key: Any) -> str | int | float | bool:
+    """Returns a dict's key itself, and for another container the field's name; `path` leads to the container."""
+    value = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
+    if type(value) not in (str, int, float, bool):
+        raise TypeError(f"a dict at {'/'.join(path) or 'the root'} has the key {value!r}; use strings or numbers")
+    return value
+
+
+def from_json(encoded: Json, leaf_from_json: Callable[[Json], Leaf] = _value_from_json) -> PyTree:
+    """The inverse of `to_json`; `leaf_from_json` is the inverse of its `leaf_to_json`."""
+    ((kind, value),) = encoded.items()
+    read = lambda child: from_json(child, leaf_from_json)
+    if kind == "dict":
+        return {key: read(child) for key, child in value}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(map(read, value))
+    return None if kind == "none" else leaf_from_json(value)
+
+
+def name_of(key: object) -> str:
+    """A key of a pytree's path as text: `kernel`, `0`."""
+    return jax.tree_util.keystr((key,), simple=True)

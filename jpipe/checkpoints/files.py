@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import accumulate, count, groupby
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -33,8 +33,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jpipe.checkpoints.containers import Json
-from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Contents, Named, NamedRecord, Path, of_item, own_trees
+from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Contents, Json, Named, Path, of_item, own_trees
 from jpipe.jax.in_place import HOST
 from jpipe.memory.layout import StageTree, zeros_like
 from jpipe.memory.records import Arrays
@@ -319,10 +318,6 @@ def parameter_of(path: Path) -> tuple[str, str, Path]:
 # --- devices, hosts and files -----------------------------------------------------------------------------------------
 
 
-AT_ONCE = 1 / 8
-"""How much of the state is copied at a time, as a share, when it is saved or restored."""
-
-
 def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
     """Copies all arrays, by path, to the memory of the hosts, split as on the devices.
 
@@ -334,7 +329,7 @@ def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
     """
     named = {path: _to_host(jnp.copy(leaf)) for path, leaf in contents.without_layer.items()}
     arrays = contents.arrays
-    for portion in _portions(contents.each_record):
+    for portion in contents.portions():
         for record in portion:
             leaves = contents.records.take(arrays, record.record_type, record.record)
             for name, shapes in record.shapes.items():
@@ -368,12 +363,12 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
             arrays = if_all_can(lambda: read_arrays(directory, wanted))
             return {path: arrays[name] for path, name in saved_names.items()}
 
-        def fill(arrays: Arrays, records: list[NamedRecord]) -> Arrays:
-            """Reads the arrays of some records into buffers, a portion at a time; fresh arrays stay as they are.
+        def fill(arrays: Arrays, item: str = "") -> Arrays:
+            """Reads the arrays of an item, or of both, into buffers, a portion at a time; fresh arrays stay.
 
             The buffers are donated. If there are none yet, they are made once the first portion could be read.
             """
-            for portion in _portions(records):
+            for portion in contents.portions(item):
                 named = read({path: shape for record in portion for path, shape in record.named.items()})
                 arrays = arrays or jax.tree.map(zeros_like, contents.arrays)
                 for record in portion:
@@ -389,12 +384,10 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
 
         named = read(contents.without_layer)
         if not origin.fresh:
-            return fill({}, contents.each_record), named
-        arrays = fill({}, [record.part(LAYERS) for record in contents.each_record])
-        layers = of_item(LAYERS, arrays)
-        del arrays  # the room of the optimiser's arrays is given back before new ones are made
+            return fill({}), named
+        layers = of_item(LAYERS, fill({}, LAYERS))  # the optimiser's arrays go before new ones are made
         arrays = layers | _new_state(contents, layers[f"{LAYERS}/params"])
-        return fill(arrays, [record.part(OPTIMIZER) for record in contents.each_record]), named
+        return fill(arrays, OPTIMIZER), named
 
 
 def _new_state(contents: Contents, params: Buffers) -> Arrays:
@@ -403,10 +396,3 @@ def _new_state(contents: Contents, params: Buffers) -> Arrays:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     opt_state = make_opt_state(state.tx, StageTree(params, state.variables["params"].layout), shardings)
     return of_item(OPTIMIZER, Contents(contents.model, state.replace(opt_state=opt_state)).arrays)
-
-
-def _portions(records: list[NamedRecord]) -> list[list[NamedRecord]]:
-    """Cuts records into runs of about `AT_ONCE` of their bytes each: by which of these parts their middles are in."""
-    ends = list(accumulate((record.num_bytes for record in records), initial=0))
-    part = lambda i: int((ends[i] + ends[i + 1]) / 2 / max(1, AT_ONCE * ends[-1]))
-    return [[records[i] for i in run] for _, run in groupby(range(len(records)), part)]

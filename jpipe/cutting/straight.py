@@ -106,13 +106,11 @@ class Straight:
         return sources
 
     @cached_property
-    def needed(self) -> frozenset[int]:
+    def needed(self) -> list[int]:
         """The indices of the equations that the outputs and new values of the state need, or that have an effect."""
-        effects = {i for i, equation in enumerate(self.flat.equations) if equation.equation.effects}
-        read = [number for i in effects for number in self.flat.equations[i].reads]
         # Of new values that a scan stacks its trips' count, if pieces have slices.
         new = [n for leaf, new in self.new_state.items() for n in self.slices_made(Part(leaf), new).values()]
-        return frozenset([*self.flat.needed_for([*self.outputs, *new, *read]), *effects])
+        return self.flat.needed_for([*self.outputs, *new], effects=True)
 
     def slices_made(self, part: Part, number: int) -> dict[Part, int]:
         """The numbers of a value, or of the slices of it that pieces have if unrolled scans stack it."""
@@ -129,7 +127,7 @@ class Straight:
         def is_about(one: FlatEquation) -> bool:
             return bool(one.equation.effects) or any(self.sources[n] is Follows.BOTH for n in (*one.makes, *one.reads))
 
-        return [i for i in sorted(self.needed) if is_about(self.flat.equations[i])]
+        return [i for i in self.needed if is_about(self.flat.equations[i])]
 
     @cached_property
     def new_state(self) -> dict[int, int]:
@@ -145,7 +143,7 @@ class Straight:
         """
         squeezes = [self.flat.made_by[number] for number in self.flat.slices]
         slicing = {self.flat.made_by[self.flat.equations[i].reads[0]] for i in squeezes}
-        read = {n for i in self.needed - slicing for n in self.flat.equations[i].reads} | {*self.outputs}
+        read = {n for i in self.needed if i not in slicing for n in self.flat.equations[i].reads} | {*self.outputs}
         parts = [part for number in read if (part := self.part(number)) is not None]
         parts += [part for leaf, new in self.new_state.items() for part in self.slices_made(Part(leaf), new)]
         depths: dict[int, int] = {}
@@ -268,7 +266,7 @@ class StackRows:
         if not indices:
             assert one is not None
             reads = list(dict.fromkeys(one.reads))
-            run = jaxpr_as_fun(jaxpr_of(self.flat, [one], reads, one.makes, []))
+            run = jaxpr_as_fun(jaxpr_of(self.flat, [one], reads, one.makes))
             made = run(*map(self.value, reads))
             self.values |= {(n, ()): leaf for n, leaf in zip(one.makes, made, strict=True)}
             return self.values[number, ()]

@@ -4,8 +4,8 @@ A layer's cache stays on its stage, with a row for each micro-batch. How tokens 
 
 Only a layer that treats each token by itself may decode without a cache. Attention without one would see one token in
 place of all, and positions counted within a call would all be the first: wrong tokens, and no error. So a layer's jaxpr
-on whole sequences is partitioned as if each token lay on a device of its own. A layer that treats each token by itself
-then sends nothing, and no device asks which token it has.
+on whole sequences is followed as a loss is (`jpipe.partitioner.examples`), with tokens in place of micro-batches. A
+layer that treats each token by itself then couples none, and reads nothing that each token has a part of.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jpipe.cutting.module import Read, WholeModel, told_of, without_unread
 from jpipe.cutting.pieces import NoSuchPlace, places_again, unused_parts
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part
 from jpipe.cutting.whole import CutModel
-from jpipe.jax.flat_jaxpr import without_calls
-from jpipe.jax.inside import needed_part
-from jpipe.jax.primitives import ELEMENTWISE, MOVES, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.jax.tracing import compiled, equations_in, no_mesh, replay, trace
+from jpipe.jax.inside import line_of, needed_part
+from jpipe.jax.tracing import compiled, equations_in, no_mesh, replay, trace, uses
 from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.connections import with_inputs
@@ -39,19 +36,13 @@ from jpipe.model.groups import KEEP, LayerGroup, Model, same_type, strong
 from jpipe.model.layer_function import LayerFunction, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import telling, trace_model
-from jpipe.partitioner.choice import always
-from jpipe.partitioner.conversions import sent_in
-from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import Axis, Sharding, names_in, of_spec, part_structs, replicated
+from jpipe.partitioner.examples import CouplesError, Examples
+from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard, names_in, part_shape, part_structs, replicated
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step, build_step
 from jpipe.processes.progress import warn_user
 from jpipe.schedules.orders import forward_only
 from jpipe.types import Leaf, PyTree, Shapes
-
-AXIS_OF_TOKENS = "tokens"
-_SPREADS = (ELEMENTWISE | MOVES) - {"iota", "concatenate", "pad"}
-"""Operations that give the same number everywhere, if their operands do."""
 
 
 def on_inputs(plan: Plan) -> Sequence[LayerFunction]:
@@ -88,55 +79,36 @@ def warn_of_uncached(plan: Plan, model: Model) -> None:
 def sees_more(function: LayerFunction, length: int) -> str:
     """Says how a layer looks beyond a single token; "" if it treats each token by itself.
 
-    A layer with a program of single devices (`jax.shard_map`) can't be tested, since its axes aren't there: "" too.
+    A layer with a program of single devices (`jax.shard_map`) can't be followed: "" too.
 
     Args:
       function: the layer in evaluation mode, on whole sequences.
       length: T, the tokens of a sequence: dimension 1 of what the layer takes, or the first that is so long.
     """
-    if length == 1:
-        return ""
-    axes = (Axis((AXIS_OF_TOKENS,), (length,), is_data=True),)
 
-    def at(leaf: Leaf) -> Sharding:
+    def at(leaf: Leaf) -> AxisSharding:
         """Split along its tokens: dimension 1, or another one where a whole model is cut within attention."""
-        found = [i for i in range(1, leaf.ndim) if leaf.shape[i] == length]
-        return of_spec(PartitionSpec(*[None] * found[0], AXIS_OF_TOKENS), axes) if found else replicated(axes)
+        return next((Shard(i) for i in range(1, leaf.ndim) if leaf.shape[i] == length), REPLICATED)
 
-    whole = replicated(axes)
     arguments, takes = function.arguments, jax.tree.leaves(function.group.takes)
     jaxpr, _ = trace(function.forward, arguments, takes)
-    if _holds(jaxpr.jaxpr.eqns, "shard_map"):
+    if length == 1 or any(equation.primitive.name == "shard_map" for equation in equations_in(jaxpr.jaxpr.eqns)):
         return ""
     sequences: list[Leaf] = [*jax.tree.leaves(arguments.batch), *takes]
     weights = len(jaxpr.jaxpr.invars) - len(sequences)
-    shardings = [whole] * weights + [at(leaf) for leaf in sequences]
-    wanted = [always(at(leaf)) for leaf in jaxpr.out_avals]
-    with no_mesh():
-        program = jaxpr_per_device(jaxpr, axes, shardings, wanted).jaxpr
-    sent = sent_in(program.jaxpr, {AXIS_OF_TOKENS: length})
-    if sent:
-        return f"looks at other tokens ({sent[0].line or 'of no line'})"
-    return "looks at the places of tokens" if _depends_on_place(program) else ""
-
-
-def _depends_on_place(program: ClosedJaxpr) -> bool:
-    """Whether a device's results depend on its place; a part of an array of one number doesn't."""
-    jaxpr, placed = without_calls(program).jaxpr, set[Var]()
-    even = {v for v in jaxpr.constvars if not shapes_of([v])[0].shape}
-    is_even = lambda v: isinstance(v, Literal) or v in even
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, equation.invars
-        if (name in _SPREADS and all(map(is_even, operands))) or (name == "dynamic_slice" and is_even(operands[0])):
-            even |= set(equation.outvars)
-        elif _holds([equation], "axis_index") or not placed.isdisjoint(v for v in operands if isinstance(v, Var)):
-            placed |= set(equation.outvars)
-    return not placed.isdisjoint(v for v in jaxpr.outvars if isinstance(v, Var))
-
-
-def _holds(equations: Sequence[JaxprEqn], name: str) -> bool:
-    """Whether one of the equations, or one within them, is a primitive of this name."""
-    return any(equation.primitive.name == name for equation in equations_in(equations))
+    lying, late = [*[REPLICATED] * weights, *map(at, sequences)], [False] * weights + [True] * len(sequences)
+    tokens = Examples(jaxpr, length, lying, late, strict=False)
+    try:
+        if tokens.couplings:
+            raise CouplesError(tokens.couplings[0])
+        of_one = tokens.function(list(zip(tokens.flat.results, map(at, jaxpr.out_avals), strict=True)))
+    except CouplesError as error:
+        return f"looks at other tokens ({line_of(error.args[0].flat.equation) or 'of no line'})"
+    part = lambda leaf, at: jax.ShapeDtypeStruct(part_shape(leaf.shape, (at,), (tokens.axis,)), leaf.dtype)
+    of_known = lambda n, shard: jnp.int32(0) if n is None else part(tokens.flat.avals[n], shard or REPLICATED)
+    run, _ = trace(of_one, list(map(part, jaxpr.in_avals, lying)), list(itertools.starmap(of_known, tokens.known)))
+    places = [one.shard for one, is_read in zip(reversed(tokens.known), reversed(uses(run)), strict=False) if is_read]
+    return "looks at the places of tokens" if any(places) else ""
 
 
 PickLogits = Callable[[PyTree], jax.Array]

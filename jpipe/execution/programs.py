@@ -43,7 +43,7 @@ from jpipe.types import Batch, PyTree
 class WeightUses:
     """How the layers of a step use the buffers of parameters: whether they only cast them to a narrower type.
 
-    With `cast="step"` a narrow copy is made once a step. A TPU's compiler does so by itself, as it moves casts out of
+    A narrow copy is made once a step. A TPU's compiler does so by itself, as it moves casts out of
     loops. That for GPUs leaves a cast in the loop over layers, which takes up to half as long as the layer's products.
     So there `run_step` makes the copies, ahead of the ticks.
 
@@ -57,18 +57,17 @@ class WeightUses:
 
 
 def weight_uses(step: Step) -> WeightUses:
-    """Finds how a step's layers use its parameters. With `cast="use"` casts don't count, but of gathered weights."""
-    layout, once = step.plan.at_work["params"], step.plan.request.options.cast == "step"
-    uses = WeightUses()
+    """Finds how a step's layers use its parameters."""
+    storage, uses = step.storages["params"], WeightUses()
     for g, group in enumerate(step.model.groups):
         if (v := group.variable_set) is None:
             continue
-        record, cast_once = layout.storage.record_types[v], once or v in layout.joined
+        record = storage.record_types[v]
         leaves = zip(record.buffers, record.leaves, strict=True)
-        buffers = [(name, layout.storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
+        buffers = [(name, storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
         for closed, params, num_results in _programs(step, g, len(buffers)):
             for i, dtype in _readers(closed, num_results):
-                if i in params and cast_once and dtype is not None:
+                if i in params and dtype is not None:
                     uses.casts.add((*buffers[params[i]], dtype))
                 elif i in params:
                     uses.whole.add(buffers[params[i]][0])
@@ -93,10 +92,9 @@ def narrow_dtypes(step: Step) -> dict[str, np.dtype]:
 
     All leaves of such a buffer are only cast.
     """
-    request, buffers = step.plan.request, step.storages["params"].buffers
-    if not request.splits.on_gpu or request.options.cast != "step":
+    if not step.plan.request.splits.on_gpu:
         return {}
-    uses, dtypes = weight_uses(step), dict[str, set[np.dtype]]()
+    uses, buffers, dtypes = weight_uses(step), step.storages["params"].buffers, dict[str, set[np.dtype]]()
     for name, _, dtype in uses.casts:
         dtypes.setdefault(name, set()).add(dtype)
     is_narrower = lambda name, found: found.itemsize < buffers[name].dtype.itemsize

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.execution.sweep import Job, sweep
-from jpipe.jax.in_place import Index, look_up, of_trip, put_row, take_row, when
+from jpipe.jax.in_place import Index, look_up, put_row, take_row, when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import compact_order, in_order
 from jpipe.memory.storage import Buffers
@@ -282,18 +282,13 @@ class Stage:
         """(the micro-batch, for layers that look at it, else None; what the loss needs of the whole mini-batch).
 
         It is read in the order of dimensions in which the batch lies at rest. Else a compiler would change the order
-        of all micro-batches ahead of the ticks, and pad the three channels of images to 128. With `cast="use"`,
-        `of_trip` keeps the compiler from casting all micro-batches ahead of the ticks.
+        of all micro-batches ahead of the ticks, and pad the three channels of images to 128.
         """
         function = self.step.functions[job.g]
         if not function.reads_batch:
             return None, []
-        request = self.step.plan.request
-
-        def row(leaf: Leaf) -> Leaf:
-            examples = in_order(take_row(leaf, job.microbatch), compact_order(leaf.shape[1:], request.mesh))
-            return of_trip(examples, job.microbatch) if request.options.cast == "use" else examples
-
+        order = lambda leaf: compact_order(leaf.shape[1:], self.step.plan.request.mesh)
+        row = lambda leaf: in_order(take_row(leaf, job.microbatch), order(leaf))
         stacked = zip(self.known, function.loss.stacked, strict=True) if function.loss is not None else ()
         known = [take_row(a, job.microbatch) if each else a for a, each in stacked]
         return jax.tree.map(row, self.batch), known
@@ -322,12 +317,6 @@ class Stage:
             # Of some there are narrow copies alone (`narrow_dtypes`), which the layer casts back.
             whole = self.step.storages["params"].record_types[group.variable_set].leaves
             params = [leaf.astype(shape.dtype) for leaf, shape in zip(params, whole, strict=True)]
-        # A layer that computes in another dtype casts its weights. Each weight is multiplied by a one that is computed
-        # in the loop, so that the compiler can't move the cast out of the loop and keep a cast copy of all weights.
-        # Weights that are joined for the step are left alone: their cast copy may be all that is kept.
-        plan = self.step.plan
-        if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].joined:
-            params, fixed = ([of_trip(leaf, job.microbatch) for leaf in leaves] for leaves in (params, fixed))
         constants = self.step.functions[job.g].constants
         if constants.places:
             fixed = [*fixed, *constants.of(look_up(group.indices, job.position))]

@@ -92,6 +92,11 @@ class FlatJaxpr:
             number, indices = self.trips[number][indices[0]], indices[1:]
         return number, indices
 
+    def constants_of(self, equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]) -> list[int]:
+        """The numbers of the constants that some equations read or give, but for those that they take."""
+        read = dict.fromkeys([*(number for one in equations for number in one.reads), *gives])
+        return [number for number in read if number in self.constants and number not in takes]
+
     @cached_property
     def made_by(self) -> dict[int, int]:
         """The index of the equation that makes a value, by the value's number."""
@@ -101,9 +106,10 @@ class FlatJaxpr:
         """A jaxpr of the equations that some values need."""
         return jaxpr_of(self, [self.equations[i] for i in self.needed_for(gives)], takes, gives)
 
-    def needed_for(self, values: Iterable[int]) -> list[int]:
-        """The indices of the equations that some values need, in order."""
-        todo, needed = list(values), set[int]()
+    def needed_for(self, values: Iterable[int], *, effects: bool = False) -> list[int]:
+        """The indices of the equations that some values need, in order; with `effects` also of those that have some."""
+        needed = {i for i, one in enumerate(self.equations) if effects and one.equation.effects}
+        todo = [*values, *(number for i in needed for number in self.equations[i].reads)]
         while todo:
             i = self.made_by.get(todo.pop())
             if i is not None and i not in needed:
@@ -243,7 +249,7 @@ def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> Closed
     Each literal is a constant of its own. The arguments are those of `flatten`.
     """
     flat = flatten(closed, calls=calls)
-    return jaxpr_of(flat, flat.equations, flat.arguments, flat.results, list(flat.constants))
+    return jaxpr_of(flat, flat.equations, flat.arguments, flat.results)
 
 
 def jaxpr_of(
@@ -251,19 +257,16 @@ def jaxpr_of(
     equations: Sequence[FlatEquation],
     takes: Sequence[int],
     gives: Sequence[int],
-    constants: Sequence[int] | None = None,
 ) -> ClosedJaxpr:
-    """Some equations of a flat jaxpr as a jaxpr of their own.
+    """Some equations of a flat jaxpr as a jaxpr of their own; its constants are those that it reads or gives.
 
     Args:
       flat: the jaxpr.
       equations: those of its equations that are wanted, in order.
-      takes: the numbers of the values that it takes.
+      takes: the numbers of the values that it takes, which may be constants of the whole.
       gives: the numbers of the values that it gives.
-      constants: the numbers of its constants. Default: those that the equations read or that it gives.
     """
-    read = dict.fromkeys([*(number for equation in equations for number in equation.reads), *gives])
-    constants = [number for number in read if number in flat.constants] if constants is None else constants
+    constants = flat.constants_of(equations, takes, gives)
     numbers = list(dict.fromkeys([*takes, *constants, *(n for equation in equations for n in equation.makes)]))
     variables = dict(zip(numbers, new_variables([flat.avals[n] for n in numbers]), strict=True))
     chosen = lambda numbers: [variables[i] for i in numbers]

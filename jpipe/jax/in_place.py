@@ -195,21 +195,6 @@ def when(
     return each(0, condition, fixed, lambda _, values, carry: body(values, carry), carry, reads=reads_in_trip)
 
 
-def of_trip(array: jax.Array, trip: Index) -> jax.Array:
-    """Multiplies an array by a one that is computed in the trip, so that no compiler casts it ahead of the loop.
-
-    A TPU's compiler sees through ties and slices, and casts whole stacks of parameters ahead of all loops. The product
-    is fused with the cast and takes no memory.
-
-    Args:
-      array: any shape; one that isn't real, or has less than two dimensions, is returned as it is.
-      trip: an integer of at least 0 that a loop gave as one of its `values`.
-    """
-    if array.ndim < 2 or not jnp.issubdtype(array.dtype, jnp.floating):
-        return array
-    return array * (jnp.asarray(trip) >= 0).astype(array.dtype)
-
-
 def _tie(values: PyTree, trip: Index) -> tuple[PyTree, Index]:
     """`(values, trip)`, unchanged, as if each depended on the other."""
     if isinstance(trip, int) or not jax.tree.leaves(values):

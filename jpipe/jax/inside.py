@@ -1,4 +1,4 @@
-"""Uses what isn't public API of JAX and Flax, each with its reason, what its loss would cost, and the way around.
+"""Uses what isn't public API of JAX and Flax, each with its reason and what its loss would cost.
 
 Public are the modules that JAX's page on API compatibility lists, and what its reference documents of others:
 `jax.core.Tracer` and `ShapedArray`, `jax.extend.core` (jaxprs, no promise between versions), `multihost_utils`,
@@ -23,6 +23,8 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.core import ShapedArray
+from jax.experimental import layout
+from jax.extend import source_info_util
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -31,16 +33,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.processes.progress import warn_once
 from jpipe.types import Leaf, PyTree, Shapes
-
-try:
-    from jax.experimental import layout
-except ImportError:
-    layout = None
-
-try:
-    from jax.extend import source_info_util
-except ImportError:
-    source_info_util = None
 
 Part = TypeVar("Part", Jaxpr, JaxprEqn)
 
@@ -148,9 +140,6 @@ def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> Abstract
     Uses `jax.extend.source_info_util`, which has no page. Without it profiles and reports show collectives as
     jpipe's, without the user's line that caused them.
     """
-    if source_info_util is None:
-        warn_once("this version of JAX has no jax.extend.source_info_util; collectives are shown without users' lines")
-        return nullcontext()
     return source_info_util.user_context(standing_alone(equation, callers).source_info.traceback)
 
 
@@ -298,15 +287,11 @@ def with_axis_types(mesh: AbstractMesh, types: Mapping[str, AxisType]) -> Abstra
     Uses its method `update_axis_types`. `jax.sharding.AbstractMesh`, which is public, makes the same mesh, but for the
     kind of its devices, which kernels ask for as they are traced: that is what losing this would cost.
     """
-    if hasattr(mesh, "update_axis_types"):
-        return mesh.update_axis_types(dict(types))
-    old = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple((old | dict(types)).values()))
+    return mesh.update_axis_types(dict(types))
 
 
 # --- orders of dimensions in memory -----------------------------------------------------------------------------------
 
-_NO_LAYOUTS = "this version of JAX has no jax.experimental.layout: steps on TPUs may take up to a third longer"
 _EXPORTED = (
     "jax.export can't keep how arrays lie in memory, so a compiler chooses that for this program: on TPUs pipe.apply "
     "takes as long as it did, but a training step may take half as long again; to train on TPUs, compile the step "
@@ -323,14 +308,10 @@ def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
     A program that `jax.export` makes leaves it out: JAX refuses to export an operation of which it promises nothing. A
     primitive with a rule by `jax.interpreters.mlir` sees that. Without the rule no pipeline could be exported.
     """
-    if layout is None:
-        warn_once(_NO_LAYOUTS)
-        return array
     return _held_to.bind(array, order=tuple(order))
 
 
 def _constrained(array: jax.Array, *, order: tuple[int, ...]) -> jax.Array:
-    assert layout is not None
     return layout.with_layout_constraint(array, layout.Layout(order))
 
 
@@ -359,19 +340,14 @@ batching.primitive_batchers[_held_to] = _batched
 
 def orders_chosen(
     function: Callable[..., PyTree], arguments: Sequence[Leaf], shardings: Sequence[list[NamedSharding]]
-) -> list[tuple[int, ...]] | None:
-    """Asks which orders of dimensions the compiler chooses for the first of two lists of results.
-
-    As `held_to`: None where there is no `jax.experimental.layout`.
+) -> list[tuple[int, ...]]:
+    """Asks which orders of dimensions the compiler chooses for the first of two lists of results; as `held_to`.
 
     Args:
       function: -> (results whose orders are chosen, other results).
       arguments: what it takes, or shapes.
       shardings: of both lists of results.
     """
-    if layout is None:
-        warn_once(_NO_LAYOUTS)
-        return None
     chosen, others = shardings
     formats = [layout.Format(layout.Layout.AUTO, sharding) for sharding in chosen]
     compiled = jax.jit(function, out_shardings=(formats, others)).lower(*arguments).compile()
@@ -399,7 +375,4 @@ def unsharded_creation() -> AbstractContextManager[object]:
     Uses `nnx.use_eager_sharding`, which only a proposal describes. Without it modules with sharding metadata can't be
     made where a mesh is set. The public flag `flax_always_shard_variable` is one for the whole program.
     """
-    if not hasattr(nnx, "use_eager_sharding"):
-        warn_once("this version of Flax has no nnx.use_eager_sharding; make modules where no mesh is set")
-        return nullcontext()
     return nnx.use_eager_sharding(False)

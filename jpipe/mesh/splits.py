@@ -178,16 +178,6 @@ WHOLE = Splits(AbstractMesh((), ()), ())
 """One device a stage: nothing is split."""
 
 
-def check_when(name: str, value: str) -> None:
-    """Checks an argument that says how often something is done.
-
-    Raises:
-      ValueError: it is neither "step" nor "use".
-    """
-    if value not in _WHEN:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {list(_WHEN)}")
-
-
 def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] | None, gather: str = "step") -> Splits:
     """Checks the splits that the user asks for.
 
@@ -201,7 +191,8 @@ def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] 
       TypeError, ValueError: as `check_batch_axes`; an unknown `gather`; or `shard_over` names an axis that isn't one of
         the data axes.
     """
-    check_when("gather", gather)
+    if gather not in _WHEN:
+        raise ValueError(f"gather={gather!r} is unknown; use one of {list(_WHEN)}")
     data = check_batch_axes(mesh, batch_axes)
     names = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
     for name in names:

@@ -52,18 +52,16 @@ class _Function(NamedTuple):
     """A function of a layer.
 
     Attributes:
-      kind: of its trace.
-      jaxpr: its trace without plain calls, with all scalars as constants.
+      trace: without plain calls, with all scalars as constants.
       collections: the collections of its last results, which are variables.
     """
 
-    kind: int
-    jaxpr: ClosedJaxpr
+    trace: PartJaxpr
     collections: Sequence[str]
 
     def dependent(self, constants: Constants) -> set[str]:
         """Finds the collections whose new values depend on constants."""
-        depend = outputs_that_depend(self.jaxpr, constants.places)
+        depend = outputs_that_depend(self.trace.closed, constants.places)
         return {name for name, is_dependent in zip(self.collections[::-1], depend[::-1], strict=False) if is_dependent}
 
 
@@ -104,7 +102,7 @@ class Alike:
         known = {mode: group.constants.get(mode, Constants()) for mode in MODES if found[mode]}
         # `places` of a mode are the indices of the scalars in its trace that differ between these layers.
         constants = {
-            mode: differing({i: scalars_of(one.jaxpr) for i, one in found[mode].items()}, first, of_mode)
+            mode: differing({i: scalars_of(one.trace.closed) for i, one in found[mode].items()}, first, of_mode)
             for mode, of_mode in known.items()
         }
         if not before and not any(of_mode.places for of_mode in constants.values()):
@@ -129,7 +127,7 @@ class Alike:
         if layer.partition_specs(trace.variables) != group.layer.partition_specs(group.variables):
             return False
         pairs = ([self._function(group, i, mode) for i in (first, index)] for mode in MODES)
-        return all((a and a.kind) == (b and b.kind) for a, b in pairs)
+        return all((a and a.trace.kind) == (b and b.trace.kind) for a, b in pairs)
 
     def _function(self, group: LayerGroup, index: int, mode: str) -> _Function | None:
         """A function of a layer that takes what a group takes; None if it has none."""
@@ -139,9 +137,8 @@ class Alike:
             with suppress(Exception):  # it refuses evaluation, or such sequences, which is told where it is run
                 if traced := self._traced(group, index, mode):
                     flat = flatten(traced[0], calls=PLAIN_CALLS)
-                    kind = self._kinds.part(flat, flat.equations, flat.arguments, flat.results).kind
-                    own = jaxpr_of(flat, flat.equations, flat.arguments, flat.results, [*flat.constants])
-                    self._functions[key] = _Function(kind, own, traced[1])
+                    part = self._kinds.part(flat, flat.equations, flat.arguments, flat.results)
+                    self._functions[key] = _Function(part, traced[1])
         return self._functions[key]
 
     def _traced(self, group: LayerGroup, index: int, mode: str) -> tuple[ClosedJaxpr, Sequence[str]] | None:
@@ -190,8 +187,7 @@ class Kinds:
         self, flat: FlatJaxpr, equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]
     ) -> PartJaxpr:
         """Some equations as a jaxpr; arguments as of `jaxpr_of`."""
-        read = dict.fromkeys([*(n for equation in equations for n in equation.reads), *gives])
-        constants = [number for number in read if number in flat.constants]
+        constants = flat.constants_of(equations, takes, gives)
         made = (n for equation in equations for n in equation.makes)
         local = {n: i for i, n in enumerate(dict.fromkeys([*takes, *constants, *made]))}
         within = lambda numbers: tuple(local[n] for n in numbers)
@@ -203,7 +199,7 @@ class Kinds:
             within(gives),
         )
         if key not in self._jaxprs:
-            self._jaxprs[key] = len(self._jaxprs), jaxpr_of(flat, equations, takes, gives, constants).jaxpr
+            self._jaxprs[key] = len(self._jaxprs), jaxpr_of(flat, equations, takes, gives).jaxpr
         kind, jaxpr = self._jaxprs[key]
         return PartJaxpr(ClosedJaxpr(jaxpr, [flat.constants[n] for n in constants]), kind)
 
@@ -228,7 +224,7 @@ def _equation_described(flat: FlatJaxpr, one: FlatEquation) -> object:
     if not has_custom_derivatives([one.equation]):
         return described(sorted(one.equation.params.items()))
     reads, makes = dict.fromkeys(n for n in one.reads), dict.fromkeys(one.makes)
-    run = jaxpr_as_fun(jaxpr_of(flat, [one], list(reads), list(makes), []))
+    run = jaxpr_as_fun(jaxpr_of(flat, [one], list(reads), list(makes)))
     shapes = [jax.ShapeDtypeStruct(flat.avals[n].shape, flat.avals[n].dtype) for n in reads]
     floats = [i for i, shape in enumerate(shapes) if is_float(shape)]
 

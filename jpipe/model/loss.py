@@ -309,7 +309,6 @@ def trace_loss(
     count: int = 1,
     over: str | None = None,
     train: bool = True,
-    pairs: bool = False,
 ) -> TracedLoss:
     """Traces a loss function at what the model gives for one micro-batch.
 
@@ -321,7 +320,6 @@ def trace_loss(
       count: M, the number of micro-batches.
       over: one of `OVER`.
       train: training, or evaluation, where there is no key.
-      pairs: whether pairs count as numbers of the mini-batch, too, to see what couples examples in them.
 
     Raises:
       ValueError: it raised an error; or returned neither a floating-point scalar, nor a tuple of scalars and metrics,
@@ -360,7 +358,7 @@ def trace_loss(
     has_weight_1 = isinstance(returned, tuple) and len(returned) == 3 and by_shapes == [1.0]
     # Or each example has the weight 1, and a micro-batch has one.
     is_number = has_weight_1 and _weights(loss_fn, whole, names, dtype)[1] == [1.0]
-    number_terms = tuple(name for name in names if is_number or pairs or not isinstance(terms[name], tuple))
+    number_terms = tuple(name for name in names if is_number or not isinstance(terms[name], tuple))
     return with_totals(_in_parts(loss, number_terms, (outputs, batch, key), whole) if number_terms else loss)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -72,7 +72,8 @@ def split_in_two(
     """
     flat = flatten(backward)
     results = lambda indices: [flat.results[i] for i in indices]
-    first = _needed_for(results(urgent), flat.equations)
+    needed = [flat.equations[i] for i in flat.needed_for(results(urgent), effects=True)]
+    first = {*results(urgent), *(value for one in needed for value in (*one.reads, *one.makes))}
     deferred = set[int]()
     for one in flat.equations if urgent else ():
         if first.isdisjoint(one.makes) and (_is_heavy(one) or not deferred.isdisjoint(one.reads)):
@@ -91,9 +92,9 @@ def split_in_two(
 
     def part(equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]) -> ClosedJaxpr:
         # Some kernels count as needed in what takes out dead code; it looks into loops, though.
-        needed = _needed_for(gives, equations)
-        equations = [one for one in equations if one.equation.effects or not needed.isdisjoint(one.makes)]
-        return needed_part(jaxpr_of(flat, equations, takes, gives), [True] * len(gives), keep=True)[0]
+        whole = replace(flat, equations=equations)
+        chosen = [equations[i] for i in whole.needed_for(gives, effects=True)]
+        return needed_part(jaxpr_of(flat, chosen, takes, gives), [True] * len(gives), keep=True)[0]
 
     inputs = part(flat.equations, flat.arguments, [*results(early), *w_inputs])
     weights = part(later, [*(flat.arguments[i] for i in reads), *w_inputs], results(late))
@@ -185,12 +186,3 @@ class _NeededByW:
     def _bytes(self, values: Collection[int]) -> int:
         avals = [self._avals[value] for value in values]
         return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-
-
-def _needed_for(results: Sequence[int], equations: Sequence[FlatEquation]) -> set[int]:
-    """Collects all values that some results, and equations with an effect, follow from."""
-    needed = {*results}
-    for one in reversed(equations):
-        if one.equation.effects or not needed.isdisjoint(one.makes):
-            needed.update(one.reads, one.makes)
-    return needed

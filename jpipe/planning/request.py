@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from jax.sharding import Mesh
 
 from jpipe.layers.base import AnyLayer
-from jpipe.mesh.splits import Splits, check_when
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import DEFAULT_RULES
 from jpipe.model.loss import OVER, LossFn
 from jpipe.model.remat import Remat
@@ -84,8 +84,6 @@ class Options:
     """How steps are carried out.
 
     Attributes:
-      cast: what layers cast parameters to may be kept from the first use to the end of the "step", or is made at each
-        "use".
       ends: weights that only the first or only the last stage holds lie there, and all stages have room for them
         ("own"), or are split over all stages at rest ("spread"). Or those of the first and the last layer alone are,
         and all stages compute these layers together ("shared").
@@ -99,14 +97,12 @@ class Options:
       TypeError: `unroll` is no bool.
     """
 
-    cast: str = "step"
     unroll: bool = False
     ends: str = "own"
     offload: Offload = ON_DEVICES
     loss_over: str | None = None
 
     def __post_init__(self) -> None:
-        check_when("cast", self.cast)
         if self.ends not in ENDS:
             raise ValueError(f"ends={self.ends!r} is unknown; use one of {list(ENDS)}")
         if self.loss_over not in OVER:

@@ -160,19 +160,6 @@ class Timeline:
 
         return plot(self, path_or_ax, unit=unit)
 
-    def to_chrome_trace(
-        self, path: "str | os.PathLike[str] | None" = None, *, unit_in_seconds: float = 1e-3
-    ) -> dict[str, object]:
-        """The timeline as a trace that ui.perfetto.dev and chrome://tracing open: a process for each stage.
-
-        Args:
-          path: where to save it as JSON.
-          unit_in_seconds: the seconds of one unit of the timeline.
-        """
-        from jpipe.tools.figures import chrome_trace
-
-        return chrome_trace(self, path, unit_in_seconds)
-
 
 def simulate(
     schedule: Schedule,

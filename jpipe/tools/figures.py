@@ -1,4 +1,4 @@
-"""Draws timelines (`Timeline.plot`, `jpipe.compare`) and profiles, and shows timelines as HTML and as Chrome's traces.
+"""Draws timelines (`Timeline.plot`, `jpipe.compare`) and profiles, and shows timelines as HTML.
 
 A picture has a row of bars for each stage, over what the stages hold. matplotlib is imported when something is drawn.
 Colours are those that people with any colour vision tell apart (Okabe and Ito, jfly.uni-koeln.de/color). They differ in
@@ -7,29 +7,24 @@ lightness too, so that they also do in print.
 
 from __future__ import annotations
 
-import json
 import os
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, Action
+from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Span, Timeline, simulate
-from jpipe.users_numbers import as_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from jpipe.tools.measure import StageTimes
 
 MOST_SPANS = 4096
 """The most actions of a timeline that a notebook draws by itself: some seconds."""
@@ -347,20 +342,19 @@ NARROWEST = 0.045
 """The share of the step from which on a slice has its number in it."""
 
 
-def draw_profile(slices: Mapping[str, float], stages: StageTimes, timeline: Timeline, path: Target) -> Figure:
+def draw_profile(slices: Mapping[str, float], timeline: Timeline, path: Target) -> Figure:
     """Draws a profile; see `Profile.plot`.
 
     Args:
       slices: seconds of the step by `SLICES`.
-      stages: seconds of the stages.
-      timeline: the timeline that follows from these.
+      timeline: the timeline that follows from the times of the stages.
       path: where to save the picture; None draws into a new pyplot figure.
     """
-    num_stages = len(stages.forward)
-    high = max(0.16, 0.3 - 0.02 * num_stages) * num_stages
-    figure, (step, alone, gantt) = _column(path, 7.0, [0.6, high, high], 2.5, sharex=False)
+    num_stages = timeline.schedule.num_stages
+    figure, (step, gantt) = _column(
+        path, 7.0, [0.6, max(0.16, 0.3 - 0.02 * num_stages) * num_stages], 2.0, sharex=False
+    )
     _draw_slices(step, slices)
-    _draw_stages(alone, stages.in_ms)
     in_numbers = f"{timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}"
     draw_gantt(gantt, timeline, timeline.makespan, f"Timeline, predicted from the stages' times: {in_numbers}")
     gantt.set_xlabel("ms", fontsize=TEXT)
@@ -381,60 +375,3 @@ def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
     axes.set_xlim(0, left)
     _title(axes, f"A step of {left:.3g} ms, by what its time goes into")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize=TEXT)
-
-
-def _draw_stages(axes: Axes, stages: StageTimes) -> None:
-    """A bar for each stage: forward, what is computed anew, backward; a line at the mean."""
-    num_stages = len(stages.forward)
-    ends = np.zeros(num_stages)
-    for kind, times in (("F", stages.forward), ("R", stages.recompute), ("B", stages.backward)):
-        look = {"color": COLOURS[kind], "hatch": HATCH.get(kind), "edgecolor": "white", "linewidth": 0.6}
-        axes.barh(range(num_stages), times, HEIGHT, ends, **look)
-        ends += times
-    axes.axvline(ends.mean(), color="black", linewidth=0.8, linestyle=":")
-    for stage, end in enumerate(ends):
-        write_beside(axes, f"{end / ends.mean():.2f} of the mean", (end, stage))
-    label_stages(axes, num_stages)
-    axes.set_xlim(0, 1.15 * ends.max())
-    _title(axes, "Stages alone: ms for one micro-batch (dotted: the mean)")
-
-
-# --- traces that ui.perfetto.dev and chrome://tracing open ------------------------------------------------------------
-
-
-Json = dict[str, object]
-
-
-def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None, unit_in_seconds: float) -> Json:
-    """The trace as JSON objects; see `Timeline.to_chrome_trace`.
-
-    A process for each stage, in it a track for each kind of action, and a counter of the micro-batches in flight. The
-    format is the Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-    """
-    # The format counts in microseconds.
-    scale = 1e6 * as_number("unit_in_seconds", unit_in_seconds, "give how long a unit of time is", positive=True)
-    schedule, bars = timeline.schedule, list(timeline.bars)
-    tracks = [kind for kind in ACTION_KINDS if any(bar.action.kind == kind for bar in bars)]
-    events: list[Json] = []
-
-    def add(phase: str, name: str, stage: int, args: Json, **more: object) -> None:
-        events.append({"ph": phase, "name": name, "pid": stage, "args": args, **more})
-
-    for stage in range(schedule.num_stages):
-        add("M", "process_name", stage, {"name": f"stage {stage}"})
-        add("M", "process_sort_index", stage, {"sort_index": stage})
-        for thread, kind in enumerate(tracks):
-            add("M", "thread_name", stage, {"name": ACTION_KINDS[kind].name}, tid=thread)
-            add("M", "thread_sort_index", stage, {"sort_index": thread}, tid=thread)
-        for time, count in timeline.in_flight(stage):
-            add("C", "in flight", stage, {"micro-batches": count}, ts=time * scale)
-    for stage, (kind, microbatch, chunk), start, end, _ in bars:
-        place = {"tid": tracks.index(kind), "cat": ACTION_KINDS[kind].name}
-        times = {"ts": start * scale, "dur": (end - start) * scale}
-        name = str(Action(kind, microbatch, chunk))
-        add("X", name, stage, {"micro-batch": microbatch, "chunk": chunk}, **place, **times)
-    others = {"schedule": schedule.name, **schedule.sizes, "bubble_fraction": timeline.bubble_fraction}
-    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
-    if path is not None:
-        Path(path).write_text(json.dumps(trace))
-    return trace

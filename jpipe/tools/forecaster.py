@@ -268,7 +268,7 @@ def _refused(known: Forecast, smaller: Mapping[str, list[str]], error: str) -> F
 
 def _too_large(known: Forecast, smaller: Mapping[str, list[str]], message: str) -> Forecast:
     """The forecast of a step that doesn't fit: advises what makes temporaries smaller first, if they are most of it."""
-    parts = ["residuals"] * (2 * known.cost.bytes.temporaries > known.total_bytes) + ["parameters", "casts"]
+    parts = ["residuals"] * (2 * known.cost.bytes.temporaries > known.total_bytes) + ["parameters"]
     advice = dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part])
     return replace(known, fits=False, message=message, advice=tuple(advice))
 

@@ -20,10 +20,10 @@ from jpipe.jax.tracing import equations_in, no_mesh, replay, replayed, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths
-from jpipe.memory.batches import MicroBatch, cut_batch, split_microbatches
+from jpipe.memory.batches import cut_batch, split_microbatches
 from jpipe.memory.records import LayerTrees, to_items
 from jpipe.model.groups import Model
-from jpipe.model.loss import TracedLoss, trace_loss
+from jpipe.model.loss import TracedLoss
 from jpipe.model.random_keys import Key, as_key, key_shape, layer_key
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import summed
@@ -44,6 +44,7 @@ Sizes = tuple[float, float, float]
 SAMPLES, FACTOR = 4, 8
 """How often the plain model is computed from parameters that are off by a bit; by how many times as much as it changes
 then a pipeline may differ from it."""
+LOSS_COUPLES = 'a loss of sums, or with loss_over="microbatch", sees the examples of one micro-batch alone'
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class GradientCheck(Tabular):
       loss: the loss.
       leaves: the gradient of each parameter, in the order of layers.
       narrowest: the narrowest type of the floating-point numbers that the plain model computes with.
-      couples: what couples examples in the layers and in the loss, in words: there a micro-batch sees its own alone.
+      couples: what couples examples in the layers, in words: there a micro-batch sees its own alone.
     """
 
     title: str
@@ -123,7 +124,7 @@ class GradientCheck(Tabular):
             f"rounding: that of {self.narrowest}, which the plain model shows where its parameters are off by a bit.",
             *[f"zero: {zeros} gradients are zero but for rounding, so that any two computations differ."] * (zeros > 0),
         ]
-        notes += [] if self.agrees else self.couples
+        notes += [] if self.agrees else [*self.couples, LOSS_COUPLES]
         header = ("layer", "parameter", "largest", "off by", "rounding")
         return Table(f"Loss and gradients of {self.title}, and the plain model's", header, texts, marks, notes)
 
@@ -160,7 +161,8 @@ def check_gradients(
     """
     if planner.request.mesh.is_multi_process:
         raise ValueError("check_gradients runs the plain model on one device, which needs one process; call it in one")
-    model = planner.model(planner.for_training(batch))
+    micro = planner.for_training(batch)
+    model, couples = planner.model(micro), tuple(planner.examples(micro).in_words(planner.model(micro)))
     trees, batch, (loss, grads) = jax.device_get((trees, batch, computed))
     params, grads = _made_params(model, trees), _made_params(model, grads)
     device = planner.request.mesh.devices.flat[0]
@@ -174,21 +176,7 @@ def check_gradients(
         paths = [cut.parameter_names(i)[part] for part in parts] if cut else parameter_paths(grads[i])
         names += [(f"{i} ({planner.request.layers[i].name})", path) for path in paths]
     of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip(names, sizes, strict=True)]
-    return GradientCheck(title, of_loss, tuple(leaves), narrowest, _couples(planner, planner.for_training(batch)))
-
-
-def _couples(planner: Planner, micro: MicroBatch) -> tuple[str, ...]:
-    """Says what couples the examples of a mini-batch."""
-    model, loss = planner.model(micro), planner.loss(micro)
-    lines = planner.examples(micro).in_words(model)
-    if loss is not None and micro.count > 1 and loss.at_once is None:
-        try:
-            gives, lying = model.groups[-1].gives, planner.outputs_lie(micro)
-            with planner.tracing():
-                trace_loss(loss.function, gives, micro.shapes, lying=lying, count=micro.count, pairs=True)
-        except ValueError as error:
-            lines = [*lines, str(error).partition(". ")[0]]
-    return tuple(lines)
+    return GradientCheck(title, of_loss, tuple(leaves), narrowest, couples)
 
 
 # --- the plain model --------------------------------------------------------------------------------------------------

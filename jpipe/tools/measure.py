@@ -3,7 +3,7 @@
 The program of the step is timed with some of its actions left out: all of them, all but one stage's forwards, all but
 its backwards. The time of the actions that run is the time of such a run minus that of the run without any, inside of
 the real loops, with the real buffers. Runs follow each other in rounds, so that a machine that gets slower slows all of
-them. Single layers are timed at several micro-batch sizes, with recomputation and without.
+them. Single layers are timed with recomputation and without.
 
 A step is predicted from its stages' times, by the simulator, and divided into its six slices. K is the number of
 stages, M of micro-batches. A step is the work of the stages in the order of the schedule, what is done without any of
@@ -18,24 +18,19 @@ share cores, so it is more. A stage's V chunks count as equally long.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from statistics import median_low
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from jpipe.execution import programs
 from jpipe.memory.batches import cut_batch, on_all, on_mesh
-from jpipe.mesh.axes import AXIS
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
@@ -50,9 +45,6 @@ from jpipe.tools.memory_model import bytes_at_rest
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.training.train_state import TrainState, apply_update
 from jpipe.types import Batch, PyTree
-
-MILLISECONDS = 1e3
-"""Timelines are in milliseconds, as pictures and traces have them."""
 
 SLICES = ("computation", "recomputation", "bubble", "imbalance", "transfer and set-up", "weight update")
 """What a step's time goes into (GPipe, NeurIPS version, section 3: the breakdown of the time step)."""
@@ -96,17 +88,16 @@ class StageTimes:
     @property
     def in_ms(self) -> StageTimes:
         """The same in milliseconds."""
-        return self.scaled([MILLISECONDS] * len(self.forward))
+        return self.scaled([1e3] * len(self.forward))
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """The schedule with these times, in milliseconds."""
-        unit = self.in_ms
-        weight = (schedule.splits and unit.weight) or None
-        return simulate(schedule, unit.forward, unit.backward, weight=weight, recompute=unit.recompute)
+        """The schedule with these times."""
+        weight = (schedule.splits and self.weight) or None
+        return simulate(schedule, self.forward, self.backward, weight=weight, recompute=self.recompute)
 
     def makespan(self, schedule: Schedule) -> float:
-        """Seconds that the schedule takes with these times."""
-        return self.timeline(schedule).makespan / MILLISECONDS
+        """How long the schedule takes with these times."""
+        return self.timeline(schedule).makespan
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,6 @@ class StepModel:
       measured: seconds of a training step, its batch on the devices before it begins.
       update: seconds of the optimiser's update in it, compiled on its own.
       idle: seconds of loss and gradients without any action: transfers, and what is done once a step (set-up, sums).
-      setup: the seconds of `idle` that remain without ticks.
       noise: by how much the step differs from round to round: the middle half of the rounds, over their median.
     """
 
@@ -128,7 +118,6 @@ class StepModel:
     measured: float
     update: float
     idle: float
-    setup: float = 0.0
     noise: float = 0.0
 
     @cached_property
@@ -147,24 +136,20 @@ class StepModel:
             )
         return contention
 
-    def what_if(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> StepCost:
-        """The seconds of a step by `SLICES`, of a stage on average, with other times of stages or another schedule.
+    def what_if(self, stages: StageTimes | None = None) -> StepCost:
+        """The seconds of a step by `SLICES`, of a stage on average, with other times of stages than those measured.
 
-        By default those of the step as it was measured. A tick without actions takes as long in any schedule, whatever
-        the size of what is sent. Imbalance is the time that stages wait beyond what they would if all took equally
-        long; the bubble is the rest of their waiting. (Stages of unlike forwards and backwards may wait less: then
-        there is no imbalance.)
+        Imbalance is the time that stages wait beyond what they would if all took equally long; the bubble is the rest
+        of their waiting. (Stages of unlike forwards and backwards may wait less: then there is no imbalance.)
         """
-        schedule, stages = schedule or self.schedule, stages or self.stages
-        timeline, even, count = stages.timeline(schedule), stages.even, schedule.num_microbatches
-        makespan = timeline.makespan / MILLISECONDS
+        stages = stages or self.stages
+        even, count, makespan = stages.even, self.schedule.num_microbatches, stages.makespan(self.schedule)
         computation, recomputation = count * (even.forward[0] + even.backward[0]), count * even.recompute[0]
-        imbalance = max(0.0, makespan - even.makespan(schedule))
+        imbalance = max(0.0, makespan - even.makespan(self.schedule))
         bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
         work = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
-        ticks = (self.idle - self.setup) * schedule.ticks.num_ticks / self.schedule.ticks.num_ticks
-        slices: dict[str, float] = dict(zip(SLICES, [*work, self.setup + ticks, self.update], strict=True))
-        return StepCost("measured", Parts(slices), Parts(), timeline)
+        slices: dict[str, float] = dict(zip(SLICES, [*work, self.idle, self.update], strict=True))
+        return StepCost("measured", Parts(slices), Parts())
 
 
 # --- layers alone -----------------------------------------------------------------------------------------------------
@@ -180,15 +165,11 @@ class LayerTimes:
       planner: the pipeline's, which knows the stages that layers are on.
       here: the layers as the pipeline runs them.
       kept: where residuals are kept and nothing is computed anew (remat "none").
-      others: by another number of micro-batches, what `here` would be with it.
-      by_process: seconds that each process took for all layers of `here`, `[P]`; the times above are process 0's.
     """
 
     planner: Planner
     here: list[Cost]
     kept: list[Cost]
-    others: Mapping[int, list[Cost]] = field(default_factory=dict)
-    by_process: tuple[float, ...] = ()
 
     def stage_of_layers(self, cut: Partition | None = None) -> np.ndarray:
         """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
@@ -232,90 +213,17 @@ class LayerTimes:
         return cut, self.shares(stages).each(lambda shares: self.by_stage(shares, cut).tolist())
 
 
-def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -> LayerTimes:
-    """Times each layer alone.
-
-    Args:
-      planner: the pipeline's.
-      batch: a batch `[B, ...]`.
-      others: numbers of micro-batches to try too. Those are left out whose micro-batches the model doesn't take, and
-        all of them if no device has memory for them.
-    """
-
-    def traced(num_microbatches: int):
-        micro = cut_batch(batch, num_microbatches * planner.request.splits.num_shards)
-        return planner.model(micro), planner.layers(micro, key_shape())
-
-    model, layers = traced(planner.request.schedule.num_microbatches)
+def measure_layers(planner: Planner, batch: Batch) -> LayerTimes:
+    """Times each layer alone, in micro-batches of this batch `[B, ...]`."""
+    micro = cut_batch(batch, planner.request.schedule.num_microbatches * planner.request.splits.num_shards)
+    model, layers = planner.model(micro), planner.layers(micro, key_shape())
     variants = [(model, layers)]
     if planner.request.remat is not MODES["none"]:
         with planner.tracing():
-            layers = tuple(trace_layer(replace(one.function, remat=MODES["none"])) for one in layers)
-            variants.append((model, layers))
-    tried = {}
-    for num_microbatches in others:
-        with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
-            tried[num_microbatches] = traced(num_microbatches)
-    try:
-        timed = timed_costs([*variants, *tried.values()], planner.request.mesh)
-    except jax.errors.JaxRuntimeError:
-        tried, timed = {}, timed_costs(variants, planner.request.mesh)
-    by_process = tuple(sum(cost.total for cost in costs[0]) for costs in timed)
-    of_variants, of_others = timed[0][: len(variants)], timed[0][len(variants) :]
-    by_number = dict(zip(tried, of_others, strict=True))
-    return LayerTimes(planner, of_variants[0], of_variants[-1], by_number, by_process)
-
-
-# --- slow processes ---------------------------------------------------------------------------------------------------
-
-
-_LONGEST_NAME = 64
-
-
-@dataclass(frozen=True)
-class ProcessTime:
-    """The time that one process of several takes for the layers of the whole model.
-
-    Attributes:
-      process: its index.
-      host: the name of its machine.
-      stages: the stages that have devices of this process.
-      seconds: the time of all layers, forward and backward, for one micro-batch, alone on one of its devices.
-      of_median: `seconds` over the median of all processes; of an even number of processes the lower median.
-    """
-
-    process: int
-    host: str
-    stages: tuple[int, ...]
-    seconds: float
-    of_median: float
-
-    def __str__(self) -> str:
-        return f"process {self.process} on {self.host}"
-
-
-def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) -> tuple[ProcessTime, ...]:
-    """The time of each process; empty if there is one process.
-
-    Args:
-      seconds: the time of each process, `[P]`.
-      hosts: the names of their machines, `[P]`.
-      mesh: the pipeline's.
-    """
-    if len(seconds) < 2:
-        return ()
-    stages = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
-    processes_of = [{device.process_index for device in devices.flat} for devices in stages]
-    stages_of = lambda p: tuple(k for k, processes in enumerate(processes_of) if p in processes)
-    times = enumerate(zip(hosts, seconds, strict=True))
-    return tuple(ProcessTime(p, host, stages_of(p), alone, alone / median_low(seconds)) for p, (host, alone) in times)
-
-
-def host_names() -> list[str]:
-    """The name of each process's machine, `[P]`; all processes call it."""
-    padded = socket.gethostname().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0")
-    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(padded, np.uint8)))
-    return [name.tobytes().rstrip(b"\0").decode(errors="replace") for name in names]
+            kept = tuple(trace_layer(replace(one.function, remat=MODES["none"])) for one in layers)
+            variants.append((model, kept))
+    times = timed_costs(variants, planner.request.mesh)[0]  # of process 0: all have to reach the same findings
+    return LayerTimes(planner, times[0], times[-1])
 
 
 # --- a step by parts --------------------------------------------------------------------------------------------------
@@ -337,7 +245,6 @@ class Program:
       table: the ticks.
       batch: the batch on the devices, so that no run has to bring it there.
       compiled: the program itself.
-      set_up: runs the part of the step that needs no tick.
     """
 
     def __init__(self, pipe: Pipeline, state: TrainState, batch: Batch):
@@ -349,8 +256,6 @@ class Program:
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(programs.value_and_grad, step))
             self.compiled = run.lower(*self._arguments, self.only("FRBIW")).compile()
-            without = *self._arguments, on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
-            self.set_up = partial(run.lower(*without).compile(), *without)
 
     def only(self, kinds: str, stage: int | None = None) -> jax.Array:
         """The actions of these kinds on a stage, or on all of them: `[slots, T, K]` of 1 and 0 on the devices."""
@@ -375,7 +280,7 @@ def measure_step(pipe: Pipeline, program: Program, state: TrainState, rounds: in
       rounds: the number of runs of each, besides one to warm up; the median counts.
     """
     num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
-    runs = _trained(pipe, program, state) | {"idle": partial(program.run, program.only("")), "setup": program.set_up}
+    runs = _trained(pipe, program, state) | {"idle": partial(program.run, program.only(""))}
     parts = ("F", "RBIW", *"W" * pipe.schedule.splits)
     for kinds, k in product(parts, range(num_stages)):
         runs[f"{kinds}{k}"] = partial(program.run, program.only(kinds, k))
@@ -388,7 +293,7 @@ def measure_step(pipe: Pipeline, program: Program, state: TrainState, rounds: in
         return tuple(max(SHORTEST, total / num_microbatches) for total in above_idle)
 
     whole = {name: medians[name] for name in ("update", "idle")} | {"measured": medians["step"]}
-    whole |= {"setup": min(medians["setup"], medians["idle"]), "noise": noise_of(seconds["step"])}
+    whole |= {"noise": noise_of(seconds["step"])}
     none = (0.0,) * num_stages
     stages = StageTimes(of_stages("F"), of_stages("RBIW"), none, of_stages("W") if pipe.schedule.splits else ())
     # All processes go on with the times of the first: they have to reach the same findings.

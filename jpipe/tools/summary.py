@@ -58,7 +58,7 @@ def summarize(title: str, planner: Planner) -> Table:
     if plan is not None:
         held = holdings(plan)
         columns["parameters"] = _parameters(plan, held)
-        notes += [*_held(held), *_memory(planner, plan), *_shared(plan, held)]
+        notes += [_held(held), *_memory(planner, plan), *_shared(plan, held)]
         notes += follow_examples(plan.traced).in_words(plan.traced)
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} {_costs_in_words(plan.request)}; {bubble}"
@@ -92,14 +92,11 @@ def _parameters(plan: Plan, held: Holdings) -> list[str]:
     return texts
 
 
-def _held(held: Holdings) -> list[str]:
-    """Lines on what each device holds, whatever its stage has."""
-    notes = []
-    for name, device in held.device.items():
-        what = "parameters" if name == "params" else f"elements of {name}"
-        part = f", its part of {held.room[name].elements:,}" if device != held.room[name] else ""
-        notes.append(f"{device.elements:,} {what} ({bytes_in_words(device.bytes)}{part})")
-    return [f"each device holds {' and '.join(notes)}: of each type of array the most that a stage has"]
+def _held(held: Holdings) -> str:
+    """A line on what each device holds, whatever its stage has."""
+    name = lambda collection: "parameters" if collection == "params" else collection
+    texts = [f"{device.elements:,} {name(c)} ({bytes_in_words(device.bytes)})" for c, device in held.device.items()]
+    return f"each device holds {' and '.join(texts)}: of each type of array the most that a stage has"
 
 
 def _memory(planner: Planner, plan: Plan) -> list[str]:
@@ -234,7 +231,6 @@ def remedies(request: Request) -> dict[str, list[str]]:
         "boundaries": [*in_flight, *micro],
         "residuals": [*in_flight, *micro, *hosts["residuals"], *remat],
         "work": [*micro, *shared, "a tensor axis"],
-        "casts": ['cast="use"'] * (request.options.cast == "step"),
     }
 
 

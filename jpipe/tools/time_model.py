@@ -205,7 +205,7 @@ def _update_passes(step: Step) -> int:
     """
     activations = jax.tree.leaves([layer.forward.results.outputs for layer in step.layers])
     narrow = any(leaf.dtype.itemsize < 4 for leaf in activations)
-    return 7 + 2 * (narrow and step.plan.request.options.cast == "step")
+    return 7 + 2 * narrow
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -38,28 +38,8 @@ def check_is_optimizer(tx: object) -> None:
         )
 
 
-def check_update(tx: optax.GradientTransformation, params: Shapes, opt_state: Shapes, loss: Shapes) -> None:
-    """Checks that a transformation takes the arguments that `train_step` gives its update.
-
-    Args:
-      tx: an optax transformation.
-      params: the parameters' shapes.
-      opt_state: the shapes of its state.
-      loss: the shape of the loss.
-
-    Raises:
-      TypeError: it raised an error, which is shown.
-    """
-    try:
-        with jax.numpy_dtype_promotion("standard"):  # the arguments are checked, not their dtypes
-            jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
-    except Exception as error:
-        raise TypeError(
-            f"tx.update raised {type(error).__name__}: {error}. train_step gives it value=loss, and nothing that "
-            "computes the loss again; use another transformation, or a step of your own with pipe.value_and_grad"
-        ) from error
-
-
+SAYS_ALL = (PerLayerError, TellsApartError)
+"""Errors of jpipe's own within a transformation, to which nothing is added."""
 _BY_PARAMETER = ("MaskedState", "PartitionState", "MultiTransformState", "FactoredState", "ScaleByTrustRatioState")
 
 
@@ -68,7 +48,7 @@ def checked_opt_state(tx: optax.GradientTransformation, params: Shapes, loss: ja
     check_is_optimizer(tx)
     try:
         opt_state = jax.eval_shape(tx.init, params)
-    except (PerLayerError, TellsApartError):
+    except SAYS_ALL:
         raise
     except Exception as error:
         raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error
@@ -77,7 +57,16 @@ def checked_opt_state(tx: optax.GradientTransformation, params: Shapes, loss: ja
     is_by_parameter = lambda node: type(node).__name__ in _BY_PARAMETER
     for node in filter(is_by_parameter, jax.tree.leaves(opt_state, is_leaf=is_by_parameter)):
         raise ValueError(TELLS_APART.format(f"its state holds a {type(node).__name__}: a mask, labels, or statistics"))
-    check_update(tx, params, opt_state, loss)
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # the arguments are checked, not their dtypes
+            jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
+    except SAYS_ALL:
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"tx.update raised {type(error).__name__}: {error}. train_step gives it value=loss, and nothing that "
+            "computes the loss again; use another transformation, or a step of your own with pipe.value_and_grad"
+        ) from error
     check_elementwise(tx)
     return opt_state
 

@@ -43,7 +43,7 @@ from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.model.groups import Constants, differing, scalars_of
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Shape, replicated
-from jpipe.training.optimizers import check_is_optimizer, not_tried
+from jpipe.training.optimizers import SAYS_ALL, check_is_optimizer, not_tried
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
 Trees = dict[str, PyTree]
@@ -78,15 +78,20 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
       A transformation of parameters that a `jpipe.Pipeline` made. Its state lies where the layers do.
 
     Raises:
-      TypeError: if `tx` is no transformation; in `init`, if the parameters are not a pipeline's.
-      ValueError: in `init` and `update`, of a model that is one module: an update follows from several parameters.
+      TypeError: if `tx` is no transformation; in `init`, if the parameters are not a pipeline's, or if `tx.init` raises
+        an error; in `init` and `update`, of a model that is one module: an update follows from several parameters.
     """
     check_is_optimizer(tx)
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> PyTree:
         make = lambda trees, _: {"state": inner.init(trees["params"])}
-        return _updated(inner, make, {"params": params}, {}, ("state",))["state"]
+        try:
+            return _updated(inner, make, {"params": params}, {}, ("state",))["state"]
+        except SAYS_ALL:
+            raise
+        except Exception as error:
+            raise PerLayerError(f"jpipe.per_layer: tx.init raised {type(error).__name__}: {error}") from error
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> tuple[PyTree, PyTree]:
         def make(trees: Trees, extra: PyTree) -> Trees:
@@ -387,7 +392,7 @@ class _ModelUpdate:
       extra: the shapes of its other arguments.
 
     Raises:
-      ValueError: what it gives for one parameter depends on another.
+      PerLayerError: what it gives for one parameter depends on another.
     """
 
     def __init__(
@@ -422,7 +427,7 @@ class _ModelUpdate:
     def _refuse(self, owner: int | None, other: int) -> None:
         paths = ["/".join(path) for path in self._state.tree.paths]
         what = "what it keeps for all parameters" if owner is None else f"the update of {paths[owner]}"
-        raise ValueError(
+        raise PerLayerError(
             f"jpipe.per_layer: {what} follows from {paths[other]} too; keep sums over parameters outside: optax.chain("
             "optax.clip_by_global_norm(1.0), jpipe.per_layer(...)), optax.apply_if_finite(jpipe.per_layer(...), 5)"
         )

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jpipe
 from cases import assert_close, assert_equal
 from jpipe.checkpoints import files
-from jpipe.checkpoints.contents import Contents
-from jpipe.checkpoints.files import AT_ONCE, Origin, _portions, read_all, take_all
+from jpipe.checkpoints.contents import AT_ONCE, Contents
+from jpipe.checkpoints.files import Origin, read_all, take_all
 
 NAMED = {
     ("layers", "0000_Dense", "params", "a/b"): jnp.arange(8, dtype=jnp.bfloat16),
@@ -348,8 +348,9 @@ def state():
 def test_portions_are_of_an_eighth_and_all_of_it(state):
     pipe, _, own = state
     contents = Contents(pipe.plan.model, own)
-    portions = _portions(contents.each_record)
-    assert [record for portion in portions for record in portion] == contents.each_record
+    portions = contents.portions()
+    found = [record for portion in portions for record in portion]
+    assert [record.shapes for record in found] == [record.shapes for record in contents.each_record]
     assert [len(portion) for portion in portions] == [2] * 8
     assert all(sum(r.num_bytes for r in portion) <= AT_ONCE * contents.num_bytes for portion in portions)
 

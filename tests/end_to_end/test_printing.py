@@ -1,6 +1,5 @@
 """What only prints never loses a result: zeros, infinities, NaN, nothing known, and numbers of NumPy's kinds."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -17,10 +16,10 @@ from jpipe.schedules.simulate import Work, in_time
 from jpipe.tools.chips import CHIPS
 from jpipe.tools.choices import Choice, Choices, Setting, advice_on
 from jpipe.tools.forecaster import Forecast
-from jpipe.tools.measure import SLICES, ProcessTime, StageTimes
+from jpipe.tools.measure import SLICES, StageTimes
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.page import facts_of
-from jpipe.tools.profile import Finding, MicrobatchSize, Profile
+from jpipe.tools.profile import Finding, Profile
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.tools.time_model import predict_time
 
@@ -89,21 +88,15 @@ def test_a_profile(pipe, odd):
         schedule=SCHEDULE,
         partition=jpipe.partition([1.0, 0.0, 0.0], 2),
         stages=times,
-        step=odd,
-        predicted_step=odd,
         cost=StepCost("measured", Parts(dict.fromkeys(SLICES, odd)), Parts(parameters=odd, temporaries=odd)),
         contention=odd,
         noise=odd,
-        sizes=(MicrobatchSize(2, 2, odd, odd, odd),),
-        processes=(ProcessTime(0, "a", (0,), odd, odd), ProcessTime(1, "b", (1,), odd, odd)),
         findings=(Finding("odd", {"balance": [2, 1]}, odd),),
         predicted=jpipe.simulate(SCHEDULE),
         facts=facts_of(pipe.planner, repr(pipe)),
     )
     for text in (repr(found), str(found), found._repr_html_()):
         assert "find" in text.lower()
-    if isinstance(odd, int | float):
-        assert json.loads(json.dumps(found.as_dict()))["num_stages"] == 2
 
 
 @pytest.mark.parametrize("chip", ["v5e", "h100"])

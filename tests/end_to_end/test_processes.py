@@ -174,19 +174,11 @@ def test_a_step_of_four_processes_is_that_of_one(tmp_path, four_devices):
 
 
 @pytest.mark.slow
-def test_a_profile_is_the_same_in_all_processes_and_names_the_slow_one(tmp_path):
+def test_a_profile_is_the_same_in_all_processes(tmp_path):
     first, second = run_all(tmp_path, 2, 2, ["profiled"]).values()
     assert first["profiled"] == second["profiled"]
     found = first["profiled"]
     assert sum(found["slices"].values()) == pytest.approx(found["step"], rel=1e-9)
-    assert [(own["process"], own["host"], own["stages"]) for own in found["processes"]] == [
-        (0, socket.gethostname(), [0]),
-        (1, socket.gethostname(), [1]),
-    ]
-    assert [own["of_median"] for own in found["processes"]] == pytest.approx([1, 20])
-    name = f"process 1 on {socket.gethostname()} (stage 1) takes 20.00 times"
-    assert [finding["text"].startswith(name) for finding in found["findings"]].count(True) == 1
-    assert "Processes: milliseconds for all layers" in found["text"]
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_a_reference_takes_the_models_own_tree():
     "options",
     [
         {"ends": "shared", "num_stages": 4},
-        pytest.param({"cast": "use", "unroll": True, "num_stages": 3}, marks=pytest.mark.slow),
+        pytest.param({"unroll": True, "num_stages": 3}, marks=pytest.mark.slow),
         pytest.param({"shard_over": "data", "gather": "use"}, marks=pytest.mark.slow),
     ],
 )
@@ -157,7 +157,7 @@ def test_forecast_and_view(tmp_path):
 def test_profile():
     pipe, tx = pipeline(Chain(512, 256)), optax.sgd(0.1)
     batch = jax.tree.map(lambda a: np.tile(a, (32, 4)), BATCH)
-    profile = jpipe.profile(pipe, pipe.create_state(KEY, batch, tx), batch, rounds=2, other_sizes=False)
+    profile = jpipe.profile(pipe, pipe.create_state(KEY, batch, tx), batch, rounds=2)
     assert "Stages: milliseconds" in str(profile)
 
 

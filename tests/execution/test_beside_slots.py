@@ -47,7 +47,7 @@ def wide_at_the_ends():
 CASES = [
     (untied, 2, 2, {"schedule": "zero_bubble"}, {"data": 2}),
     (tied, 4, 4, {}, {}),
-    (untied, 4, 8, {"remat": "layer", "cast": "use"}, {}),
+    (untied, 4, 8, {"remat": "layer"}, {}),
     (untied, 2, 4, {"remat": "stage"}, {}),
     (untied, 2, 4, {"schedule": "naive", "remat": "full"}, {}),
     (tied, 2, 4, {"schedule": "interleaved", "num_chunks": 2}, {}),

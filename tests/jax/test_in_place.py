@@ -14,7 +14,6 @@ from jpipe.jax.in_place import (
     is_apart,
     look_up,
     look_up_once,
-    of_trip,
     on_host,
     put_row,
     put_slice,
@@ -187,10 +186,3 @@ def test_what_a_loop_hands_out_stays_in_the_loop(name):
     x = jnp.arange(9.0).reshape(3, 3)
     assert products_outside_of_loops(LOOPS[name], x, 2) is (name == "not tied")
     np.testing.assert_allclose(jax.jit(LOOPS[name])(x, 3), 3 * (x @ x))
-
-
-def test_of_trip_changes_nothing():
-    for leaf in (jnp.ones((2, 3)), jnp.ones(3), jnp.arange(4).reshape(2, 2), jnp.full((2, 2), -0.0)):
-        found = jax.jit(of_trip)(leaf, 5)
-        assert found.dtype == leaf.dtype
-        np.testing.assert_array_equal(np.asarray(found).tobytes(), np.asarray(leaf).tobytes())

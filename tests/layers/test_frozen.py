@@ -85,7 +85,7 @@ def values(tree):
             marks=pytest.mark.slow,
         ),
         ({"num_microbatches": 2, "gather": "use"}, 2),
-        pytest.param({"num_microbatches": 2, "cast": "use", "shard_over": "fsdp"}, 2, marks=pytest.mark.slow),
+        pytest.param({"num_microbatches": 2, "shard_over": "fsdp"}, 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -161,9 +161,7 @@ def test_frozen_weights_take_nothing_besides_themselves():
     def temporaries(make):
         parts = [nn.Dense(64), *[make(nn.Dense(64, dtype=jnp.bfloat16))] * 4, nn.Dense(1)]
         batch = {"inputs": jnp.ones((8, 64), jnp.float32), "targets": jnp.zeros(8, jnp.int32)}
-        pipe = jpipe.Pipeline(
-            parts, lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=4, remat="none", cast="use"
-        )
+        pipe = jpipe.Pipeline(parts, lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=4, remat="none")
         state = pipe.abstract_state(batch, optax.sgd(0.1))
         return (
             jax.jit(pipe.train_step, donate_argnums=0)

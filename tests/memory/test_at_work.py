@@ -93,7 +93,7 @@ def test_what_is_trained_and_its_moments_are_as_with_ends_of_their_own(tx):
     }[tx]
     with jax.enable_x64(True):
         truth, found = model("linen", "float64"), []
-        for options in ({"ends": "own"}, {"ends": "spread", "cast": "use"}):
+        for options in ({"ends": "own"}, {"ends": "spread"}):
             pipe = pipeline(truth, "1f1b", 4, 2, balance="even", **options)
             values, state = trained(pipe, truth.trees, truth.batch, make())
             found.append(values)

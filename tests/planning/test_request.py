@@ -46,7 +46,6 @@ def test_what_is_neither_a_word_nor_several():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"cast": "never"}, ValueError, r"cast='never' is unknown; use one of \['step', 'use'\]"),
         ({"ends": "half"}, ValueError, r"ends='half' is unknown; use one of \['own', 'spread', 'shared'\]"),
         ({"unroll": 2}, TypeError, "unroll=2 is not a bool; True compiles layers one by one"),
     ],
@@ -54,7 +53,7 @@ def test_what_is_neither_a_word_nor_several():
 def test_a_wrong_option_is_an_error(options, error, message):
     with pytest.raises(error, match=message):
         Options(**options)
-    assert Options() == Options("step", False)
+    assert Options() == Options(False, "own")
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])

@@ -119,12 +119,12 @@ def test_checkpoints_show_their_bytes(terminal, soon, tasks, tmp_path):
     size = f"{2 * 4 * (3 * (16 + 4) + 8 + 2)} bytes"  # parameters and momentum
     assert lines_on(terminal)[:4] == [
         f"saving step 1 ({size})",
-        f"waiting until step 1 ({size}) is on disk",
-        f"waiting until step 1 ({size}) is on disk",
+        "waiting for the last checkpoint",
+        "waiting for the last checkpoint",
         f"restoring step 1 ({size})",
     ]
     assert "reading the layers of step 1" in lines_on(terminal)
-    bars = [task for task in tasks if task.fields["unit"] == "bytes"]
+    bars = [task for task in tasks if task.total and task.fields["unit"] == "bytes"]
     assert len(bars) == 2 and all(task.completed == task.total for task in bars)
 
 

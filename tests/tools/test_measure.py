@@ -1,6 +1,5 @@
 """The step's program, of which only some actions run."""
 
-import socket
 from types import SimpleNamespace
 
 import jax
@@ -16,17 +15,13 @@ from jpipe.planning.costs import Cost
 from jpipe.tools.measure import (
     SLICES,
     LayerTimes,
-    ProcessTime,
     Program,
     StageTimes,
     StepModel,
-    host_names,
     measure_layers,
     memory_of,
     noise_of,
-    process_times,
 )
-from jpipe.tools.profile import process_table, slow_process
 from wide import make
 
 
@@ -53,7 +48,7 @@ def test_a_program_runs_the_actions_that_it_is_told_to():
         return {index: calls.count(index) for index in set(calls)}
 
     assert called(program.run, program.only("FB")) == {0: 3, 1: 6, 2: 6, 3: 6}
-    assert called(program.run, program.only("")) == called(program.set_up) == {}
+    assert called(program.run, program.only("")) == {}
     assert called(program.run, program.only("F", 0)) == {0: 3}
     assert called(program.run, program.only("F", 1)) == {1: 3, 2: 3, 3: 3}
     assert called(program.run, program.only("B", 0)) == {}
@@ -140,10 +135,11 @@ def test_without_recomputation_stages_take_what_their_layers_do():
     assert LayerTimes(planned().planner, here, kept).over_here(kept) == pytest.approx([0.5, 0.75])
 
 
-def test_a_number_of_micro_batches_that_a_layer_refuses_is_left_out():
-    times = measure_layers(planned().planner, BATCH, [4, 8])  # of two examples, and of one
-    assert sorted(times.others) == [4]
-    assert len(times.here) == len(times.kept) == len(times.others[4]) == 4
+def test_layers_are_timed_with_recomputation_and_without():
+    times = measure_layers(planned().planner, BATCH)
+    assert len(times.here) == len(times.kept) == 4 and times.here is not times.kept
+    times = measure_layers(planned(remat="none").planner, BATCH)
+    assert times.here is times.kept
 
 
 # --- prediction -------------------------------------------------------------------------------------------------------
@@ -185,27 +181,18 @@ def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbat
     made = jpipe.make_schedule(schedule, **sizes, num_chunks=2 if schedule == "interleaved" else 1)
     random = np.random.default_rng(num_stages * num_microbatches)
     stages = StageTimes(*(tuple(random.uniform(0.1, 2.0, num_stages).tolist()) for _ in range(3)))
-    timeline = stages.timeline(made)  # in milliseconds
+    timeline = stages.timeline(made)
     computed = sum(span.end - span.start - span.recompute for span in timeline.spans)
     recomputed = sum(span.recompute for span in timeline.spans)
     waited = sum(timeline.makespan - busy for busy in timeline.busy)
     equal = stages.even.timeline(made)
     waited_if_equal = sum(equal.makespan - busy for busy in equal.busy)
-    model = StepModel(made, stages, idle=0.5, update=0.25, measured=0.75 + 2 * timeline.makespan / 1e3)
+    model = StepModel(made, stages, idle=0.5, update=0.25, measured=0.75 + 2 * timeline.makespan)
     expected = [computed, recomputed, waited_if_equal, waited - waited_if_equal]
-    expected = [2 * each / num_stages / 1e3 for each in expected] + [0.5, 0.25]
+    expected = [2 * each / num_stages for each in expected] + [0.5, 0.25]
     assert list(model.what_if().seconds.values()) == pytest.approx(expected, abs=1e-12)
     assert sum(model.what_if().seconds.values()) == pytest.approx(model.what_if().step)
     assert all(seconds >= 0 for seconds in model.what_if().seconds.values())
-
-
-def test_another_number_of_micro_batches_has_other_ticks():
-    """Half as long micro-batches, twice as many of them; transfers grow with the ticks, what is done once doesn't."""
-    stages = StageTimes((2.0,) * 4, (4.0,) * 4, (0.0,) * 4)
-    model = StepModel(gpipe(), stages, idle=11.0, setup=4.0, update=0.0, measured=11.0 + 66.0)
-    more = gpipe(num_microbatches=16)
-    ticks = more.ticks.num_ticks / gpipe().ticks.num_ticks
-    assert model.what_if(stages.scaled([0.5] * 4), more).step == pytest.approx(19 * 3 + 4 + 7 * ticks)
 
 
 def test_a_step_too_short_to_be_taken_apart_is_an_error():
@@ -222,41 +209,3 @@ def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
     model = StepModel(schedule, stages, idle=0.5, update=0.25, measured=0.75 + 11)
     assert list(model.what_if().seconds.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])
     assert sum(model.what_if().seconds.values()) == pytest.approx(model.what_if().step)
-
-
-# --- hosts ------------------------------------------------------------------------------------------------------------
-
-
-def mesh_of(processes):
-    """A mesh of stages and data on devices of these processes, `[data, K]`."""
-    devices = np.vectorize(lambda process: SimpleNamespace(process_index=process), otypes=[object])(processes)
-    return SimpleNamespace(devices=devices, axis_names=("data", "stage"))
-
-
-def test_one_process_has_nobody_to_be_compared_with(make_mesh):
-    assert host_names() == [socket.gethostname()]
-    assert process_times((0.5,), host_names(), make_mesh((2,))) == ()
-
-
-def test_each_process_with_its_stages_over_the_median():
-    mesh = mesh_of([[0, 0, 1, 1], [2, 2, 1, 1]])
-    found = process_times((0.2, 0.5, 0.1, 0.2), ("a", "b", "c", "d"), mesh)
-    assert [own.stages for own in found] == [(0, 1), (2, 3), (0, 1), ()]
-    assert [own.of_median for own in found] == pytest.approx([1.0, 2.5, 0.5, 1.0])
-    table = process_table(found)
-    assert table.rows[1] == ("1", "b", "2, 3", "500", "2.50")
-    assert table.marks == {1: "slowest"}
-    assert [finding.text for finding in slow_process(found)] == [
-        "process 1 on b (stages 2, 3) takes 2.50 times the median of the processes for the same layers, and every step "
-        "waits for it: see what else runs on that machine, or run without it"
-    ]
-
-
-def test_of_two_the_slow_one_is_over_the_fast_one():
-    assert [own.of_median for own in process_times((0.1, 0.3), ("a", "b"), mesh_of([[0, 1]]))] == pytest.approx([1, 3])
-
-
-def test_processes_that_are_alike_are_no_finding():
-    alike = [ProcessTime(p, "a", (p,), seconds, seconds) for p, seconds in enumerate((1.0, 1.01, 1.015))]
-    assert process_table(alike).marks == {}
-    assert list(slow_process(alike)) == list(slow_process(())) == []

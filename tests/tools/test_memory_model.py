@@ -203,23 +203,20 @@ def test_parts_by_hand(remat):
     assert parts.total == sum(parts.values())
 
 
-def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
+def test_narrow_copies_of_weights_are_counted():
     layers = [nn.Dense(WIDTH, dtype=jnp.bfloat16) for _ in range(4)]
-    make = lambda cast: jpipe.Pipeline(
-        layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[2, 2], cast=cast
-    )
-    casts = {cast: predict_memory(make(cast).planner, rows(8), optax.sgd(1e-3)).casts for cast in ("step", "use")}
-    assert casts == {"step": 2 * (WIDTH + 1) * WIDTH * 2, "use": 0}
+    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2]}
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes)
+    assert predict_memory(pipe.planner, rows(8), optax.sgd(1e-3)).casts == 2 * (WIDTH + 1) * WIDTH * 2
 
 
-@pytest.mark.parametrize(("cast", "casts", "gathered"), [("step", 2 * 128 * 129 * 2, 0), ("use", 0, 2 * 128 * 128 * 4)])
-def test_what_gpus_have_gathered_is_narrow_if_it_is_cast_once_a_step(cast, casts, gathered):
+def test_what_gpus_have_gathered_is_narrow():
     layers, rows = [nn.Dense(128, dtype=jnp.bfloat16) for _ in range(4)], jax.ShapeDtypeStruct((8, 128), "float32")
     mesh = jpipe.make_mesh(stage=2, data=2, devices=parse_topology("h100:4").stand_ins())
     sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2], "mesh": mesh, "shard_over": "data"}
-    planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), cast=cast, **sizes).planner
+    planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes).planner
     parts = predict_memory(planner, rows, optax.sgd(1e-3))
-    assert (parts.casts, parts.other_variables) == (casts, gathered)  # biases are whole anyway
+    assert (parts.casts, parts.other_variables) == (2 * 128 * 129 * 2, 0)  # biases are whole anyway
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])

@@ -114,8 +114,8 @@ def test_the_part_that_a_device_holds():
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), balance="even", mesh=mesh, **sizes)
     jax.eval_shape(pipe.init, jax.random.key(0), np.ones((8, 64), np.float32))
     words = " ".join(str(pipe).split())
-    held, whole = 2 * (16 * 64 + 64), 2 * 65 * 64
-    assert f"each device holds {held:,} parameters (8.5 KiB, its part of {whole:,}): of each type" in words
+    held = 2 * (16 * 64 + 64)
+    assert f"each device holds {held:,} parameters (8.5 KiB): of each type" in words
     assert "bubble: 33.3% if layers take equally long; 33.3% if stages take equally long" in words
 
 
@@ -312,10 +312,10 @@ def test_every_part_has_remedies():
     """A word of `Pipeline`'s that isn't one would be refused there."""
     pipe = small(schedule="gpipe")
     found = remedies(pipe.planner.request)
-    parts = set(predict_memory(pipe.planner, ROWS, TX)) - {"other_variables"}
+    parts = set(predict_memory(pipe.planner, ROWS, TX)) - {"other_variables", "casts"}
     assert parts | {"others"} == found.keys() and all(found.values())
     words = {text for texts in found.values() for text in texts if re.fullmatch(r'\w+="\w+"', text)}
-    assert {"gather", "ends", "cast", "schedule"} - {"gather"} <= {text.partition("=")[0] for text in words}
+    assert {"gather", "ends", "schedule"} - {"gather"} <= {text.partition("=")[0] for text in words}
     for text in words:
         name, _, value = text.partition("=")
         small(**{name: value.strip('"')})

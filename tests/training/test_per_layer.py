@@ -185,7 +185,26 @@ def test_labels_may_be_a_tree_and_counts_are_those_of_the_plain_state():
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state.own))
     assert held == 2 * 2 * 16 * 8  # two stages have room for the two moments of a kernel
 
-    with pytest.raises(TypeError, match=r"the update of Dense_./.* follows from Dense_0/bias too; .* outside: optax"):
+    with pytest.raises(TypeError, match=r"^jpipe.per_layer: the update of Dense_./.* follows from .* outside: optax"):
         pipe.abstract_state(batch, jpipe.per_layer(optax.clip_by_global_norm(1.0)))
-    with pytest.raises(TypeError, match=r"what it keeps for all parameters follows from Dense_0/bias too"):
+    message = r"(?m)what it keeps for all parameters follows from Dense_0/bias too; .*\(jpipe.per_layer\(...\), 5\)$"
+    with pytest.raises(TypeError, match=message):  # a regression: something of the loss stood behind it
         pipe.abstract_state(batch, jpipe.per_layer(optax.apply_if_finite(optax.sgd(0.1), 3)))
+
+
+@pytest.mark.parametrize("kind", ["list", "module"])
+def test_a_mistake_within_the_transformation_is_told_as_it_is(kind):
+    """A regression: the remedy was to wrap it in `jpipe.per_layer`."""
+
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return layers[1].copy()(layers[0].copy()(x))
+
+    layers = [nn.Dense(4, param_dtype=jnp.float64) for _ in range(2)]
+    model = layers if kind == "list" else Two()
+    pipe = jpipe.Pipeline(model, lambda y, _: (y**2).mean(), num_stages=2, num_microbatches=2)
+    wrong = optax.GradientTransformation(lambda params: len(3), lambda g, s, p=None: (g, s))
+    message = r"(?m)^jpipe.per_layer: tx.init raised TypeError: object of type 'int' has no len\(\)$"
+    with pytest.raises(TypeError, match=message):
+        pipe.abstract_state(np.ones((4, 4)), optax.chain(optax.scale(0.1), jpipe.per_layer(wrong)))
