@@ -1,7 +1,7 @@
 """Settings that `jpipe.plan` chooses among, what is predicted of them, the table of the best, advice on the first."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import overload
 
 from jpipe.mesh.axes import AXIS
@@ -55,10 +55,7 @@ def word_of(value: object) -> str:
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
-LIMITS = {"computation": "compute", "collectives": "links"}
 LARGE_BUBBLE = 0.1
-SMALL = 0.9
-"""Layers whose time shrinks below this part with twice the examples a micro-batch didn't fill the device."""
 FELT = 0.01
 """The part of what the first choice gains on the second from which on a part of the step is worth a word."""
 
@@ -92,8 +89,8 @@ class Choice:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of the time in which a stage waits, predicted; ends that all stages share are work."""
-        return self.time.bubble / ((self.time.bubble + self.time.computation) or 1.0)
+        """The share of the time in which a stage waits for others, predicted."""
+        return self.cost.bubble_fraction
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -108,8 +105,7 @@ class Choice:
     @property
     def limit(self) -> str:
         """The part that takes longest, "compute", "bubble", "links" or "update"; "memory" if it doesn't fit."""
-        slowest = max(self.time, key=lambda name: self.time[name])
-        return LIMITS.get(slowest, slowest) if self.fits else "memory"
+        return self.cost.limit if self.fits else "memory"
 
     @property
     def words(self) -> str:
@@ -129,7 +125,7 @@ class Choice:
         rows |= {"remat": word_of(chosen.remat), "ends": chosen.ends, "shard_over": ", ".join(chosen.shard_over) or "-"}
         rows |= {"layers": _of_stages(self.options["balance"])}
         rows |= {"ms a step": ms_in_words(self.seconds), "bubble": f"{self.bubble_fraction:.1%}"}
-        rows |= {name: text for name, text, _ in cost.rows_of_seconds(digits=1)[:-1]}
+        rows |= {name: text for name, text, _ in cost.rows_of_seconds()[:-1]}
         rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
         rows |= {name: text for name, text, _ in [*cost.rows_of_bytes()[:-1], *cost.rows_on_host()]}
         return rows
@@ -185,33 +181,14 @@ def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
     return kept
 
 
-def advice_on(chosen: Sequence[Choice], rated: Sequence[Choice]) -> tuple[str, ...]:
-    """Advises on the first choice: why it is first, its bubble, the size of its micro-batches, whether to pipeline.
-
-    Args:
-      chosen: the choices.
-      rated: all choices that were rated.
-    """
+def advice_on(chosen: Sequence[Choice]) -> tuple[str, ...]:
+    """Notes on the first choice: why it is ahead of the second, a large bubble, what planning it warned of."""
     first, setting = chosen[0], chosen[0].setting
-    advice, count = [_ahead(first, second) for second in chosen[1:2]], setting.num_microbatches
+    advice = [_ahead(first, second) for second in chosen[1:2]]
     if first.bubble_fraction > LARGE_BUBBLE:
         advice.append(
-            f"stages wait {first.bubble_fraction:.0%} of the time at M={count} on {setting.num_stages} stages; a "
-            "larger batch of more micro-batches would have them wait less"
-        )
-    half = next((one for one in rated if one.setting == replace(setting, num_microbatches=count // 2)), None)
-    if count > 1 and half is not None and half.time.computation < SMALL * first.time.computation:
-        less = 1 - half.time.computation / first.time.computation
-        advice.append(
-            f"micro-batches of its M={count} are too small to fill the device: of twice the size (M={count // 2}) "
-            f"layers take {less:.0%} less time, and stages wait {half.bubble_fraction:.0%} of the time"
-        )
-    apart = [one for one in rated if one.fits and one.setting.num_stages > 1]
-    if setting.num_stages == 1 and apart:
-        other = min(apart, key=lambda one: one.seconds)
-        advice.append(
-            f"no pipeline is fastest here: the best of several stages ({other.words}) takes "
-            f"{ms_in_words(other.seconds)} ms a step"
+            f"stages wait {first.bubble_fraction:.0%} of the time at M={setting.num_microbatches} on "
+            f"{setting.num_stages} stages; a larger batch of more micro-batches would have them wait less"
         )
     return tuple(dict.fromkeys([*advice, *first.cost.notes]))
 

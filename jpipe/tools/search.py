@@ -94,7 +94,7 @@ def plan(
     chosen = sorted_out(choice for choice in rated if choice.fits)[:SHOWN]
     if not chosen:
         raise ValueError(search.nothing_fits(where))
-    advice = advice_on(chosen, rated)
+    advice = advice_on(chosen)
     makes = partial(make_mesh, devices=at_hand[:number], axis_types=None)
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
     chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]

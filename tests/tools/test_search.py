@@ -65,7 +65,7 @@ def test_what_it_says_is_what_the_models_say(chosen):
     for choice in chosen:
         pipe = jpipe.Pipeline(LAYERS, loss_fn, **choice.options)
         assert choice.seconds == predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX).step
-        held = predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
+        held = predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])[0]
         assert choice.total_bytes == sum(choice.bytes.values()) == held.total
 
 
@@ -112,7 +112,7 @@ def test_it_finds_the_best_of_all(memory):
                 pipe = jpipe.Pipeline(layers_of(2), loss_fn, balance=costs, **options)
                 time, held = (
                     predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX),
-                    predict_memory(pipe.planner, words(), TX, CHIPS["v5e"]),
+                    predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])[0],
                 )
         except ValueError:
             continue
@@ -236,7 +236,7 @@ def test_settings_are_rated_as_if_each_were_the_only_one(kept):
         mesh = mesh_of_nowhere(dict(choice.setting.axes))
         pipe = make(mesh=mesh, **choice.options)
         assert choice.seconds == predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX).step
-        assert choice.cost.bytes == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
+        assert choice.cost.bytes == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])[0]
 
 
 def test_a_setting_that_is_refused_is_left_out():
