@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -49,6 +49,7 @@ from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.processes.progress import task, warn_once
 from jpipe.schedules.orders import forward_only
+from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch
 
 
@@ -100,11 +101,11 @@ class Planner:
         self.model, self.output_axes = cache(self._model), cache(self._output_axes)
         self.examples = cache(lambda micro: follow_examples(self.model(micro)))
         self.outputs_lie = cache(self._outputs_lie)
-        self.loss, self.loss_in_evaluation = cache(self._loss), cache(self._loss_in_evaluation)
+        self.loss, self.loss_in_evaluation = (cache(partial(self._loss, train=train)) for train in (True, False))
         self.layers, self.programs = cache(self._layers), DevicePrograms()
         self.traces: Traces | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
-        self._training_step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
+        self._training_step, self.evaluation_step = cache(self._train), cache(self._evaluation_step)
 
     def trace_like(self, other: Planner) -> None:
         """Shares what another planner of the same layers and loss traces, as far as its own would be the same.
@@ -257,24 +258,20 @@ class Planner:
                 return replace(model, groups=(*model.groups[:-1], replace(last, gives_at=lies))) if same else None
         return None
 
-    def _loss(self, micro: MicroBatch, *, train: bool = True) -> TracedLoss | None:
-        if self.request.loss_fn is None:
+    def _loss(self, micro: MicroBatch, *, train: bool) -> TracedLoss | None:
+        loss_fn, over, training = self.request.loss_fn, self.request.options.loss_over, None
+        if loss_fn is None:
             return None
-        loss_fn, over = self.request.loss_fn, self.request.options.loss_over
+        if not train and ((training := self.loss(micro)) is None or not training.takes_key):
+            return training
         outputs = self.model(micro).groups[-1].gives
         lying = [] if micro.count == 1 or over == "microbatch" else self.outputs_lie(micro)
         with self.tracing():
             if self.cut is not None:
                 loss_fn = self.cut.loss(loss_fn, self._modes(micro).outputs, micro.shapes)
-            return trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
-
-    def _loss_in_evaluation(self, micro: MicroBatch) -> TracedLoss | None:
-        training = self.loss(micro)
-        if training is None or not training.takes_key:
-            return training
-        found = self._loss(micro, train=False)
-        assert found is not None
-        training.check_same(found)
+            found = trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
+        if training is not None:
+            training.check_same(found)
         return found
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
@@ -415,38 +412,33 @@ class Planner:
         """
         return self._training_step(micro, key_shape(key))
 
-    def _step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> Step:
+    def _train(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> Step:
         layers = self.layers(micro, key)
-        functions = [layer.function for layer in layers]
-        with self.tracing():
-            return build_step(
-                self.known_plan(),
-                self.model(micro),
-                self.request.schedule,
-                functions,
-                layers,
-                self.programs,
-                outputs=self._outputs_step(micro, functions),
-            )
+        return self._step(micro, self.request.schedule, [layer.function for layer in layers], layers)
 
     def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
         if with_loss:
             self.request.check_has_loss()
         return self._forward_step(micro, self._functions(micro, None, with_loss))
 
-    def _outputs_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step | None:
-        """The step forward only that gives the outputs of which the loss is computed at once; None if it isn't."""
-        loss = functions[-1].loss
-        if loss is None or loss.at_once is None:
-            return None
-        return self._forward_step(micro, self._functions(micro, functions[-1].key, with_loss=False))
-
     def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step:
         sizes = self.request.schedule.sizes | {"num_microbatches": micro.count}
-        schedule = forward_only(**sizes, style=self.request.schedule.style)
-        outputs = self._outputs_step(micro, functions)
+        return self._step(micro, forward_only(**sizes, style=self.request.schedule.style), functions)
+
+    def _step(
+        self,
+        micro: MicroBatch,
+        schedule: Schedule,
+        functions: list[LayerFunction],
+        layers: Sequence[TracedLayer] = (),
+    ) -> Step:
+        """The step, with that forward only of the outputs of which the loss is computed at once, if it is."""
+        outputs, loss = None, functions[-1].loss
+        if loss is not None and loss.at_once is not None:
+            outputs = self._forward_step(micro, self._functions(micro, functions[-1].key, with_loss=False))
+        plan, model = self.known_plan(), self.model(micro)
         with self.tracing():
-            return build_step(self.known_plan(), self.model(micro), schedule, functions, outputs=outputs)
+            return build_step(plan, model, schedule, functions, layers, self.programs, outputs=outputs)
 
 
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:
