@@ -49,7 +49,6 @@ from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.processes.progress import task, warn_once
 from jpipe.schedules.orders import forward_only
-from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch
 
 
@@ -84,8 +83,6 @@ class Planner:
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       programs: what devices run of such layers.
       traces: what planners that trace alike share (`trace_like`); None if there are no others.
-      evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
-        `known_loss`.
     """
 
     def __init__(self, request: Request):
@@ -105,7 +102,7 @@ class Planner:
         self.layers, self.programs = cache(self._layers), DevicePrograms()
         self.traces: Traces | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
-        self._training_step, self.evaluation_step = cache(self._train), cache(self._evaluation_step)
+        self._step = cache(self._make_step)
 
     def trace_like(self, other: Planner) -> None:
         """Shares what another planner of the same layers and loss traces, as far as its own would be the same.
@@ -152,13 +149,8 @@ class Planner:
           TypeError, ValueError: as of `cut_for_training`; or the first batch can't be planned for.
         """
         self.request.check_has_loss()
-        check_context(self.request.mesh)
-        if self.plan is not None:
-            check_like(batch, self.plan.model.batch)
-        micro = cut_for_training(batch, *self._sizes)
-        if self.plan is None:
-            self._make_plan(micro)
-        return micro
+        check_like(batch, self.plan_for(batch).model.batch)
+        return cut_for_training(batch, *self._sizes)
 
     def for_evaluation(self, batch: Batch) -> MicroBatch:
         """The micro-batches of an evaluation batch of any size; errors as of `for_training`, but for the size."""
@@ -410,34 +402,25 @@ class Planner:
 
         It is kept: the order of its residuals in memory may have taken a compilation.
         """
-        return self._training_step(micro, key_shape(key))
+        return self._step(micro, key_shape(key), with_loss=True)
 
-    def _train(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> Step:
-        layers = self.layers(micro, key)
-        return self._step(micro, self.request.schedule, [layer.function for layer in layers], layers)
-
-    def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
+    def evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
+        """The step forward only, whose outputs the loss may follow; a ValueError if there is none."""
         if with_loss:
             self.request.check_has_loss()
-        return self._forward_step(micro, self._functions(micro, None, with_loss))
+        return self._step(micro, None, with_loss=with_loss)
 
-    def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step:
-        sizes = self.request.schedule.sizes | {"num_microbatches": micro.count}
-        return self._step(micro, forward_only(**sizes, style=self.request.schedule.style), functions)
-
-    def _step(
-        self,
-        micro: MicroBatch,
-        schedule: Schedule,
-        functions: list[LayerFunction],
-        layers: Sequence[TracedLayer] = (),
-    ) -> Step:
-        """The step, with that forward only of the outputs of which the loss is computed at once, if it is."""
-        outputs, loss = None, functions[-1].loss
+    def _make_step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, *, with_loss: bool) -> Step:
+        """A step with these random keys, of training if the loss follows; without keys one of evaluation."""
+        layers = self.layers(micro, key) if with_loss and key is not None else ()
+        functions = [layer.function for layer in layers] or self._functions(micro, key, with_loss)
+        schedule, outputs, loss = self.request.schedule, None, functions[-1].loss
+        if not layers:
+            schedule = forward_only(**{**schedule.sizes, "num_microbatches": micro.count}, style=schedule.style)
         if loss is not None and loss.at_once is not None:
-            outputs = self._forward_step(micro, self._functions(micro, functions[-1].key, with_loss=False))
-        plan, model = self.known_plan(), self.model(micro)
+            outputs = self._step(micro, key, with_loss=False)
         with self.tracing():
+            plan, model = self.known_plan(), self.model(micro)
             return build_step(plan, model, schedule, functions, layers, self.programs, outputs=outputs)
 
 
