@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +38,11 @@ from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.communication import Communication, communication
+from jpipe.tools.gradient_check import GradientCheck, check_gradients
 from jpipe.tools.page import Page, facts_of, show
 from jpipe.tools.summary import notes_on_room, summarize
 from jpipe.training.train_state import TrainState, TrainSteps, Variables, abstract_state, make_opt_state, state_to_place
 from jpipe.types import Batch, Leaf, PyTree
-
-if TYPE_CHECKING:
-    from jpipe.tools.gradient_check import GradientCheck
 
 checks.refuse_serialization()
 
@@ -359,8 +356,6 @@ class Pipeline(Tabular):
           reference: `(trees, batch) -> loss` of the whole batch, from trees as of `layer_variables`, for one module as
             of `model_variables`: a model of your own, differentiated by JAX. Default: the layers or the module.
         """
-        from jpipe.tools.gradient_check import check_gradients
-
         if reference is not None:
             checks.check_callable(reference=reference)
         (loss, _), grads = self.value_and_grad(variables, batch, key)
