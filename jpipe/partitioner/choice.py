@@ -42,7 +42,7 @@ from itertools import accumulate, pairwise
 from jpipe.jax.flat_jaxpr import FlatJaxpr, flatten, operand_shape, result_shape
 from jpipe.jax.primitives import JaxprEqn
 from jpipe.jax.tracing import equations_in
-from jpipe.partitioner.conversions import cost_of_conversion, itemsize
+from jpipe.partitioner.conversions import cost_of_conversion
 from jpipe.partitioner.rule import dims_of_entries
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding, is_possible
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
@@ -335,8 +335,7 @@ class _Draft:
             old, aval = forms[value], self.flat.avals[value]
             if sharding in old:
                 continue
-            size = itemsize(aval.dtype)
-            costs = [self.chooser.cost_of_conversion(aval.shape, size, form, sharding) for form in old]
+            costs = [self.chooser.cost_of_conversion(aval.shape, aval.dtype.itemsize, form, sharding) for form in old]
             conversions.append(Conversion(value, old[costs.index(min(costs))], sharding))
             cost += min(costs)
             # Rules are asked about the first form. A sum goes to the front, so that it isn't taken again; a gathered
