@@ -192,11 +192,6 @@ class Schedule(Orders):
     def __str__(self) -> str:
         return self.grid(width=120)
 
-    def _repr_html_(self) -> str:
-        from jpipe.tools.figures import to_html
-
-        return to_html(self)
-
     def grid(self, width: int | None = None) -> str:
         """The grid: a line for each stage, a column for each slot in time, "." where the stage idles.
 

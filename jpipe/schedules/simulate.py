@@ -73,11 +73,6 @@ class Timeline:
     def __repr__(self) -> str:
         return f"<Timeline {self}>"
 
-    def _repr_html_(self) -> str:
-        from jpipe.tools.figures import to_html
-
-        return to_html(self)
-
     @property
     def in_numbers(self) -> str:
         """Its time and bubble."""

@@ -1,4 +1,4 @@
-"""Draws timelines (`Timeline.plot`, `jpipe.compare`) and profiles, and shows timelines as HTML.
+"""Draws timelines: `Timeline.plot`, `Profile.plot`, `jpipe.compare`.
 
 A picture has a row of bars for each stage, over what the stages hold. matplotlib is imported when something is drawn.
 Colours are those that people with any colour vision tell apart (Okabe and Ito, jfly.uni-koeln.de/color). They differ in
@@ -8,11 +8,8 @@ lightness too, so that they also do in print.
 from __future__ import annotations
 
 import os
-from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from html import escape
-from io import BytesIO
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,16 +23,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_SPANS = 4096
-"""The most actions of a timeline that a notebook draws by itself: some seconds."""
 HEIGHT = 0.86
 """The height of a stage's bars; stages are 1 apart."""
 TITLE, TEXT, NUMBER = 10.0, 8.5, 6.0
 """Points of what is written: above bars, beside them, and in them. Legible where a picture of 6 inches is as wide as a
 telephone."""
-
-Target = str | os.PathLike[str] | BytesIO | None
-"""Where a picture is saved; None for a figure of pyplot's, which isn't."""
 
 # --- colours ----------------------------------------------------------------------------------------------------------
 
@@ -67,17 +59,9 @@ def shade(kind: str, chunk: int, num_chunks: int) -> RGB:
 
 def text_colour(background: RGB) -> str:
     """Black or white, whichever is easier to read on a background (WCAG's contrast of luminances)."""
-    return "white" if (relative_luminance(background) + 0.05) ** 2 < 1.05 * 0.05 else "black"
-
-
-def relative_luminance(colour: RGB) -> float:
-    """WCAG 2.2's, from 0 for black to 1 for white.
-
-    >>> round(relative_luminance((1.0, 1.0, 1.0)), 3), round(relative_luminance((0.0, 0.0, 0.0)), 3)
-    (1.0, 0.0)
-    """
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in background)
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "white" if (luminance + 0.05) ** 2 < 1.05 * 0.05 else "black"
 
 
 # --- what users call --------------------------------------------------------------------------------------------------
@@ -93,21 +77,6 @@ def plot(
     path_or_ax.set_xlabel(time_label([timeline], unit))
     draw_legend(path_or_ax, [path_or_ax], loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return path_or_ax
-
-
-def to_html(what: Schedule | Timeline) -> str:
-    """The HTML for a notebook: the timeline's picture; its text without matplotlib, or if it takes long to draw."""
-    timeline = simulate(what) if isinstance(what, Schedule) else what
-    picture = BytesIO()
-    try:
-        if len(timeline.spans) > MOST_SPANS:
-            raise ValueError(f"{len(timeline.spans):,} actions take long to draw; Timeline.plot() does")
-        figure = draw_timelines([timeline], picture, None)
-    except (ImportError, ValueError) as why_not:
-        return f"<pre>{escape(str(timeline))}\n{escape(str(timeline.schedule))}\n{escape(str(why_not))}</pre>"
-    style = f"width: {100 * figure.get_figwidth():.0f}px; max-width: 100%"
-    source = b64encode(picture.getvalue()).decode()
-    return f'<img alt="{escape(str(timeline))}" style="{style}" src="data:image/png;base64,{source}">'
 
 
 def compare(
@@ -196,7 +165,7 @@ def draw_gantt(axes: Axes, timeline: Timeline, end: float, title: str) -> None:
     grey = {"color": BUBBLE, "zorder": 0.5, "label": "bubble: stage waits"}
     axes.barh(range(schedule.num_stages), timeline.makespan, HEIGHT, **grey)
     label_stages(axes, schedule.num_stages)
-    _title(axes, title)
+    axes.set_title(title, fontsize=TITLE, fontweight="bold", loc="left", pad=4)
 
 
 def draw_memory(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
@@ -245,24 +214,36 @@ def draw_legend(where: Axes | Figure, panels: Sequence[Axes], **look: Any) -> No
     where.legend([*handles.values()], [*handles], frameon=False, fontsize=TEXT, **look)
 
 
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, fontsize=TITLE, fontweight="bold", loc="left", pad=4)
-    axes.tick_params(labelsize=TEXT)
-
-
 # --- figures of timelines ---------------------------------------------------------------------------------------------
 
 
 def draw_timelines(
-    timelines: Sequence[Timeline], path: Target, unit: str | None, *, width: float | None = None, memory: bool = True
+    timelines: Sequence[Timeline],
+    path: str | os.PathLike[str] | None,
+    unit: str | None,
+    *,
+    width: float | None = None,
+    memory: bool = True,
 ) -> Figure:
-    """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
+    """A figure of all timelines, each over its memory, on one axis of time and one scale of memory.
+
+    It is one of pyplot's, for a window or a notebook, unless it is saved. Arguments are as `compare` takes them.
+    """
+    try:
+        from matplotlib import pyplot
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
     end = max(timeline.makespan for timeline in timelines)
     scale = max(1.0, *(max(timeline.peak_in_flight) / timeline.schedule.num_chunks for timeline in timelines))
     panels = [(t, draws) for t in timelines for draws in ("bars", *["memory"] * (memory and t.schedule.trains))]
     heights = [_height(draws, timeline, len(timelines)) for timeline, draws in panels]
-    room = 0.25 * len(timelines) + 0.06 * len(panels) + 0.7
-    figure, column = _column(path, width or _width(timelines), heights, room, sharex=True)
+    texts = 0.25 * len(timelines) + 0.06 * len(panels) + 0.7  # inches above and below the panels
+    layout = ConstrainedLayoutEngine(h_pad=0.04, w_pad=0.06, hspace=0.0)
+    figsize = width or _width(timelines), sum(heights) + texts
+    figure = (pyplot.figure if path is None else Figure)(figsize=figsize, layout=layout)
+    column = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0].tolist()
     for axes, (timeline, draws) in zip(column, panels, strict=True):
         if draws == "bars":
             draw_gantt(axes, timeline, end, f"{timeline.schedule.title}; {timeline.in_numbers}")
@@ -271,34 +252,7 @@ def draw_timelines(
         axes.spines["bottom"].set_visible(axes is column[-1])
         axes.tick_params(bottom=axes is column[-1])
     column[-1].set_xlabel(time_label(timelines, unit), fontsize=TEXT)
-    return _finish(figure, column, path)
-
-
-def _column(
-    path: Target, width: float, heights: Sequence[float], room: float, *, sharex: bool
-) -> tuple[Figure, list[Axes]]:
-    """A figure of panels below each other; one of pyplot's, for a window or a notebook, unless it is to be saved.
-
-    Args:
-      path: where it will be saved.
-      width, heights: inches of the panels.
-      room: inches for all texts above and below them.
-      sharex: whether they have one axis of time.
-    """
-    try:
-        from matplotlib import pyplot
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
-    layout = ConstrainedLayoutEngine(h_pad=0.04, w_pad=0.06, hspace=0.0)
-    figure = (pyplot.figure if path is None else Figure)(figsize=(width, sum(heights) + room), layout=layout)
-    return figure, list(figure.subplots(len(heights), sharex=sharex, squeeze=False, height_ratios=heights)[:, 0])
-
-
-def _finish(figure: Figure, panels: Sequence[Axes], path: Target) -> Figure:
-    """The figure with a legend of these panels below it; saved, if it has a path."""
-    draw_legend(figure, panels, loc="outside lower center", ncols=5 if figure.get_figwidth() > 7.5 else 2)
+    draw_legend(figure, column, loc="outside lower center", ncols=5 if figure.get_figwidth() > 7.5 else 2)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -325,53 +279,3 @@ def time_label(timelines: Sequence[Timeline], unit: str | None) -> str:
     is_one = all(abs((span.end - span.start) * num_chunks - 1.0) < 1e-9 for span, num_chunks in forwards)
     own = "1 = the forward of one micro-batch on one stage" if is_one else "unit of the simulated times"
     return f"time ({unit or own})"
-
-
-# --- figures of profiles ----------------------------------------------------------------------------------------------
-
-
-SLICE_COLOURS: dict[str, RGB] = {
-    "computation": COLOURS["F"],
-    "recomputation": COLOURS["R"],
-    "bubble": BUBBLE,
-    "imbalance": (0.62, 0.62, 0.62),
-    "transfer and set-up": MEMORY,
-    "weight update": COLOURS["W"],
-}
-NARROWEST = 0.045
-"""The share of the step from which on a slice has its number in it."""
-
-
-def draw_profile(slices: Mapping[str, float], timeline: Timeline, path: Target) -> Figure:
-    """Draws a profile; see `Profile.plot`.
-
-    Args:
-      slices: seconds of the step by `SLICES`.
-      timeline: the timeline that follows from the times of the stages.
-      path: where to save the picture; None draws into a new pyplot figure.
-    """
-    num_stages = timeline.schedule.num_stages
-    figure, (step, gantt) = _column(
-        path, 7.0, [0.6, max(0.16, 0.3 - 0.02 * num_stages) * num_stages], 2.0, sharex=False
-    )
-    _draw_slices(step, slices)
-    in_numbers = f"{timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}"
-    draw_gantt(gantt, timeline, timeline.makespan, f"Timeline, predicted from the stages' times: {in_numbers}")
-    gantt.set_xlabel("ms", fontsize=TEXT)
-    return _finish(figure, [gantt], path)
-
-
-def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
-    """One bar as long as the step, in its slices."""
-    left, step = 0.0, sum(slices.values())
-    for name, colour in SLICE_COLOURS.items():
-        width, share = slices[name] * 1e3, slices[name] / step
-        bar = axes.barh(0, width, left=left, color=colour, edgecolor="white", lw=0.6, label=f"{name} {share:.1%}")
-        number = f"{share:.0%}" if share >= NARROWEST else ""
-        axes.bar_label(bar, [number], label_type="center", color=text_colour(colour), fontsize=TEXT)
-        left += width
-    label_stages(axes, 1)
-    axes.set_yticks([])
-    axes.set_xlim(0, left)
-    _title(axes, f"A step of {left:.3g} ms, by what its time goes into")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize=TEXT)

@@ -191,26 +191,22 @@ class LayerTimes:
         again = backward * np.clip(1.0 - self.over_here(self.kept, "backward"), 0.0, 1.0)
         return replace(stages, backward=tuple((backward - again).tolist()), recompute=tuple(again.tolist()))
 
-    def shares(self, stages: StageTimes) -> StageTimes:
-        """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
-        on = self.stage_of_layers()
-
-        def share(seconds: Sequence[float], part: str) -> tuple[float, ...]:
-            alone = np.asarray([getattr(cost, part) for cost in self.here])
-            sums = self.by_stage(alone)[on]
-            return tuple((alone * np.asarray(seconds)[on] / np.where(sums, sums, 1.0)).tolist())
-
-        pairs = (stages.forward, "forward"), (stages.backward, "backward"), (stages.recompute, "backward")
-        return StageTimes(*(share(seconds, part) for seconds, part in pairs))
-
     def best_cut(self, stages: StageTimes) -> tuple[Partition, StageTimes]:
         """The best cut for the times of single layers, and what stages that take this now would take with it.
 
-        Equal layers take the same alone. In stages they don't quite, by noise, and cutting after that would follow it.
+        Layers share the time of their stage in proportion to what they take alone. Equal layers take the same alone. In
+        stages they don't quite, by noise, and cutting after that would follow it.
         """
-        schedule = self.planner.request.schedule
+        schedule, on = self.planner.request.schedule, self.stage_of_layers()
         cut = partition([cost.total for cost in self.here], schedule.num_stages, num_chunks=schedule.num_chunks)
-        return cut, self.shares(stages).each(lambda shares: self.by_stage(shares, cut).tolist())
+
+        def moved(seconds: Sequence[float], part: str) -> tuple[float, ...]:
+            alone = np.asarray([getattr(cost, part) for cost in self.here])
+            sums = self.by_stage(alone)[on]
+            return tuple(self.by_stage(alone * np.asarray(seconds)[on] / np.where(sums, sums, 1.0), cut).tolist())
+
+        pairs = (stages.forward, "forward"), (stages.backward, "backward"), (stages.recompute, "backward")
+        return cut, StageTimes(*(moved(*pair) for pair in pairs))
 
 
 def measure_layers(planner: Planner, batch: Batch) -> LayerTimes:
@@ -285,15 +281,14 @@ def measure_step(pipe: Pipeline, program: Program, state: TrainState, rounds: in
     for kinds, k in product(parts, range(num_stages)):
         runs[f"{kinds}{k}"] = partial(program.run, program.only(kinds, k))
     seconds = _in_rounds(runs, rounds)
-    medians = {name: float(np.median(times)) for name, times in seconds.items()}
 
     def of_stages(kinds: str) -> tuple[float, ...]:
         """Seconds of these actions of one micro-batch on each stage, `[K]`."""
         above_idle = [float(np.median(seconds[f"{kinds}{k}"] - seconds["idle"])) for k in range(num_stages)]
         return tuple(max(SHORTEST, total / num_microbatches) for total in above_idle)
 
-    whole = {name: medians[name] for name in ("update", "idle")} | {"measured": medians["step"]}
-    whole |= {"noise": noise_of(seconds["step"])}
+    step, update, idle = (float(np.median(seconds[name])) for name in ("step", "update", "idle"))
+    whole = {"measured": step, "update": update, "idle": idle, "noise": noise_of(seconds["step"])}
     none = (0.0,) * num_stages
     stages = StageTimes(of_stages("F"), of_stages("RBIW"), none, of_stages("W") if pipe.schedule.splits else ())
     # All processes go on with the times of the first: they have to reach the same findings.

@@ -27,8 +27,6 @@ import numpy as np
 
 from jpipe.checks import remat_name
 from jpipe.jax.trees import bytes_of
-from jpipe.memory.boundaries import Boundaries
-from jpipe.memory.buffers import Buffer
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.schedules.orders import SCHEDULES
@@ -77,8 +75,6 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     Raises:
       ValueError: there is no batch, so that nothing is planned yet.
     """
-    if batch is None and planner.plan is None:
-        raise ValueError("no batch was seen yet; call pipe.view(batch), with a batch or its jax.ShapeDtypeStructs")
     schedule, splits, remat = planner.request.schedule, planner.request.splits, planner.request.remat
     K = schedule.num_stages
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
@@ -86,7 +82,9 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     step = planner.training_step(planner.for_training(batch))
     memory, _ = predict_memory(planner, batch)
     others = [name for name in plan.layouts if name != "params"]
-    waiting = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
+    crossing = lambda boundaries: bytes_of(jax.eval_shape(lambda: boundaries.crossing(boundaries.empty())))
+    waiting = {"activation": crossing(step.activations), "cotangent": crossing(step.cotangents)}
+    entry = lambda buffer: math.prod(buffer.shape[1:]) * buffer.dtype.itemsize
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
     return {
@@ -107,7 +105,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         "optimizer": None,
         "other": _held(plan, others, memory.other_variables + memory.casts + memory.batch),
         "residuals": [
-            (AWAY.get(name, name), [_entry(buffer) * row for row in (buffer.strides * K)[:K]])
+            (AWAY.get(name, name), [entry(buffer) * row for row in (buffer.strides * K)[:K]])
             for name, storage in step.kept.storages.items()
             for _, buffer in storage.named_buffers
         ],
@@ -137,16 +135,6 @@ def _held(plan: Plan, names: Sequence[str], room: int) -> PipelineFacts:
         of_stages = np.bincount(stage_of, [amount.bytes * device / max(whole, 1) for amount in amounts.own[name]])
         own += np.minimum(of_stages, device) - device  # less where others hold a part of its own
     return {"own": own.tolist(), "room": room}
-
-
-def _entry(buffer: Buffer) -> int:
-    """Bytes of one entry of a buffer."""
-    return math.prod(buffer.shape[1:]) * buffer.dtype.itemsize
-
-
-def _crossing(boundaries: Boundaries) -> int:
-    """Bytes of what crosses between stages."""
-    return sum(size * _entry(boundaries.buffers[name]) for name, size in boundaries.crossing_sizes)
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------

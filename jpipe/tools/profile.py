@@ -23,6 +23,7 @@ from jpipe.processes.tables import Table
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.tools import measure
+from jpipe.tools.figures import draw_timelines
 from jpipe.tools.measure import LayerTimes, StageTimes, StepModel
 from jpipe.tools.page import Page, PipelineFacts, facts_of, show
 from jpipe.tools.step_cost import Parts, StepCost
@@ -86,7 +87,7 @@ class Profile:
 
     def _tables(self) -> list[Table]:
         """The stages; the step's slices and bytes, and below them how far to trust them, and the findings."""
-        stages, cost = stage_table(self.schedule, self.partition, self.stages, self.predicted), self.cost.table()
+        stages, cost = stage_table(self.schedule, self.partition, self.stages), self.cost.table()
         trust = (
             f"stages take {self.contention:.2f} times as long together as each alone",
             f"rounds of the step differ by {self.noise:.0%}, and no change is named that promises less",
@@ -95,7 +96,7 @@ class Profile:
         return [stages, replace(cost, notes=[*trust, *findings])]
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draws what the step goes into, and the timeline that the stages' times make.
+        """Draws the timeline that the stages' times make, and below it the micro-batches that each stage holds.
 
         Args:
           path: where to save the picture; None draws into a new pyplot figure.
@@ -103,9 +104,7 @@ class Profile:
         Raises:
           ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
         """
-        from jpipe.tools.figures import draw_profile
-
-        return draw_profile(self.slices, self.predicted, path)
+        return draw_timelines([self.predicted], path, "ms", width=7.0)
 
     def view(self, *, path: str | os.PathLike[str] | None = None) -> Page:
         """The page of `pipe.view()` with the stages' times as measured, and the bytes of this state's optimiser."""
@@ -174,17 +173,17 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5)
     )
 
 
-def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, timeline: Timeline) -> Table:
+def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes) -> Table:
     """A row for each stage: its layers, and its milliseconds for one micro-batch."""
     total, stage_of = np.asarray(stages.total), schedule.placement.stage_of
     in_ms = lambda seconds: f"{seconds * 1e3:.3g}" if seconds >= 5e-7 else "0"
     layers = lambda stage: ", ".join(text for s, text in enumerate(cut.ranges) if stage_of(s) == stage)
-    columns = zip(stages.forward, stages.backward, stages.recompute, total, timeline.peak_in_flight, strict=True)
+    columns = zip(stages.forward, stages.backward, stages.recompute, total, strict=True)
     rows = [
-        (str(stage), layers(stage), *map(in_ms, times), f"{times[-1] / total.mean():.2f}", str(in_flight))
-        for stage, (*times, in_flight) in enumerate(columns)
+        (str(stage), layers(stage), *map(in_ms, times), f"{times[-1] / total.mean():.2f}")
+        for stage, times in enumerate(columns)
     ]
-    header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean", "in flight")
+    header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean")
     marks = {int(total.argmax()): "slowest"} if total.max() > 1.02 * total.mean() else {}
     return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows, marks)
 
@@ -195,7 +194,7 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, timeline
 WORTH = 0.05
 """The share of a step from which on a change is worth a word."""
 LARGE = 0.2
-"""The share of a step from which on a bubble, or what isn't the stages' work, is worth a word."""
+"""The share of a step from which on a bubble is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -225,17 +224,22 @@ def find(model: StepModel, times: LayerTimes) -> tuple[Finding, ...]:
       model: the model of the step's time.
       times: the times of the layers.
     """
-    findings = list[Finding]()
-    if _works(model):
-        changes = *_balance(model, times), *_recomputation(model, times)
-        findings = [one for one in changes if one.promise is None or one.promise < 1 - model.noise]
-    findings += _around(model)
+    work, step = model.stages.makespan(model.schedule), model.measured
+    if work <= model.idle + model.update:
+        text = (
+            f"stages alone work for {work / step:.0%} of the step, which is less than what is around their work takes: "
+            "too little to promise anything; use a larger batch or model"
+        )
+        return (Finding(text),)
+    worth = max(WORTH, model.noise)
+    findings = [*_balance(model, times, worth), *_recomputation(model, times, worth)]
+    if (bubble := model.what_if().seconds["bubble"] / step) > LARGE:
+        text = (
+            f"the bubble takes {bubble:.0%} of the step, with M={model.schedule.num_microbatches}: "
+            "more micro-batches leave less, and jpipe.plan predicts what a step takes with them"
+        )
+        findings.append(Finding(text))
     return tuple(sorted(findings, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
-
-
-def _works(model: StepModel) -> bool:
-    """Whether the stages' work, timed alone, takes longer than what is around it."""
-    return model.stages.makespan(model.schedule) > model.idle + model.update
 
 
 def _percent(promise: float) -> str:
@@ -243,9 +247,9 @@ def _percent(promise: float) -> str:
     return f"{100 * (promise - 1):+.0f} %"
 
 
-def _balance(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+def _balance(model: StepModel, times: LayerTimes, worth: float) -> Iterator[Finding]:
     """Advises another cut, or other layers, if stages that take equally long would gain enough."""
-    total, worth = np.asarray(model.stages.total), max(WORTH, model.noise)
+    total = np.asarray(model.stages.total)
     if model.what_if(model.stages.even).step / model.measured > 1 - worth:
         return
     cut, stages = times.best_cut(model.stages)
@@ -258,30 +262,12 @@ def _balance(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
         yield Finding(f"{begin}, and no other cut promises {worth:.0%} less: split its layers, or use fewer stages")
 
 
-def _recomputation(model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+def _recomputation(model: StepModel, times: LayerTimes, worth: float) -> Iterator[Finding]:
     """Advises to keep residuals, if recomputing them takes enough of the step."""
     kept = model.stages.scaled(times.over_here(times.kept))  # to keep residuals takes time too
     promise = model.what_if(kept).step / model.measured
-    if times.planner.request.remat is MODES["none"] or promise > 1 - WORTH:
+    if times.planner.request.remat is MODES["none"] or promise > 1 - worth:
         return
     fits = "if its residuals fit, which print(pipe) predicts"
     text = f'without recomputation (remat="none"): step {_percent(promise)}, {fits}'
     yield Finding(text, {"remat": "none"}, promise)
-
-
-def _around(model: StepModel) -> Iterator[Finding]:
-    """Names what takes long besides the stages' own work, and what other tools tell of it."""
-    slices, step = model.what_if().seconds, model.measured
-    if not _works(model):
-        yield Finding(
-            f"stages alone work for {model.stages.makespan(model.schedule) / step:.0%} of the step, which is less than "
-            "what is around their work takes: too little to promise anything; use a larger batch or model"
-        )
-    elif slices["bubble"] / step > LARGE:
-        yield Finding(
-            f"the bubble takes {slices['bubble'] / step:.0%} of the step, with M={model.schedule.num_microbatches}: "
-            "more micro-batches leave less, and jpipe.plan predicts what a step takes with them"
-        )
-    for name in ("transfer and set-up", "weight update"):
-        if slices[name] / step > LARGE:
-            yield Finding(f"{name}: {slices[name] / step:.0%} of the step, and of one with a larger batch less")

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from jpipe.model.examples_in_layers import follow_examples
 from jpipe.model.remat import MODES
-from jpipe.planning.partition import measure_of
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request
@@ -61,7 +60,7 @@ def summarize(title: str, planner: Planner) -> Table:
         notes += [_held(held), *_memory(planner, plan), *_shared(plan, held)]
         notes += follow_examples(plan.traced).in_words(plan.traced)
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
-        bubble = f"{by_costs:.1%} {_costs_in_words(plan.request)}; {bubble}"
+        bubble = f"{by_costs:.1%} by the layers' costs; {bubble}"
     columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks
     columns["devices"] = _devices(planner) * num_chunks
     units = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
@@ -129,14 +128,6 @@ def _shared(plan: Plan, held: Holdings) -> list[str]:
         verb = "count" if plan.request.shares_ends and {*users} <= {0, last} else "lie and count"
         notes.append(f"layers {', '.join(map(str, users))} share parameters, which {verb} on stage {stage} alone")
     return notes
-
-
-def _costs_in_words(request: Request) -> str:
-    """The source of the stages' times, in words."""
-    measure = measure_of(request.balance)
-    if measure is None:
-        return "if layers take equally long" if isinstance(request.balance, str) else "by the costs given"
-    return "by the layers' FLOPs" if measure.unit == "flops" else "by the layers' measured times"
 
 
 def _devices(planner: Planner) -> list[str]:

@@ -118,16 +118,11 @@ def costs(of_layers):
     return [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in of_layers]
 
 
-def test_stages_times_are_shared_among_their_layers():
-    shares = LayerTimes(planned().planner, costs([9.0] * 4), costs([9.0] * 4)).shares(STAGES)
-    assert shares.forward == pytest.approx((2.0,) * 4) and shares.backward == pytest.approx((4.0,) * 4)
-    assert shares.recompute == pytest.approx((0.0, 1.0, 1.0, 1.0))
-
-
-def test_the_best_cut_puts_them_together_anew():
+def test_stages_times_are_shared_among_their_layers_and_put_together_anew():
     cut, stages = LayerTimes(planned().planner, costs([9.0] * 4), costs([9.0] * 4)).best_cut(STAGES)
     assert list(cut.counts) == [2, 2]
-    assert stages.forward == pytest.approx((4.0, 4.0)) and stages.recompute == pytest.approx((1.0, 2.0))
+    assert stages.forward == pytest.approx((4.0, 4.0)) and stages.backward == pytest.approx((8.0, 8.0))
+    assert stages.recompute == pytest.approx((1.0, 2.0))
 
 
 def test_without_recomputation_stages_take_what_their_layers_do():

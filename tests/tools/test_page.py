@@ -994,7 +994,7 @@ def test_other_schedules_and_micro_batches_have_the_bytes_that_the_page_scales(r
 
 def test_the_first_batch_counts_unless_another_is_given_and_nothing_is_compiled(tmp_path):
     pipe = make()
-    with pytest.raises(ValueError, match=r"no batch was seen yet; call pipe.view\(batch"):
+    with pytest.raises(ValueError, match=r"this pipeline has seen no batch yet; .*or pass a batch"):
         pipe.view()
     with compilations() as compiled:
         of_shapes = facts_of(pipe.planner, "", jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype))

@@ -47,7 +47,7 @@ def test_a_pipeline_before_and_after_a_batch(num_chunks):
     assert sum(int(number.replace(",", "")) for number in column["parameters"]) == 16 + 20 + 20
     assert column["devices"] == ["cpu:0", "cpu:1"] * num_chunks
     assert column["in flight"] == list(map(str, jpipe.simulate(pipe.schedule).peak_in_flight)) * num_chunks
-    assert "\nbubble: " in str(pipe) and "% by the layers' FLOPs; " in str(pipe)
+    assert "\nbubble: " in str(pipe) and "% by the layers' costs; " in str(pipe)
     for line, row in zip(str(pipe).splitlines()[1:], after, strict=False):
         assert line.split() == " ".join(row).split()
     assert repr(pipe) == str(pipe).splitlines()[0] and "\n" not in repr(pipe)
@@ -87,7 +87,7 @@ def test_what_a_device_holds_and_what_is_shared():
     parameters = [row[after[0].index("parameters")] for row in after[1:]]
     assert parameters == [str(32 * 4 + 3 * 20), f"{2 * 20} + shared"]
     bubble = jpipe.simulate(pipe.schedule, [2.0, 5.5 / 3], [4.0, 11 / 3]).bubble_fraction
-    assert f"bubble: {bubble:.1%} by the costs given; 20.0% if stages take equally long" in words
+    assert f"bubble: {bubble:.1%} by the layers' costs; 20.0% if stages take equally long" in words
 
 
 def test_what_lies_on_the_hosts_is_told():
@@ -116,7 +116,7 @@ def test_the_part_that_a_device_holds():
     words = " ".join(str(pipe).split())
     held = 2 * (16 * 64 + 64)
     assert f"each device holds {held:,} parameters (8.5 KiB): of each type" in words
-    assert "bubble: 33.3% if layers take equally long; 33.3% if stages take equally long" in words
+    assert "bubble: 33.3% by the layers' costs; 33.3% if stages take equally long" in words
 
 
 def test_ends_that_all_stages_compute_are_told():
