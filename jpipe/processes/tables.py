@@ -111,6 +111,6 @@ def ms_in_words(seconds: float) -> str:
     """Milliseconds with three digits that count, or all those before the point.
 
     >>> ms_in_words(12.3456), ms_in_words(0.0012345), ms_in_words(4.5678e-6), ms_in_words(0.0)
-    ('12,346', '1.23', '0.00457', '0')
+    ('12,346', '1.23', '0.00457', '0.00')
     """
-    return f"{1e3 * seconds:.3g}" if 1e3 * seconds < 100 else f"{1e3 * seconds:,.0f}"
+    return f"{1e3 * seconds:#.3g}" if 1e3 * seconds < 99.95 else f"{1e3 * seconds:,.0f}"

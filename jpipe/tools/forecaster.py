@@ -44,7 +44,7 @@ class Forecast(Tabular):
         that JAX may be given, and with `offload=` those on the host with its own.
       cost: seconds of the step by what they go into, as `jpipe.plan` predicts them; on TPUs computation, bubble, update
         and what ticks take "between layers" are the compiler's cycles at the chip's clock. Bytes on a device and on its
-        host, and the schedule with what stages take.
+        host (the "optimizer", and the residuals that wait, "temporaries"), and the schedule with what stages take.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
       message: what there is to say of memory: the compiler's message if the step doesn't fit; of GPUs jpipe's own.
       advice: what takes most bytes if it doesn't fit, by the model of memory, and settings that would help.
@@ -65,11 +65,6 @@ class Forecast(Tabular):
         activations); of a step that the compiler refuses the first three.
         """
         return {name.replace("_", " "): size for name, size in self.cost.bytes.items()}
-
-    @property
-    def host_bytes(self) -> dict[str, int]:
-        """A device's bytes on its host: "optimizer" and "temporaries", the residuals that wait; empty for none."""
-        return dict(self.cost.host)
 
     @property
     def slices(self) -> dict[str, float] | None:

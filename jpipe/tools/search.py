@@ -174,10 +174,6 @@ class Space:
                 starts.append(replace(setting, **fixed))
         return sorted(starts, key=lambda start: math.prod(dict(start.axes)[name] for name in self.others))
 
-    def instead(self, start: Setting) -> list[Setting]:
-        """Settings to begin with where a start isn't possible: a pinned schedule may need another V or remat."""
-        return self.ways(start) if {"schedule", "num_chunks"} & self.pinned.keys() else []
-
     def ends(self, setting: Setting) -> list[Setting]:
         """Settings that differ in where the first and the last layer run."""
         words = ENDS if setting.num_stages > 1 else ENDS[:1]
@@ -296,8 +292,9 @@ class Search:
         space = self._space(num_devices, [axes] if isinstance(axes, str) else axes)
         starts, possible, improved = space.starts(), list[Choice](), list[Choice]()
         with task("comparing meshes", total=len(starts), unit="meshes") as advance:
-            for start in starts:
-                if first := next(self._possible([start, *space.instead(start)]), None):
+            for start in starts:  # a pinned schedule may need another V or remat
+                others = space.ways(start) if {"schedule", "num_chunks"} & space.pinned.keys() else []
+                if first := next(self._possible([start, *others]), None):
                     possible.append(min([first, *self._possible(space.ends(first.setting))], key=_rank))
                 advance()
         ranked = sorted(possible, key=_rank)[:IMPROVED]
@@ -366,7 +363,7 @@ class Search:
             alike = replace(setting, remat="")
             if setting.remat in HEAVY and alike in fit:
                 continue
-            if choice := self._rate(setting):
+            if choice := self.what_if(setting):
                 fit.update([alike] * choice.fits)
                 yield choice
 
@@ -383,24 +380,22 @@ class Search:
         """The settings that are possible, of those that were rated."""
         return [choice for choice in self._rated.values() if choice is not None]
 
-    def _rate(self, setting: Setting) -> Choice | None:
-        """Rates a setting by the models; None if it isn't possible."""
+    def what_if(self, setting: Setting) -> Choice | None:
+        """Predicts what a step takes with a setting; None if that isn't possible."""
         if setting not in self._rated:
+            balance, host = self.options.get("balance"), self.chip.host.memory
             try:
                 with warnings.catch_warnings(record=True, action="always") as caught:
-                    choice = self._predict(setting)
-                notes = *choice.cost.notes, *(str(warning.message) for warning in caught)
-                self._rated[setting] = replace(choice, cost=replace(choice.cost, notes=notes))
+                    pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
+                    cost = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx)
             except (ValueError, TypeError) as error:
                 self._rated[setting], self._refusal = None, self._refusal or error
+                return None
+            cost = replace(cost, notes=tuple(str(warning.message) for warning in caught))
+            fits = cost.bytes.total <= self.room and (not host or cost.host.total <= SURE * host)
+            options = {**setting.options, "balance": list(pipe.partition.counts)}
+            self._rated[setting] = Choice(setting, options, cost, fits)
         return self._rated[setting]
-
-    def _predict(self, setting: Setting) -> Choice:
-        balance = self.options.get("balance")
-        pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
-        cost, host = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), self.chip.host.memory
-        fits = cost.bytes.total <= self.room and (not host or cost.host.total <= SURE * host)
-        return Choice(setting, {**setting.options, "balance": list(pipe.partition.counts)}, cost, fits)
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""

@@ -41,7 +41,6 @@ from jpipe.model.traced_layer import DeviceLayer
 from jpipe.partitioner.conversions import ring_bytes, sent_in
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.processes.tables import ms_in_words
 from jpipe.schedules.simulate import Work, busy_times, in_time
 from jpipe.tools.chips import Chip, Network
 from jpipe.tools.memory_model import predict_memory
@@ -60,8 +59,7 @@ def predict_time(
     `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (what devices wait for
     transfers that have no work beside them: of layers, of ends that all stages compute together, and once a step),
     and `update` (the optimiser's, by the bytes that it reads and writes). With `offload=` there is `host`, too: what
-    devices wait for rows and the optimiser's state on their way to the hosts and back; a note says how long they travel
-    in all. The timeline is in seconds.
+    devices wait for rows and the optimiser's state on their way to the hosts and back. The timeline is in seconds.
 
     Args:
       planner: the pipeline's.
@@ -89,12 +87,10 @@ def predict_time(
         update=moved / chip.pass_bandwidth,
     )
     of_state = _on_link(hosted, chip)
-    travels, notes = step.table.num_ticks * sum(moves) + of_state, ()
-    if travels:
+    if any(moves) or of_state:
         waits = timeline.makespan - alone.makespan + max(0.0, of_state - seconds.update)
-        notes = (f"of {ms_in_words(travels)} ms of moves to and from the host {ms_in_words(waits)} are waited for",)
         seconds = Parts(seconds, host=waits)
-    return StepCost("predicted", seconds, held, timeline, notes, hosts)
+    return StepCost("predicted", seconds, held, timeline, host=hosts)
 
 
 def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
@@ -128,7 +124,7 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, list[float]]:
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
 def _layer_seconds(layer: DeviceLayer, network: Network, stores_residuals: bool) -> dict[str, np.ndarray]:
-    """By kind of action, the seconds of a layer's kernels on a device, and of its transfers to others of its stage.
+    """The seconds of a layer's kernels on a device, and of its transfers to others of its stage, by kind of action.
 
     R is what is computed anew before a backward: nothing where stages store residuals. I is a backward but for that
     part W which only gradients of parameters need, and writes down what W reads.

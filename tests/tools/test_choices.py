@@ -62,9 +62,9 @@ REST = ("collectives", "update")
 def test_milliseconds_of_small_models_and_of_large_ones(choice):
     """All settings of a small model took "0.0" ms."""
     small = but(choice, computation=2e-6, bubble=5e-8, **dict.fromkeys(REST, 0.0)).column()
-    assert (small["ms a step"], small["ms: computation"], small["ms: bubble"]) == ("0.00205", "0.002", "5e-05")
+    assert (small["ms a step"], small["ms: computation"], small["ms: bubble"]) == ("0.00205", "0.00200", "5.00e-05")
     large = but(choice, computation=12.3456, **dict.fromkeys((*REST, "bubble"), 0.0)).column()
-    assert (large["ms a step"], large["ms: bubble"]) == ("12,346", "0")
+    assert (large["ms a step"], large["ms: bubble"]) == ("12,346", "0.00")
 
 
 def test_notes_on_the_bubble_and_on_what_planning_warned_of(choice):
@@ -77,7 +77,7 @@ def test_notes_on_the_bubble_and_on_what_planning_warned_of(choice):
 def test_it_says_why_the_first_is_ahead_of_the_second(choice):
     second = but(choice, computation=choice.time.computation + 3e-3, bubble=choice.time.bubble - 1e-3)
     (said,) = advice_on([replace(choice, setting=Setting((("stage", 1),), 1)), second])[:1]
-    assert said == "1. takes 2 ms less than 2.: 3 ms less computation, 1 ms more bubble"
+    assert said == "1. takes 2.00 ms less than 2.: 3.00 ms less computation, 1.00 ms more bubble"
 
 
 def test_what_shared_ends_compute_is_no_waiting(choice):

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 import jpipe
 from jpipe.jax.inside import needed_part
-from jpipe.processes.tables import ms_in_words
 from jpipe.tools.chips import CHIPS, Chip, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP
 from jpipe.tools.memory_model import predict_memory
@@ -195,7 +194,7 @@ def test_moves_beside_work_take_no_time():
     """Rows leave beside B and come back beside F: what exceeds these is waited for, in ticks with both."""
     pipe, own = make(num_stages=4, offload="residuals"), make(num_stages=4)
     base = predict_time(own.planner, BATCH, V5E)
-    assert "host" not in base.seconds and not base.notes
+    assert "host" not in base.seconds
     fast = predict_time(pipe.planner, BATCH, with_link(1e30))
     assert fast.seconds.host == pytest.approx(0) and fast.step == pytest.approx(base.step)
     row = next(iter(pipe.planner.training_step(pipe.planner.for_training(BATCH)).kept.away.values()))
@@ -208,8 +207,6 @@ def test_moves_beside_work_take_no_time():
     ticks = pipe.schedule.ticks.num_ticks
     moves = 2 * ticks * 100 * shortest
     assert slow.seconds.host + base.timeline.makespan == pytest.approx(moves, rel=0.1), "nothing but moves counts"
-    waited = ms_in_words(slow.seconds.host)
-    assert slow.notes[0].startswith(f"of {ms_in_words(moves)} ms of moves to and from the host {waited} are")
     assert {**slow.seconds, "host": 0} == pytest.approx({**base.seconds, "host": 0})
 
 
