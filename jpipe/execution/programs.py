@@ -141,9 +141,9 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
             layer_key = init_key(key, layer, of_model=group.layer.has_model_key)
             arguments = [layer_key, *group.constants.get(INIT, Constants()).of(layer)]
             with shapes_only(mesh):
-                jaxpr, made, _ = trace_group_init(group, key_shape(layer_key), plan.model.batch)
+                jaxpr, made = trace_group_init(group, key_shape(layer_key), plan.model.batch)[:2]
             axes, lying = records.lying(v)
-            wanted = [lambda _shape, s=sharding: s for name in sorted(made) for sharding in lying[name]]
+            wanted = [lambda _, s=sharding: s for name in sorted(made) for sharding in lying[name]]
             local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(arguments), wanted)
             return replay(local.jaxpr, {name: jax.tree.leaves(tree) for name, tree in made.items()})(arguments)
 
