@@ -22,7 +22,7 @@ from flax import serialization
 from jax.core import Tracer
 
 from jpipe.jax.in_place import is_apart
-from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves
+from jpipe.jax.trees import check_same_shapes, named_leaves
 from jpipe.layers.base import describe
 from jpipe.memory.layout import NOT_SAVED, StageTree, laid_out
 from jpipe.model.groups import Model
@@ -58,7 +58,6 @@ def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
             raise ValueError(
                 f"variables[{name!r}] were laid out by another pipeline ({differs}); translate them: {translated(plan)}"
             )
-        check_same_structure(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
         check_same_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
 
 

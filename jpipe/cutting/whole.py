@@ -34,7 +34,7 @@ from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import LOOPS_AND_BRANCHES
 from jpipe.jax.tracing import replayed, trace
-from jpipe.jax.trees import check_same_shapes, check_same_structure, named_leaves, nested
+from jpipe.jax.trees import check_same_shapes, named_leaves, nested
 from jpipe.layers.base import AnyLayer, Context, Inputs, LayerError, LayerVariables, Shared, Specs, bind_by_call
 from jpipe.layers.calls import CACHE
 from jpipe.memory.layout import ModelTree
@@ -216,14 +216,11 @@ class CutModel:
         if unknown := sorted(map(str, set(variables).difference(self.whole.unboxed))):
             collections = ", ".join(f'"{name}": ...' for name in self.whole.unboxed)
             raise ValueError(f"the model has no collection {unknown[0]!r}; pass all by collection, {{{collections}}}")
-        for name, tree in variables.items():
-            expected = self.whole.unboxed[name]
-            check_same_structure(f"model's {name}", tree, expected)
-            check_same_shapes(f"model's {name}", tree, expected)
         leaves: dict[int, Leaf] = {}
-        for i, name in enumerate(self.whole.collections):
-            if name in variables and i == self.whole.collections.index(name):
-                leaves |= dict(enumerate(jax.tree.leaves(variables[name]), start=i))
+        for name, tree in variables.items():
+            check_same_shapes(f"model's {name}", tree, self.whole.unboxed[name])
+            if own := jax.tree.leaves(tree):
+                leaves |= dict(enumerate(own, start=self.whole.collections.index(name)))
         trees: dict[int, dict[str, PyTree]] = {}
         for index, parts in enumerate(self.cutting.parts):
             put = lambda i, parts=parts: leaves[parts[i].leaf][parts[i].indices]

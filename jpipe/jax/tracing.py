@@ -145,15 +145,16 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
 
 
 def _changed_inside(value: PyTree, change: Change) -> PyTree:
-    """Changes an equation's parameter if it is a jaxpr (of `jit`, a loop) or several (branches)."""
-    if isinstance(value, Jaxpr):
-        return changed(value, change)
-    if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(changed(value.jaxpr, change), value.consts)
-    if isinstance(value, tuple | list) and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
-        inside = [_changed_inside(v, change) for v in value]
-        return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
-    return value
+    """Changes an equation's parameter if it is a jaxpr (of `jit`, a loop) or holds several (branches)."""
+
+    def changed_one(part: object) -> object:
+        if isinstance(part, ClosedJaxpr):
+            return ClosedJaxpr(changed(part.jaxpr, change), part.consts)
+        return changed(part, change) if isinstance(part, Jaxpr) else part
+
+    if not isinstance(value, ClosedJaxpr | Jaxpr | tuple | list):
+        return value
+    return jax.tree.map(changed_one, value, is_leaf=lambda part: isinstance(part, ClosedJaxpr | Jaxpr))
 
 
 # --- functions as traced ----------------------------------------------------------------------------------------------

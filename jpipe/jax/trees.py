@@ -66,11 +66,12 @@ def _listed(names: list[str]) -> str:
 
 
 def check_same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
-    """Compares shapes and dtypes, leaf by leaf, of pytrees of the same structure.
+    """Compares two pytrees' structures, and then shapes and dtypes leaf by leaf.
 
     Raises:
       ValueError: naming the first leaf that differs.
     """
+    check_same_structure(what, tree, expected)
     for (name, leaf), want in zip(named_leaves(what, tree), jax.tree.leaves(expected), strict=True):
         shape, dtype = np.shape(leaf), jnp.result_type(leaf)
         if shape != want.shape:

@@ -260,10 +260,8 @@ def has_custom_derivatives(equations: Iterable[JaxprEqn]) -> bool:
 
 def described(value: object) -> object:
     """Describes a trace, or an equation's parameter, for `same_value`: jaxprs with all of their numbers."""
-    if isinstance(value, ClosedJaxpr):
-        return _jaxpr_described(value)
-    if isinstance(value, Jaxpr):
-        return _jaxpr_described(ClosedJaxpr(value, ()))
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        return _jaxpr_described(value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ()))
     if isinstance(value, np.ndarray | jax.Array):
         return bits(value)
     return list(map(described, value)) if isinstance(value, tuple | list) else value

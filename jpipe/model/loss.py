@@ -24,7 +24,7 @@ from jpipe.jax.trees import accumulator_dtype, is_float
 from jpipe.layers.base import describe
 from jpipe.layers.calls import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
-from jpipe.partitioner.examples import CouplesError, Examples, Known
+from jpipe.partitioner.examples import INDEX, CouplesError, Examples
 from jpipe.partitioner.per_device import named_axes
 from jpipe.partitioner.shardings import (
     PARTIAL,
@@ -116,15 +116,10 @@ class PartsOfLoss:
         self._gradient = examples.function(list(zip(of_outputs, forms, strict=True)))
         self._zeros, self._count, self._lying = [0.0] * len(values), count, lying
         self.known, self.ahead = tuple(examples.known), examples.ahead()
-        types = iter(shapes_of(self.ahead.jaxpr.outvars))
-        self.shapes = [self._shape(one, types, examples.axis) for one in self.known]
-
-    @staticmethod
-    def _shape(one: Known, types: Iterator[jax.ShapeDtypeStruct], axis: Axis) -> jax.ShapeDtypeStruct:
-        if one.value is None:
-            return jax.ShapeDtypeStruct((), jnp.int32)
-        whole = next(types)
-        return whole if one.shard is None else part_structs([whole], [(one.shard,)], (axis,))[0]
+        index, types = jax.ShapeDtypeStruct((), jnp.int32), iter(shapes_of(self.ahead.jaxpr.outvars))
+        whole_known = [index if one == INDEX else next(types) for one in self.known]
+        known_at = [(REPLICATED if one == INDEX else one.shard or REPLICATED,) for one in self.known]
+        self.shapes = part_structs(whole_known, known_at, (examples.axis,))
 
     def __call__(self, outputs: PyTree, batch: Batch, key: Leaf | None, known: Sequence[Leaf]) -> list[jax.Array]:
         """Computes a micro-batch's parts of the terms."""

@@ -15,7 +15,6 @@ takes less time than to write them down and read them back.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,7 @@ import jax
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of
 from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import CHEAP, FREE, ClosedJaxpr, is_by_element, shapes_of
+from jpipe.jax.trees import bytes_of
 
 SLACK = 1.25
 """A value is made again, not handed over, if its residuals have at most so many times its own bytes."""
@@ -184,5 +184,4 @@ class _NeededByW:
         return None if None in roots else set().union(*filter(None, roots))
 
     def _bytes(self, values: Collection[int]) -> int:
-        avals = [self._avals[value] for value in values]
-        return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+        return bytes_of([self._avals[value] for value in values])

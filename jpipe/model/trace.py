@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import io_callback
 
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.inside import raised, shortened
@@ -258,16 +257,8 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
     return list(map(summed, results_at[: len(jax.tree.leaves(group.gives))]))
 
 
-@cache
-def _io_effects() -> frozenset[object]:
-    """Collects the effects of a jaxpr that calls back into Python exactly once for each call, or in order."""
-
-    def run() -> None:
-        for ordered in (False, True):
-            io_callback(lambda: None, None, ordered=ordered)
-        jax.debug.callback(lambda: None, ordered=True)
-
-    return frozenset(jax.make_jaxpr(run)().effects)
+_IO_EFFECTS = {"IO", "OrderedIO", "OrderedDebug"}
+"""The effects, by their names, of a jaxpr that calls back into Python exactly once for each call, or in order."""
 
 
 def _check_parameters(variables: dict[str, Shapes]) -> None:
@@ -283,7 +274,7 @@ def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxp
     State keeps its structure and shapes. Floating-point numbers stay floating-point, but may become wider:
     `Merging.finish` casts them back. Frozen parameters aren't written, because new values of them would be lost.
     """
-    if jaxpr.effects & _io_effects():
+    if not _IO_EFFECTS.isdisjoint(map(str, jaxpr.effects)):
         fault = "calls back into Python by io_callback or in order, which can't be differentiated or computed again"
         raise LayerError(f"{fault}; use jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp")
     for name, new in updates.items():

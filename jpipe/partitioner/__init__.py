@@ -1,6 +1,4 @@
 """Carries out a function of whole arrays on the parts that one device has, operation by operation.
 
-It knows nothing of pipelines. `per_device` is its entry; `docs/partitioner.md` is its page.
+It knows nothing of pipelines. `per_device.jaxpr_per_device` is its entry; `docs/partitioner.md` is its page.
 """
-
-from jpipe.partitioner.per_device import per_device as per_device

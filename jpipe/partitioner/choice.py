@@ -2,9 +2,9 @@
 
 A *sharding* says how an array lies along each mesh axis. A *way* of an equation says how its operands have to lie and
 how its results lie then. A *plan* has a way for every equation of a jaxpr, and the conversions of operands in between.
-The chooser minimises the price of a plan's cost (`PRICES`): the bytes that a device sends, and its operations and
-written bytes, counted as the bytes that could be sent meanwhile. If sending alone were counted, it would be cheapest to
-compute everything on every device.
+The chooser minimises a plan's cost: the bytes that a device sends, and its operations and written bytes, counted as
+the bytes that could be sent meanwhile. If sending alone were counted, it would be cheapest to compute everything on
+every device.
 
 A rule (`jpipe.partitioner.rules`) says how an equation is carried out, given how its operands lie. The rules alone make
 a plan, from the first equation to the last, but they don't look ahead. So where a rule converts an operand, other
@@ -42,7 +42,7 @@ from itertools import accumulate, pairwise
 from jpipe.jax.flat_jaxpr import FlatJaxpr, flatten, operand_shape, result_shape
 from jpipe.jax.primitives import JaxprEqn
 from jpipe.jax.tracing import equations_in
-from jpipe.partitioner.conversions import NOTHING, Cost, cost_of_conversion, itemsize, price
+from jpipe.partitioner.conversions import cost_of_conversion
 from jpipe.partitioner.rule import dims_of_entries
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding, is_possible
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way, way_by_rule
@@ -139,7 +139,7 @@ def cheapest_plan(
     for own in dict.fromkeys([axes, with_sub_axes(flat, axes)]):
         lying, wishes = [along_sub_axes(s, axes, own) for s in lie], [_wish_along(own, axes, wish) for wish in wanted]
         plans.append(Chooser(own, handlers).make_plan(flat, lying, wishes))
-    return min(plans, key=lambda plan: price(plan.cost))
+    return min(plans, key=lambda plan: plan.cost)
 
 
 def _wish_along(sub_axes: Axes, axes: Axes, wish: Wanted) -> Wanted:
@@ -182,7 +182,7 @@ class Chooser:
         by_rules, draft = self.by_rules(flat, arguments, wanted), _Draft(self, flat, arguments, wanted)
         if not by_rules.conversions and not any(planned.conversions for planned in by_rules.equations):
             return by_rules  # there is no other way
-        return min(draft.plan(draft.cheapest), by_rules, key=lambda plan: price(plan.cost))
+        return min(draft.plan(draft.cheapest), by_rules, key=lambda plan: plan.cost)
 
     def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
         """Makes the plan of the rules alone, which don't look ahead; its arguments are those of `make_plan`."""
@@ -222,14 +222,14 @@ class _Draft:
         `choose` may look at `forms`, which has then what the equations before have made.
         """
         equations: list[PlannedEquation] = []
-        cost = NOTHING
+        cost = 0.0
         for at, flat in enumerate(self.flat.equations):
             way = choose(at)
             conversions, cost_of_way = self._take(at, way, self.forms)
             equations.append(PlannedEquation(flat, conversions, way))
-            cost = cost + cost_of_way
+            cost += cost_of_way
         results, conversions, cost_of_results = self._give(self.forms)
-        cost = cost + cost_of_results
+        cost += cost_of_results
         return DevicePlan(self.flat, self.axes, self.arguments, equations, conversions, results, cost)
 
     # --- which way to take: each of these may be the `choose` of `plan` ---
@@ -266,7 +266,7 @@ class _Draft:
         flat, lying = self.flat.equations[at], self._lying(at, self.forms)
         shapes = [self.flat.avals[value].shape for value in flat.reads]
         entries = dims_of_entries(flat.equation) if flat.equation.primitive.name == "scatter-add" else []
-        sends = self._convert(flat.reads, first.operands, dict(self.forms))[1].any()
+        sends = self._convert(flat.reads, first.operands, dict(self.forms))[1] > 0
         for i in range(len(self.axes)):
             along = [(now[i], taken[i]) for now, taken in zip(lying, first.operands, strict=True)]
             converted = [k for k, (now, taken) in enumerate(along) if now != taken] if sends else []
@@ -280,17 +280,17 @@ class _Draft:
                         yield (*lying[:k], sharding, *lying[k + 1 :])
 
     def _followed(self, at: int, way: Way, least: float) -> float:
-        """The price of a way, of the equations up to the horizon by the rules, and of results made by then.
+        """The cost of a way, of the equations up to the horizon by the rules, and of results made by then.
 
         It is infinite, and not followed to the end, where it isn't less than `least`.
         """
         forms, end = dict(self.forms), min(at + 1 + HORIZON, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):
-            if price(cost) >= least:  # costs only grow
+            if cost >= least:  # costs only grow
                 return math.inf
-            cost = cost + self._take(later, self._best_by_rules(later, forms), forms)[1]
-        return price(cost + self._give(forms)[2])
+            cost += self._take(later, self._best_by_rules(later, forms), forms)[1]
+        return cost + self._give(forms)[2]
 
     def _best_by_rules(self, at: int, forms: Forms) -> Way:
         """Finds the cheapest way by the rules, where one operand may be taken in any form that a device has.
@@ -302,11 +302,8 @@ class _Draft:
         others = [(*lying[:k], form, *lying[k + 1 :]) for k, v in enumerate(reads) for form in forms[v][1:]]
         if not others or self._is_handled(at):
             return first
-
-        def price_of(way: Way) -> float:
-            return price(self._convert(reads, way.operands, dict(forms))[1] + way.cost)
-
-        return min([first, *(self.chooser.way(self.flat, at, other) for other in others)], key=price_of)
+        ways = [first, *(self.chooser.way(self.flat, at, other) for other in others)]
+        return min(ways, key=lambda way: self._convert(reads, way.operands, dict(forms))[1] + way.cost)
 
     def _is_handled(self, at: int) -> bool:
         """Whether the equation is a user's constraint, a loop or a branch, which has a handler of its own."""
@@ -318,31 +315,29 @@ class _Draft:
         """Says how an equation's operands lie; of several forms it takes the first."""
         return tuple(forms[value][0] for value in self.flat.equations[at].reads)
 
-    def _take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], Cost]:
+    def _take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], float]:
         """Takes a way: the conversions that it needs, and its cost with them."""
         flat = self.flat.equations[at]
         conversions, cost = self._convert(flat.reads, way.operands, forms)
         forms.update((value, (sharding,)) for value, sharding in zip(flat.makes, way.results, strict=True))
         return conversions, cost + way.cost
 
-    def _give(self, forms: Forms) -> tuple[tuple[Sharding, ...], list[Conversion], Cost]:
+    def _give(self, forms: Forms) -> tuple[tuple[Sharding, ...], list[Conversion], float]:
         """Gives the results that are made: how they lie in the end, the conversions to that, and the cost of these."""
         made = [(value, wish) for value, wish in zip(self.flat.results, self.wanted, strict=True) if value in forms]
         results = tuple(wish(forms[value][0]) for value, wish in made)
         return results, *self._convert([value for value, _ in made], results, forms)
 
-    def _convert(self, values: Sequence[int], to: Sequence[Sharding], forms: Forms) -> tuple[list[Conversion], Cost]:
+    def _convert(self, values: Sequence[int], to: Sequence[Sharding], forms: Forms) -> tuple[list[Conversion], float]:
         """Converts values to shardings, each from the form from which it is cheapest."""
-        conversions, cost = [], NOTHING
+        conversions, cost = [], 0.0
         for value, sharding in zip(values, to, strict=True):
             old, aval = forms[value], self.flat.avals[value]
             if sharding in old:
                 continue
-            size = itemsize(aval.dtype)
-            costs = [self.chooser.cost_of_conversion(aval.shape, size, form, sharding) for form in old]
-            cheapest = min(range(len(old)), key=lambda i: price(costs[i]))
-            conversions.append(Conversion(value, old[cheapest], sharding))
-            cost = cost + costs[cheapest]
+            costs = [self.chooser.cost_of_conversion(aval.shape, aval.dtype.itemsize, form, sharding) for form in old]
+            conversions.append(Conversion(value, old[costs.index(min(costs))], sharding))
+            cost += min(costs)
             # Rules are asked about the first form. A sum goes to the front, so that it isn't taken again; a gathered
             # or cut form goes to the end, so that the value still counts as lying as it was made.
             is_sum = all(a in (b, PARTIAL) and b != PARTIAL for a, b in zip(old[0], sharding, strict=True))

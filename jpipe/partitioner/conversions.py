@@ -2,10 +2,8 @@
 
 Collectives join devices along the axes of the sharding alone: others may be elsewhere in their program meanwhile.
 
-A cost is an array `[4]` of four quantities that a device sends, computes and writes (bytes sent, bytes of
-reduce-scatters, operations, bytes written), so that the costs of equations can be added. Prices weigh the quantities,
-by how much of each is worth a byte sent: `price(cost)` is the number that is minimised. What devices send each
-other in a program, its collectives, is read from its jaxpr (`sent_in`).
+A cost is a number of bytes: those that a device sends, and those that it could send while it computes and writes. What
+devices send each other in a program, its collectives, is read from its jaxpr (`sent_in`).
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
@@ -178,30 +175,22 @@ def _among_zeros(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array
     return lax.collapse(jnp.where(is_here, blocks, jnp.zeros_like(blocks)), dim, dim + 3)
 
 
-Cost = np.ndarray
-"""`[4]`, how much of each quantity one device needs; also the prices of the four."""
-NOTHING: Cost = np.zeros(4)
-SENT, SCATTERED, FLOPS, WRITTEN = np.eye(4)
-"""One unit of each quantity: a byte sent, a byte of a reduce-scatter, an operation of a product, a byte written."""
-PRICES = SENT + 1.2 * SCATTERED + FLOPS / 1000 + WRITTEN / 128
-"""The worth of each quantity in bytes sent. In the time of a byte 765 operations are done on a TPU v5p (459 TFLOP/s,
-600 GB/s), 985 on a v5e, 1,100 on an H100 (NVLink, 900 GB/s), and 4.6 bytes written on a v5p (2,765 GB/s), but few of
-them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 144 more."""
+SCATTERED, FLOPS, WRITTEN = 1 + 1 / 4, 1 / 1024, 1 / 128
+"""The worth of a byte of a reduce-scatter, an operation of a product and a byte written, in bytes sent; in powers of
+two, so that costs are added up without rounding, and equal ones stay equal on all hosts.
+
+In the time of a byte 765 operations are done on a TPU v5p (459 TFLOP/s, 600 GB/s), 985 on a v5e, 1,100 on an H100
+(NVLink, 900 GB/s), and 4.6 bytes written on a v5p (2,765 GB/s), but few of them: operations are joined. A compiler of
+TPUs scatters 2,048 rows as 2,240, and 144 more."""
 AMONG_ZEROS = 16 * WRITTEN
 """The cost of a byte of a shard that is written among zeros, to be added to a partial sum: no other operation does that
 on its way. 16 MiB take 105,000 cycles on a v5p."""
 
 
-def price(cost: Cost) -> float:
-    """Weighs a cost in bytes sent, to the same last bit on all hosts: else they would choose other plans."""
-    a, b, c, d = (PRICES * cost).tolist()
-    return a + b + c + d
-
-
-def cost_of_work(equation: JaxprEqn, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Cost:
+def cost_of_work(equation: JaxprEqn, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> float:
     """Counts the cost of an equation on a device, of computing and of writing, by the shapes of its parts."""
     pairs = zip(equation.outvars, results, strict=True)
-    written = sum(math.prod(shape) * itemsize(aval_of(v).dtype) for v, shape in pairs)
+    written = sum(math.prod(shape) * aval_of(v).dtype.itemsize for v, shape in pairs)
     flops = 0.0
     if equation.primitive.name == "dot_general":
         (contracting, _), _ = equation.params["dimension_numbers"]
@@ -214,20 +203,15 @@ def cost_of_work(equation: JaxprEqn, operands: Sequence[tuple[int, ...]], result
 
 def cost_of_conversion(
     axes: Sequence[Axis], shape: tuple[int, ...], size: int, now: Sharding, wanted: Sharding
-) -> Cost:
+) -> float:
     """Counts the cost of sending, for a whole array of elements of `size` bytes that comes to lie otherwise."""
-    cost = NOTHING
+    cost = 0.0
     for hop in hops(axes, now, wanted):
         if hop.wanted == PARTIAL and isinstance(hop.now[hop.over[0]], Shard):
-            cost = cost + AMONG_ZEROS * math.prod(part_shape(shape, hop.then, axes)) * size
-        quantity = SCATTERED if collective_of(axes, hop) == "reduce_scatter" else SENT
-        cost = cost + quantity * bytes_sent(axes, shape, size, hop)
+            cost += AMONG_ZEROS * math.prod(part_shape(shape, hop.then, axes)) * size
+        worth = SCATTERED if collective_of(axes, hop) == "reduce_scatter" else 1.0
+        cost += worth * bytes_sent(axes, shape, size, hop)
     return cost
-
-
-def itemsize(dtype: np.dtype) -> int:
-    """Counts the bytes of an element."""
-    return getattr(dtype, "itemsize", 8)  # a random key has two words
 
 
 class Sent(NamedTuple):

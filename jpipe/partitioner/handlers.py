@@ -19,7 +19,7 @@ from jpipe.jax.inside import axes_of, called_by, scan_counts
 from jpipe.jax.primitives import OVER_DEVICES, JaxprEqn
 from jpipe.jax.tracing import uses
 from jpipe.partitioner.choice import Chooser, Handler, always
-from jpipe.partitioner.conversions import names_of, price
+from jpipe.partitioner.conversions import names_of
 from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_in, of_spec, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Way, way_by_rule
 
@@ -168,7 +168,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
             return lax.platform_dependent(*parts, default=default, **of_platforms)
         return lax.switch(_agreed(index, chooser.axes, plans), [plan.run for plan in plans], *parts)
 
-    cost = max((plan.cost for plan in plans), key=lambda cost: price(cost))
+    cost = max(plan.cost for plan in plans)
     return Way((whole, *shardings), tuple(results), run, cost, tuple((plan, 1.0) for plan in plans))
 
 

@@ -32,7 +32,7 @@ from jax import lax
 
 from jpipe.jax.flat_jaxpr import aval_of, operand_shape, result_shape
 from jpipe.jax.primitives import JaxprEqn
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
 
 Operation = Callable[..., list[jax.Array]]
 """A device's parts of an equation's operands -> its parts of the results."""
@@ -105,29 +105,42 @@ def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int |
 
 
 def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """The rule of a look-up; operands: table, indices. Labels are the result's dimensions.
+    """The rule of a look-up; operands: table, indices.
 
     Split indices give split results. Where the split dimension of a table is the one that is looked up in, each device
     looks up what it has, and zeros elsewhere: the result is partial.
     """
-    params, (table, _) = equation.params, shardings
-    dims, shape = params["dimension_numbers"], operand_shape(equation)
-    index_dims: list[int | None] = [dim for dim in range(len(result_shape(equation))) if dim not in dims.offset_dims]
-    of_table: list[int | None] = [None] * len(shape)
-    for dim, k in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
-        of_table[dim] = index_dims[k]
-    windows = [dim for dim in range(len(shape)) if dim not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)]
-    for dim, kept in zip(windows, dims.offset_dims, strict=True):
-        if params["slice_sizes"][dim] == shape[dim] and dim not in dims.start_index_map:
-            of_table[dim] = kept
-    split = by_labels([of_table, [*index_dims, None]], [range(len(result_shape(equation)))], shardings, order=(1, 0))
+    dims, (table, _), entries = equation.params["dimension_numbers"], shardings, result_shape(equation)
+    of_table, index_dims = _labels(equation, entries)
+    split = by_labels([of_table, [*index_dims, None]], [range(len(entries))], shardings, order=(1, 0))
     if split is None and isinstance(table, Shard):
         can_be_added = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.number)
         by_index = table.dim in dims.collapsed_slice_dims and table.dim in dims.start_index_map
         if by_index and table.outer == 1 and can_be_added:
             return RuleResult([table, REPLICATED], [PARTIAL], partial(_own_entries, equation, axis, table.dim))
-    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    fills = equation.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     return on_partial(shardings, 1, 1) if split is None and not fills else split
+
+
+def _labels(equation: JaxprEqn, entries: Shape) -> tuple[list[int | None], list[int]]:
+    """Labels the dimensions of a look-up's table, or of a write's target, by those of its entries.
+
+    Entries are what is looked up, or the updates that are written.
+
+    Returns:
+      (the labels: of dimensions that are batched, and of windows as large as the table; the entries' index dimensions).
+    """
+    # A scatter calls its dimensions otherwise than a gather, but has them in the same order.
+    kept, removed, chosen, batched, batched_indices, *_ = equation.params["dimension_numbers"]
+    shape, index_dims = operand_shape(equation), [dim for dim in range(len(entries)) if dim not in kept]
+    labels: list[int | None] = [None] * len(shape)
+    for dim, k in zip(batched, batched_indices, strict=True):
+        labels[dim] = index_dims[k]
+    windows = [dim for dim in range(len(shape)) if dim not in (*removed, *batched)]
+    for dim, at in zip(windows, kept, strict=True):
+        if entries[at] == shape[dim] and dim not in chosen:
+            labels[dim] = at
+    return labels, index_dims
 
 
 def _own_entries(
@@ -176,23 +189,14 @@ def write_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: A
     It goes by split updates if there are any, else by windows that are as large as the target. Where the split
     dimension of a target is one that indices choose from, each device adds what belongs to its own part.
 
-    Labels are the target's dimensions. Those of unbatched indices are ~0, ~1, ...: split, they leave sums partial.
+    Labels are the updates' dimensions. Additions have labels for unbatched indices too: split, they leave sums partial.
     """
-    dims, (old, _, updates) = equation.params["dimension_numbers"], shardings
-    shape, update_shape = operand_shape(equation, 0), operand_shape(equation, 2)
-    index_dims = [dim for dim in range(len(update_shape)) if dim not in dims.update_window_dims]
-    of_indices: list[int | None] = [~k if adds else None for k in range(len(index_dims))]
-    target: list[int | None] = [None] * len(shape)
-    for dim, k in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
-        target[dim] = of_indices[k] = dim
-    of_updates = dict(zip(index_dims, of_indices, strict=True))
-    windows = [dim for dim in range(len(shape)) if dim not in (*dims.inserted_window_dims, *dims.operand_batching_dims)]
-    for dim, at in zip(windows, dims.update_window_dims, strict=True):
-        if update_shape[at] == shape[dim] and dim not in dims.scatter_dims_to_operand_dims:
-            target[dim] = of_updates[at] = dim
-    labels = [target, [*of_indices, None], [of_updates.get(dim) for dim in range(len(update_shape))]]
+    (old, _, updates), update_shape = shardings, operand_shape(equation, 2)
+    target, index_dims = _labels(equation, update_shape)
+    of_updates = [dim if dim in target or (adds and dim in index_dims) else None for dim in range(len(update_shape))]
+    of_indices = [*(of_updates[dim] for dim in index_dims), None]
     order = (2, 1, 0) if isinstance(updates, Shard) and updates.dim in index_dims else (1, 0, 2)
-    split = by_labels(labels, [range(len(shape))], shardings, order)
+    split = by_labels([target, of_indices, of_updates], [target], shardings, order)
     if split is None:
         if adds and isinstance(old, Shard) and old.outer == 1 and old.dim in dims_of_entries(equation):
             add_own = partial(_to_own_entries, equation, axis, old.dim)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ import numpy as np
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of
 from jpipe.jax.inside import at_line_of, carry_out, scope_of
 from jpipe.jax.primitives import JaxprEqn
-from jpipe.partitioner.conversions import NOTHING, Cost, by_mesh_axis, collective_of, convert, cost_of_work, hops
+from jpipe.partitioner.conversions import by_mesh_axis, collective_of, convert, cost_of_work, hops
 from jpipe.partitioner.rule import Operation, RuleResult
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, part_shape
@@ -60,7 +60,7 @@ class Way:
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     run: Callable[..., Sequence[jax.Array]]
-    cost: Cost = field(default_factory=NOTHING.copy)
+    cost: float = 0.0
     plans: tuple[tuple[DevicePlan, float], ...] = ()
     sends_too: bool = False
 
@@ -146,7 +146,7 @@ class DevicePlan:
     equations: Sequence[PlannedEquation]
     conversions: Sequence[Conversion]
     results: tuple[Sharding, ...]
-    cost: Cost
+    cost: float
 
     @property
     def unsplit(self) -> list[Unsplit]:

@@ -11,11 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jpipe.jax.inside import with_axis_types
+from jpipe.jax.tracing import replay
+from jpipe.partitioner.choice import always
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, replicated, summed
+from jpipe.partitioner.shardings import (
+    PARTIAL,
+    REPLICATED,
+    Axis,
+    Shard,
+    Sharding,
+    is_possible,
+    of_spec,
+    replicated,
+    summed,
+    whole_shape,
+)
 
 AXES = (Axis(("data", "fsdp"), (1, 2), is_data=True), Axis(("model",), (2,)))
 NAMES = ("stage", "data", "fsdp", "model")
@@ -104,3 +118,23 @@ def compare(make_mesh: Callable, known: Case, count: int = 3, with_gradients_too
         for (jaxpr, way), found in zip(cases, run_on_parts(make_mesh, cases, arguments), strict=True):
             for i, (a, b) in enumerate(zip(found, expected[: len(jaxpr.jaxpr.outvars)], strict=True)):
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=f"result {i} under {way}")
+
+
+def on_mesh(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, data_axes: Sequence[str] = ()) -> Callable:
+    """A function of whole arrays, carried out on parts by the devices of a mesh; specs as of `jax.shard_map`."""
+    axes = tuple(Axis((name,), (size,), name in data_axes) for name, size in mesh.shape.items() if size > 1)
+    auto = with_axis_types(mesh.abstract_mesh, dict.fromkeys(mesh.axis_names, AxisType.Auto))
+
+    def of_each(specs: Any, tree: Any) -> list[Sharding]:
+        return [of_spec(spec, axes) for spec in jax.tree.leaves(jax.tree.broadcast(specs, tree))]
+
+    def on_parts(*parts: Any) -> Any:
+        (leaves, structure), shardings = jax.tree.flatten(parts), of_each(in_specs, parts)
+        pairs = zip(leaves, shardings, strict=True)
+        whole = [jax.ShapeDtypeStruct(whole_shape(x.shape, s, axes), x.dtype) for x, s in pairs]
+        with jax.sharding.use_abstract_mesh(auto):
+            jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, whole))
+        wanted = list(map(always, of_each(out_specs, results)))
+        return replay(jaxpr_per_device(jaxpr, axes, shardings, wanted).jaxpr, results)(*parts)
+
+    return jax.jit(jax.shard_map(on_parts, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))

@@ -13,14 +13,12 @@ from jax.sharding import PartitionSpec
 from jpipe.partitioner.conversions import (
     FLOPS,
     SCATTERED,
-    SENT,
     WRITTEN,
     bytes_sent,
     convert,
     cost_of_conversion,
     cost_of_work,
     hops,
-    price,
     ring_bytes,
     sent_in,
 )
@@ -121,13 +119,8 @@ def test_a_loop_costs_what_its_iterations_do():
     plan = plan_of(function, [WHOLE, COLUMNS], (64, 512), (512, 512))
     (loop,) = [e.way for e in plan.equations if e.way.plans]
     ((body, times),) = loop.plans
-    assert times == 5 and (loop.cost == 5 * body.cost).all() and body.cost.any()
+    assert times == 5 and loop.cost == 5 * body.cost > 0
     assert [kind for kind, *_ in sent(body)] == ["all_gather"]
-
-
-def test_prices_weigh_the_quantities():
-    cost = 10 * SENT + 100 * SCATTERED + 5000 * FLOPS + 256 * WRITTEN
-    assert price(cost) == pytest.approx(10 + 120 + 5 + 2)
 
 
 def test_a_device_computes_and_writes_its_part():
@@ -135,15 +128,15 @@ def test_a_device_computes_and_writes_its_part():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(8, 16), (16, 4)]]
     (product,) = jax.make_jaxpr(jnp.dot)(*shapes).jaxpr.eqns
     cost = cost_of_work(product, [(8, 8), (8, 4)], [(8, 4)])
-    np.testing.assert_array_equal(cost, 2 * 8 * 8 * 4 * FLOPS + 8 * 4 * 2 * WRITTEN)
+    assert cost == 2 * 8 * 8 * 4 * FLOPS + 8 * 4 * 2 * WRITTEN
 
 
 def test_a_sum_that_is_scattered_is_counted_apart():
     axes, size = (Axis(("model",), (4,)),), 8 * 4 * 2
     scattered = cost_of_conversion(axes, (8, 4), 2, (PARTIAL,), (Shard(0),))
     whole = cost_of_conversion(axes, (8, 4), 2, (PARTIAL,), (REPLICATED,))
-    np.testing.assert_array_equal([scattered, whole], [3 / 4 * size * SCATTERED, 2 * 3 / 4 * size * SENT])
-    assert not cost_of_conversion(axes, (8, 4), 2, (REPLICATED,), (Shard(0),)).any(), "a device cuts what it has"
+    assert [scattered, whole] == [3 / 4 * size * SCATTERED, 2 * 3 / 4 * size]
+    assert not cost_of_conversion(axes, (8, 4), 2, (REPLICATED,), (Shard(0),)), "a device cuts what it has"
 
 
 SIZES = {"stage": 2, "model": 4, "data": 1}

@@ -8,14 +8,13 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.partitioner import per_device
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.conversions import sent_in
 from jpipe.partitioner.handlers import HANDLERS, _is_manual
 from jpipe.partitioner.per_device import jaxpr_per_device, named_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from jpipe.partitioner.way import way_by_rule
-from partitioned import array, case, compare, integers
+from partitioned import array, case, compare, integers, on_mesh
 
 
 def rnn(x, w):
@@ -73,10 +72,8 @@ def test_branches_by_platform(make_mesh):
     def function(x):
         return jax.lax.platform_dependent(x, tpu=lambda x: x * 0, cpu=jnp.sin, default=jnp.cos)
 
-    on_parts = per_device(function, mesh, PartitionSpec("model"), PartitionSpec("model"))
-    specs = {"in_specs": PartitionSpec("model"), "out_specs": PartitionSpec("model")}
     x = np.arange(4, dtype=np.float32)
-    found = jax.jit(jax.shard_map(on_parts, mesh=mesh, check_vma=False, **specs))(x)
+    found = on_mesh(function, mesh, PartitionSpec("model"), PartitionSpec("model"))(x)
     np.testing.assert_allclose(found, np.sin(x), rtol=1e-6)
 
 
@@ -110,11 +107,6 @@ def test_devices_agree_where_branches_send():
 
 
 P = PartitionSpec
-
-
-def on_mesh(function, mesh, in_specs, out_specs, **options):
-    on_parts = per_device(function, mesh, in_specs, out_specs, **options)
-    return jax.jit(jax.shard_map(on_parts, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
 def test_a_constraint_is_followed_along_axes_that_split_no_examples(make_mesh):

@@ -1,4 +1,4 @@
-"""`per_device` alone, in a `jax.shard_map`: as the plain function, with no more collectives than the compiler adds."""
+"""`jaxpr_per_device` alone, in a `jax.shard_map`: as the function, with no more collectives than the compiler adds."""
 
 import math
 import re
@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import read
-from jpipe.partitioner import per_device
-from partitioned import array
+from partitioned import array, on_mesh
 
 P = PartitionSpec
 SHAPES = {"q": (16, 4, 4), "k": (16, 4, 4), "v": (16, 4, 4), "o": (4, 4, 16), "gate": (16, 32), "up": (16, 32)}
@@ -79,11 +78,6 @@ CASES = {
 }
 
 
-def on_mesh(function, mesh, in_specs, out_specs, **options):
-    on_parts = per_device(function, mesh, in_specs, out_specs, **options)
-    return jax.jit(jax.shard_map(on_parts, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
-
-
 @pytest.mark.parametrize(("name", "explicit"), [*((name, False) for name in CASES), ("recurrent", True)])
 def test_equals_the_plain_function(make_mesh, name, explicit):
     function, arguments, in_specs, out_specs = CASES[name]
@@ -120,13 +114,3 @@ def test_a_block_sends_no_more_than_by_the_compiler_and_as_narrow(make_mesh, fun
     specs = jax.tree.map(lambda s: NamedSharding(mesh, s), (in_specs, out_specs))
     compilers = jax.jit(function, in_shardings=specs[0], out_shardings=specs[1]).lower(*arguments)
     assert [c.kind for c in read(compilers.compile().as_text())] == ["all-reduce"] * num_sums
-
-
-def test_wrong_specs_are_named(make_mesh):
-    mesh, double = make_mesh((2, 2), ("data", "model")), lambda x: x * 2
-    with pytest.raises(ValueError, match=r"the mesh axis 'tensor' is named, but the mesh has {'data': 2, 'model': 2}"):
-        per_device(double, mesh, P("tensor"), P())
-    with pytest.raises(ValueError, match=r"split result\['y'\] of shape \(4, 3\) by .*'model'.* has to divide it"):
-        on_mesh(lambda x: {"y": x}, mesh, P("data"), P("data", "model"))(np.zeros((4, 3)))
-    with pytest.raises(ValueError, match=r"\['data', 'model'\] aren't manual; call it inside of jax.shard_map"):
-        per_device(double, mesh, P("data"), P("data"))(np.zeros(4))
