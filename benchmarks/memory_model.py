@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 import jpipe
 from jpipe.tools.chips import ABSENT, parse_topology
-from jpipe.tools.memory_model import predict_host_memory, predict_memory
+from jpipe.tools.memory_model import predict_memory
 
 COMPILED = ("arguments", "temporaries", "host_arguments", "host_temporaries")
 PARTS = ("parameters", "optimizer", "gradients", "other_variables", "batch", "boundaries", "residuals", "work", "casts")
@@ -100,8 +100,8 @@ class Point:
         devices = (topology and topology.stand_ins()) or jax.devices("cpu")
         pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
         asked = pipe.planner, batch, OPTIMIZERS[self.tx], topology and topology.chip
-        on_hosts = predict_host_memory(*asked)
-        return {**predict_memory(*asked), **{column: on_hosts.get(name, 0) for name, column in ON_HOSTS.items()}}
+        on_device, on_hosts = predict_memory(*asked)
+        return {**on_device, **{column: on_hosts.get(name, 0) for name, column in ON_HOSTS.items()}}
 
     def compiled(self) -> dict[str, int]:
         """Bytes of a device and on its host, as the compiler says them."""

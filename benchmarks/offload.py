@@ -57,8 +57,8 @@ def cycles_of_tick(step: Step, program: Loop) -> str:
     """Millions of cycles of a steady tick, the slowest stage's; "-" if the compiler notes none."""
     if not program.own:
         return "-"
-    work, parts, _ = count_cycles(step, program)
-    return f"{(sum(map(max, work.times.values())) + parts.ticks / step.table.num_ticks) / 1e6:.3f}"
+    work, cost = count_cycles(step, program)
+    return f"{(sum(map(max, work.times.values())) + cost.seconds['between layers'] / step.table.num_ticks) / 1e6:.3f}"
 
 
 def row(size: Size, topology: str, offload: str, options: argparse.Namespace) -> tuple[list[str], int]:

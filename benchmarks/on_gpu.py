@@ -41,7 +41,7 @@ from jpipe.jax import in_place
 from jpipe.memory import layout
 from jpipe.planning import kept
 from jpipe.tools.chips import Chip, chip_of, measure_chip
-from jpipe.tools.memory_model import predict_host_memory, predict_memory
+from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.time_model import layer_seconds, predict_time
 
 M = 8
@@ -168,7 +168,7 @@ def held(options: dict[str, Any], flags: dict[str, Any], size: Size, folder: Pat
     raised = ", which the step did not raise" if highest and highest == before else ""
     rows = [
         row(f"memory_analysis, beside the device's peak{raised}", highest, analysed, mib),
-        row(f"predict_memory, beside the device's peak{raised}", highest, predict_memory(*model).total, mib),
+        row(f"predict_memory, beside the device's peak{raised}", highest, predict_memory(*model)[0].total, mib),
     ]
     if "offload" not in options:
         if not options:
@@ -180,7 +180,7 @@ def held(options: dict[str, Any], flags: dict[str, Any], size: Size, folder: Pat
     return [
         *rows,
         row("the device's peak, beside the step without", peak_without, highest, mib),
-        row("predict_host_memory, beside what is pinned", on_host, predict_host_memory(*model).total, mib),
+        row("predict_memory of the host, beside what is pinned", on_host, predict_memory(*model)[1].total, mib),
         row("seconds of the step, beside the step without", seconds_without, seconds, ms),
         row("loss of the second step, beside the step without", losses_without[1], losses[1], loss_of_step),
         row("two steps' change of parameters, worst leaf", None, worst(change, change_without), difference),

@@ -123,7 +123,7 @@ def row(pipe: jpipe.Pipeline, model: Model) -> tuple[str, ...]:
     chip = parse_topology(model.topology).chip
     time, memory = (
         predict_time(pipe.planner, model.batch, chip, tx=TX),
-        predict_memory(pipe.planner, model.batch, TX, chip),
+        predict_memory(pipe.planner, model.batch, TX, chip)[0],
     )
     compiled: Forecast = jpipe.forecast(pipe, model.batch, TX, topology=model.topology)
     ms = "-" if compiled.seconds is None else f"{1e3 * compiled.seconds:,.1f}"

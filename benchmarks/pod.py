@@ -87,8 +87,8 @@ def make_pipeline(
 
 def room(pipe: jpipe.Pipeline) -> str:
     """What all stages have room for, as a multiple of the model's parameters."""
-    found, stages = holdings(pipe.plan), pipe.mesh.shape["stage"]
-    return f"{stages * found.room['params'].elements / sum(own.elements for own in found.own['params']):.3f}"
+    own = sum(amount.elements for amount in holdings(pipe.plan).own["params"])
+    return f"{sum(a.size for a in jax.tree.leaves(pipe.plan.shapes['params'])) / own:.3f}"
 
 
 def clocked(function: Callable, *arguments: Any) -> tuple[Any, str]:

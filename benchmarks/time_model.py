@@ -107,8 +107,8 @@ def compiled_ms(setting: Setting) -> float:
     _, text = compile_with_text(lowered_step(pipe, TX, batch))
     clock = CHIPS[setting.chip].clock
     assert clock is not None
-    _, cycles, _ = count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text))
-    return 1e3 * cycles.total / clock
+    _, cost = count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text), clock)
+    return 1e3 * cost.step
 
 
 # --- counted in programs for GPUs -------------------------------------------------------------------------------------

@@ -35,9 +35,9 @@ from jpipe.execution.sweep import Job, sweep
 from jpipe.jax.in_place import Index, put_slice, take_row, take_slice, when
 from jpipe.layers.base import describe
 from jpipe.layers.fingerprint import fingerprint
+from jpipe.memory.batches import join_microbatches
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import StageTree
-from jpipe.memory.outputs import join_microbatches
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.layer_function import LayerArguments

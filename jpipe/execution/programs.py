@@ -23,9 +23,8 @@ from jpipe.jax.in_place import Index
 from jpipe.jax.primitives import ClosedJaxpr, Var, shapes_of
 from jpipe.jax.tracing import replay
 from jpipe.jax.trees import accumulator_dtype
-from jpipe.memory.batches import split_microbatches
+from jpipe.memory.batches import join_microbatches, split_microbatches
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
-from jpipe.memory.outputs import join_microbatches
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import on_stages, shapes_only

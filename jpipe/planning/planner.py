@@ -30,8 +30,17 @@ from jpipe.jax.trees import named_leaves
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
-from jpipe.memory.batches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training, is_bare
-from jpipe.memory.outputs import in_halves, lying_by_shapes, output_axes
+from jpipe.memory.batches import (
+    MicroBatch,
+    check_like,
+    check_no_example,
+    cut_for_evaluation,
+    cut_for_training,
+    in_halves,
+    is_bare,
+    lying_by_shapes,
+    output_axes,
+)
 from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context

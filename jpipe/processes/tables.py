@@ -107,10 +107,10 @@ def bytes_in_words(count: float) -> str:
     return f"{count / 2 ** (10 * power):,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
-def ms_in_words(seconds: float, digits: int = 1) -> str:
-    """Milliseconds with so many digits behind the point, and with three that count where it takes more to show these.
+def ms_in_words(seconds: float) -> str:
+    """Milliseconds with three digits that count, or all those before the point.
 
-    >>> ms_in_words(12.3456), ms_in_words(0.0012345), ms_in_words(4.5678e-6, digits=3), ms_in_words(0.0)
-    ('12,345.6', '1.23', '0.00457', '0.0')
+    >>> ms_in_words(12.3456), ms_in_words(0.0012345), ms_in_words(4.5678e-6), ms_in_words(0.0)
+    ('12,346', '1.23', '0.00457', '0.00')
     """
-    return f"{1e3 * seconds:.3g}" if 0 < 1e3 * seconds < 10 ** (2 - digits) else f"{1e3 * seconds:,.{digits}f}"
+    return f"{1e3 * seconds:#.3g}" if 1e3 * seconds < 99.95 else f"{1e3 * seconds:,.0f}"

@@ -1,17 +1,16 @@
 """Settings that `jpipe.plan` chooses among, what is predicted of them, the table of the best, advice on the first."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import overload
 
 from jpipe.mesh.axes import AXIS
 from jpipe.model.remat import Policy
-from jpipe.planning.request import ON_DEVICES, Offload
 from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.step_cost import Parts, StepCost
 
-PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over", "offload")
+PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over")
 """The pipeline's arguments that a search varies; where one is given, it stays as it is."""
 
 
@@ -27,7 +26,6 @@ class Setting:
       remat: its name, or a policy.
       ends: where the weights of the first and the last layer lie.
       shard_over: data axes that parameters are split over.
-      offload: what lies on the hosts.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -37,7 +35,6 @@ class Setting:
     remat: str | Policy = "layer"
     ends: str = "own"
     shard_over: tuple[str, ...] = ()
-    offload: Offload = ON_DEVICES
 
     @property
     def num_stages(self) -> int:
@@ -47,7 +44,7 @@ class Setting:
     @property
     def options(self) -> dict[str, object]:
         """The arguments of `jpipe.Pipeline`, but for its mesh."""
-        return {**{name: getattr(self, name) for name in PINNED}, "offload": self.offload.shares}
+        return {name: getattr(self, name) for name in PINNED}
 
 
 def word_of(value: object) -> str:
@@ -58,10 +55,7 @@ def word_of(value: object) -> str:
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
-LIMITS = {"computation": "compute", "collectives": "links"}
 LARGE_BUBBLE = 0.1
-SMALL = 0.9
-"""Layers whose time shrinks below this part with twice the examples a micro-batch didn't fill the device."""
 FELT = 0.01
 """The part of what the first choice gains on the second from which on a part of the step is worth a word."""
 
@@ -74,7 +68,7 @@ class Choice:
       setting: the sizes of mesh axes, and the options that were searched.
       options: arguments of `jpipe.Pipeline`, those that `plan` was given too. A mesh is among them where this process
         has as many devices; else `setting.axes` says its sizes.
-      cost: seconds of the step and bytes of a device, predicted.
+      cost: seconds of the step and bytes of a device, predicted; with the warnings that planning it gave.
       fits: whether these, and those on its host, are no more than there are.
     """
 
@@ -95,8 +89,8 @@ class Choice:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of the time in which a stage waits, predicted; ends that all stages share are work."""
-        return self.time.bubble / ((self.time.bubble + self.time.computation) or 1.0)
+        """The share of the time in which a stage waits for others, predicted."""
+        return self.cost.bubble_fraction
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -111,8 +105,7 @@ class Choice:
     @property
     def limit(self) -> str:
         """The part that takes longest, "compute", "bubble", "links" or "update"; "memory" if it doesn't fit."""
-        slowest = max(self.time, key=lambda name: self.time[name])
-        return LIMITS.get(slowest, slowest) if self.fits else "memory"
+        return self.cost.limit if self.fits else "memory"
 
     @property
     def words(self) -> str:
@@ -121,8 +114,8 @@ class Choice:
         axes = ", ".join(f"{name}={size}" for name, size in chosen.axes if size > 1 or name == AXIS)
         schedule = word_of(chosen.schedule) + f" V={chosen.num_chunks}" * (chosen.num_chunks > 1)
         over = f", shard_over={'+'.join(chosen.shard_over)}" * bool(chosen.shard_over)
-        remat, hosted = word_of(chosen.remat), f", offload={_of_shares(chosen.offload)}" * bool(chosen.offload)
-        return f"{axes}, M={chosen.num_microbatches}, {schedule}, remat={remat}, ends={chosen.ends}{over}{hosted}"
+        remat = word_of(chosen.remat)
+        return f"{axes}, M={chosen.num_microbatches}, {schedule}, remat={remat}, ends={chosen.ends}{over}"
 
     def column(self) -> dict[str, str]:
         """The entries of this choice in a table."""
@@ -131,9 +124,8 @@ class Choice:
         rows |= {"M": str(chosen.num_microbatches), "schedule": word_of(chosen.schedule), "V": str(chosen.num_chunks)}
         rows |= {"remat": word_of(chosen.remat), "ends": chosen.ends, "shard_over": ", ".join(chosen.shard_over) or "-"}
         rows |= {"layers": _of_stages(self.options["balance"])}
-        rows |= {"offload": _of_shares(chosen.offload)} if chosen.offload else {}
         rows |= {"ms a step": ms_in_words(self.seconds), "bubble": f"{self.bubble_fraction:.1%}"}
-        rows |= {name: text for name, text, _ in cost.rows_of_seconds(digits=1)[:-1]}
+        rows |= {name: text for name, text, _ in cost.rows_of_seconds()[:-1]}
         rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
         rows |= {name: text for name, text, _ in [*cost.rows_of_bytes()[:-1], *cost.rows_on_host()]}
         return rows
@@ -180,15 +172,6 @@ def _of_stages(counts: object) -> str:
     return ",".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
 
 
-def _of_shares(offload: Offload) -> str:
-    """The shares of what lies on the hosts, in words.
-
-    >>> _of_shares(Offload(residuals=0.5, optimizer=1))
-    'residuals 50%, optimizer'
-    """
-    return ", ".join(word + f" {share:.0%}" * (share < 1) for word, share in offload.shares.items())
-
-
 def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
     """Sorts choices by time, and keeps those that take less memory than all faster ones."""
     kept: list[Choice] = []
@@ -198,36 +181,16 @@ def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
     return kept
 
 
-def advice_on(chosen: Sequence[Choice], rated: Sequence[Choice], remarks: Iterable[str]) -> tuple[str, ...]:
-    """Advises on the first choice: why it is first, its bubble, the size of its micro-batches, whether to pipeline.
-
-    Args:
-      chosen: the choices.
-      rated: all choices that were rated.
-      remarks: the warnings that planning the first gave.
-    """
+def advice_on(chosen: Sequence[Choice]) -> tuple[str, ...]:
+    """Notes on the first choice: why it is ahead of the second, a large bubble, what planning it warned of."""
     first, setting = chosen[0], chosen[0].setting
-    advice, count = [_ahead(first, second) for second in chosen[1:2]], setting.num_microbatches
+    advice = [_ahead(first, second) for second in chosen[1:2]]
     if first.bubble_fraction > LARGE_BUBBLE:
         advice.append(
-            f"stages wait {first.bubble_fraction:.0%} of the time at M={count} on {setting.num_stages} stages; a "
-            "larger batch of more micro-batches would have them wait less"
+            f"stages wait {first.bubble_fraction:.0%} of the time at M={setting.num_microbatches} on "
+            f"{setting.num_stages} stages; a larger batch of more micro-batches would have them wait less"
         )
-    half = next((one for one in rated if one.setting == replace(setting, num_microbatches=count // 2)), None)
-    if count > 1 and half is not None and half.time.computation < SMALL * first.time.computation:
-        less = 1 - half.time.computation / first.time.computation
-        advice.append(
-            f"micro-batches of its M={count} are too small to fill the device: of twice the size (M={count // 2}) "
-            f"layers take {less:.0%} less time, and stages wait {half.bubble_fraction:.0%} of the time"
-        )
-    apart = [one for one in rated if one.fits and one.setting.num_stages > 1]
-    if setting.num_stages == 1 and apart:
-        other = min(apart, key=lambda one: one.seconds)
-        advice.append(
-            f"no pipeline is fastest here: the best of several stages ({other.words}) takes "
-            f"{ms_in_words(other.seconds)} ms a step"
-        )
-    return tuple(dict.fromkeys([*advice, *remarks]))
+    return tuple(dict.fromkeys([*advice, *first.cost.notes]))
 
 
 def _ahead(first: Choice, second: Choice) -> str:

@@ -18,10 +18,10 @@ from jax.stages import Compiled, Lowered
 
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import ACTION_KINDS
-from jpipe.schedules.simulate import Timeline, Work, in_time
+from jpipe.schedules.simulate import Work, in_time
 from jpipe.schedules.ticks import Run
 from jpipe.tools.communication import TURNS
-from jpipe.tools.step_cost import Parts
+from jpipe.tools.step_cost import Parts, StepCost
 
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 
@@ -168,34 +168,37 @@ def _flat(computations: dict[str, list[Operation]], name: str) -> Iterator[Opera
 # --- cycles -----------------------------------------------------------------------------------------------------------
 
 
-def count_cycles(step: Step, program: Loop, hop: float = 0.0) -> tuple[Work, Parts[float], Timeline]:
-    """Counts the cycles of a training step in its compiled program; raises ValueError if that has no ticks.
+def count_cycles(step: Step, program: Loop, clock: float = 1.0, hop: float = 0.0) -> tuple[Work, StepCost]:
+    """The work of a training step and its slices, by the cycles of its compiled program.
 
     Args:
       step, program: the step, and as what it was compiled.
-      hop: the cycles that what stages hand on takes on its way: the compiler estimates none.
+      clock: cycles/s.
+      hop: the seconds that what stages hand on is on its way: the compiler estimates none.
 
     Returns:
-      The cycles of one action of each virtual stage; those of the step; and the schedule with these actions. The parts
-      of a step are its stages' actions ("layers") and what they idle ("bubble"), each the mean of all stages; all ticks
-      beyond their actions ("ticks"); the first and the last layer where all stages compute them together ("ends"); and
-      what is outside of ticks, the optimiser's update above all.
+      The seconds of one action of each virtual stage, and what the step takes with them: in the stages' actions, and in
+      ends that all compute together ("computation"); in waiting for each other ("bubble"), each the mean of all stages;
+      in ticks beyond their actions ("between layers"); and outside of ticks, in the optimiser's "update" above all.
+
+    Raises:
+      ValueError: the program has no ticks.
     """
     outside, bodies = _bodies(step, program)
     schedule = step.schedule
     trips = [_trips_of(step, s) for s in range(schedule.placement.num_virtual_stages)]
-    actions = {kind: [_mean(bodies, kind, of_stage) for of_stage in trips] for kind in sorted(schedule.kinds)}
+    actions = {kind: [_mean(bodies, kind, of_stage) / clock for of_stage in trips] for kind in sorted(schedule.kinds)}
     work = Work(actions, [0.0] * len(trips))
     timeline = in_time(schedule, work, hop)
-    layers = sum(timeline.busy) / len(timeline.busy)
+    busy = sum(timeline.busy) / len(timeline.busy)
     turns = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in TURNS}
     ends = sum(count * _mean(bodies, name, _noted) for name, count in turns.items() if count)
     # Of parts that run in place of whole backwards there may be no actions.
     beyond = lambda body: body.own - sum(_unlooped(body, name) for name in (*ACTION_KINDS, *TURNS))
     # Runs of one tick lie one after the other, so that what they take is that of all of them.
     ticks = sum(beyond(body) * max([run.stop - run.start for run in runs], default=1) for body, runs in bodies)
-    parts = {"layers": layers, "bubble": timeline.makespan - layers, "ticks": ticks, "ends": ends}
-    return work, Parts(parts, update=outside.turn(_noted)), timeline
+    seconds = {"computation": busy + ends / clock, "bubble": timeline.makespan - busy, "between layers": ticks / clock}
+    return work, StepCost("compiled", Parts(seconds, update=outside.turn(_noted) / clock), Parts(), timeline)
 
 
 Bodies = list[tuple[Loop, list[Run]]]

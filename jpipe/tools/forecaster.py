@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -26,19 +24,14 @@ from jpipe.processes.runtime import found_no_room, found_no_tiles
 from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.simulate import Timeline
 from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, check_one, chip_of, parse_topology
-from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.tools.compiled_program import compile_with_text, count_cycles, read
 from jpipe.tools.memory_model import bytes_at_rest
 from jpipe.tools.step_cost import Parts, StepCost
-from jpipe.tools.summary import remedies, room_on
+from jpipe.tools.summary import note, room_on
 from jpipe.tools.time_model import predict_time
 from jpipe.types import Batch, Device
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 ROOFLINE = "seconds are predicted by a roofline, as by jpipe.plan: this compiler estimates none"
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -49,24 +42,18 @@ class Forecast(Tabular):
       title: the pipeline and the hardware, in a line.
       fits: whether there is room for the step: a TPU's compiler says so; on GPUs the bytes are compared with the memory
         that JAX may be given, and with `offload=` those on the host with its own.
-      cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"; with
-        `offload=` "host" too, as `jpipe.plan` predicts it), bytes on a device and on its host, and the schedule with
-        what stages take. `seconds_by` says whose seconds they are.
+      cost: seconds of the step by what they go into, as `jpipe.plan` predicts them; on TPUs computation, bubble, update
+        and what ticks take "between layers" are the compiler's cycles at the chip's clock. Bytes on a device and on its
+        host (the "optimizer", and the residuals that wait, "temporaries"), and the schedule with what stages take.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
-      cycles: by kind, the cycles of one action on the slowest stage; the cycles of all "ticks" beyond actions, of the
-        "ends" where all stages share them, and of the "update". None where the compiler estimates none (CPU, GPU), or
-        the step doesn't fit.
-      collectives: bytes that a device sends in a step, by mesh axes; at most, where stages differ.
       message: what there is to say of memory: the compiler's message if the step doesn't fit; of GPUs jpipe's own.
-      advice: settings that would help if it doesn't fit.
+      advice: what takes most bytes if it doesn't fit, by the model of memory, and settings that would help.
     """
 
     title: str
     fits: bool
     cost: StepCost
     flops: float
-    cycles: dict[str, float] | None
-    collectives: dict[tuple[str, ...], float]
     message: str = ""
     advice: tuple[str, ...] = ()
 
@@ -75,14 +62,9 @@ class Forecast(Tabular):
         """The bytes on a device, by part.
 
         They are "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients, residuals,
-        activations). If the step doesn't fit, temporaries are what the compiler's message leaves.
+        activations); of a step that the compiler refuses the first three.
         """
         return {name.replace("_", " "): size for name, size in self.cost.bytes.items()}
-
-    @property
-    def host_bytes(self) -> dict[str, int]:
-        """A device's bytes on its host: "optimizer" and "temporaries", the residuals that wait; empty for none."""
-        return dict(self.cost.host)
 
     @property
     def slices(self) -> dict[str, float] | None:
@@ -91,7 +73,7 @@ class Forecast(Tabular):
 
     @property
     def timeline(self) -> Timeline | None:
-        """The schedule with the stages' cycles, on GPUs with their predicted seconds; None if they aren't known."""
+        """The schedule in seconds, to `plot`; None if they aren't known."""
         return self.cost.timeline
 
     @property
@@ -101,8 +83,8 @@ class Forecast(Tabular):
 
     @property
     def bubble_fraction(self) -> float | None:
-        """The share of the ticks in which a stage idles."""
-        return None if self.timeline is None else self.timeline.bubble_fraction
+        """The share of the time in which a stage waits for others; None if it isn't known."""
+        return self.cost.bubble_fraction if self.cost.seconds else None
 
     @property
     def seconds(self) -> float | None:
@@ -115,43 +97,21 @@ class Forecast(Tabular):
         return self.cost.step if self.cost.seconds else None
 
     @property
-    def seconds_by(self) -> str | None:
-        """The source of the seconds, "cycles" of the compiler or a "roofline" of the traced layers (GPUs); or None."""
-        if not self.cost.seconds:
-            return None
-        return "roofline" if self.cycles is None else "cycles"
-
-    @property
     def limit(self) -> str | None:
-        """The word "memory" if it doesn't fit, else what takes longest, "compute", "bubble", "links" or "host"."""
-        if not self.fits or not self.cost.seconds:
-            return None if self.fits else "memory"
-        rest = {name: self.cost.seconds[name] for name in ("bubble", "links", "host") if name in self.cost.seconds}
-        rest["compute"] = self.cost.step - sum(rest.values())
-        return max(rest, key=lambda name: rest[name])
-
-    def plot(self, path_or_ax: str | os.PathLike[str] | Axes | None = None) -> Axes:
-        """Draws the timeline in cycles, on GPUs in seconds, as `Timeline.plot` does.
-
-        Raises:
-          ValueError: there is none, since the compiler estimated no cycles or the step doesn't fit.
-        """
-        if self.timeline is None:
-            raise ValueError("there are no cycles to draw: the step doesn't fit, or its compiler estimates none")
-        return self.timeline.plot(path_or_ax, unit="s" if self.cycles is None else "cycles")
+        """The word "memory" if it doesn't fit, else what takes longest, as "compute", "bubble" or "links"; or None."""
+        if not self.fits:
+            return "memory"
+        return self.cost.limit if self.cost.seconds else None
 
     def _table(self) -> Table:
         held = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host()]
         rows = [*(row[:2] for row in held), ("FLOPs of a device", f"{self.flops:.3g}")]
-        rows += [(f"sent along {', '.join(axes)}", bytes_in_words(n)) for axes, n in self.collectives.items()]
-        rows += [(f"cycles: {name}", f"{count:,.0f}") for name, count in (self.cycles or {}).items()]
         rows += [row[:2] for row in self.cost.rows_of_seconds()]
         if self.cost.seconds:
             rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
-            rows.append(("waits for links", f"{self.cost.seconds.links / (self.cost.step or 1.0):.1%}"))
         limit = f"; {self.limit} limits" if self.limit else ""
         notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
-        notes += [*self.cost.notes, *[ROOFLINE] * (self.seconds_by == "roofline")]
+        notes += self.cost.notes
         return Table(self.title, ("of a device", "forecast"), rows, {}, notes)
 
 
@@ -182,10 +142,10 @@ def forecast(
     targets = parse_topology(topology).devices() if topology is not None else devices
     there = pipe if targets is None else _moved(pipe, targets, topology)
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
-    device, planner, smaller = there.mesh.devices.flat[0], there.planner, remedies(there.planner.request)
+    device, planner = there.mesh.devices.flat[0], there.planner
     state, where = there.abstract_state(shapes, tx), topology or device.device_kind
     title, cost = f"A step of {pipe!r} on {where}", StepCost("compiled", Parts(), bytes_at_rest(state))
-    known = Forecast(title, True, cost, _flops(planner, shapes), None, _collectives(planner, shapes, title))
+    known = Forecast(title, True, cost, _flops(planner, shapes))
     with task(f"compiling for {where}"):
         lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
         try:
@@ -193,22 +153,27 @@ def forecast(
         except jax.errors.JaxRuntimeError as error:
             if not found_no_room(error):
                 raise
-            return _refused(known, smaller, str(error))
+            message = next((line.strip() for line in str(error).splitlines() if "memory" in line), "out of memory")
+            return _too_large(known, message, note(planner, shapes, tx))
     known = replace(known, cost=_with_bytes(cost, compiled))
     chip = chip_of(device)
     if chip is not None and 0 < chip.host.memory < known.cost.host.total:
-        return _too_large_for_hosts(known, chip.host.memory)
+        used, most = bytes_in_words(known.cost.host.total), bytes_in_words(chip.host.memory)
+        message = f"{used} would lie on the host, which has {most} for each of its devices"
+        return _too_large(known, message, "would help: less in offload=, or more devices")
     if chip is None:
         return known
     if chip.gpu is not None:
         room = room_on(there.mesh) or chip.room
         if known.total_bytes > room:
             used, most = bytes_in_words(known.total_bytes), bytes_in_words(room)
-            return _too_large(known, smaller, f"the step takes {used}, and JAX has at most {most} of a GPU's memory")
+            message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
+            return _too_large(known, message, note(planner, shapes, tx))
         share = known.total_bytes / chip.memory
         told = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
         known = replace(known, message=told)
-    return _with_seconds(known, planner, shapes, text, chip, predict_time(planner, shapes, chip, tx=tx))
+    time = _in_cycles(predict_time(planner, shapes, chip, tx=tx), planner, shapes, text, chip)
+    return replace(known, cost=replace(time, source="compiled", bytes=known.cost.bytes, host=known.cost.host))
 
 
 def _with_bytes(cost: StepCost, compiled: Compiled) -> StepCost:
@@ -238,46 +203,19 @@ def _compiled(lowered: Lowered, device: Device) -> tuple[Compiled, str]:
         return lowered.compile(options | {"xla_gpu_enable_triton_gemm": False}), ""
 
 
-def _with_seconds(known: Forecast, planner: Planner, batch: Batch, text: str, chip: Chip, time: StepCost) -> Forecast:
-    """Adds seconds and the schedule in time: what is predicted, but of TPUs their compiler's cycles for all work."""
-    parts, timeline, cycles = time.seconds, time.timeline, None
-    seconds = {"layers": parts.computation, "bubble": parts.bubble, "update": parts.update}
-    if chip.clock is not None and timeline is not None:
-        step, hop = planner.training_step(planner.for_training(batch)), timeline.transfer * chip.clock
-        work, counted, timeline = count_cycles(step, read(text), hop)
-        cycles = {kind: max(of_stages) for kind, of_stages in work.times.items()}
-        cycles |= {name: counted[name] for name in ("ticks", "ends", "update")}
-        between = counted.ticks + counted.ends
-        own = {"layers": counted.layers, "bubble": counted.bubble, "between layers": between, "update": counted.update}
-        seconds = {name: count / chip.clock for name, count in own.items()}
-    waits = {"links": parts.collectives} | ({"host": parts.host} if "host" in parts else {})
-    cost = replace(known.cost, seconds=Parts({**seconds, **waits}), timeline=timeline, notes=time.notes)
-    return replace(known, cycles=cycles, cost=cost)
+def _in_cycles(time: StepCost, planner: Planner, batch: Batch, text: str, chip: Chip) -> StepCost:
+    """The predicted step, on a TPU with its compiler's cycles in place of the roofline's seconds."""
+    if chip.clock is None or time.timeline is None:
+        return replace(time, notes=(*time.notes, ROOFLINE))
+    step, hop = planner.training_step(planner.for_training(batch)), time.timeline.transfer
+    _, compiled = count_cycles(step, read(text), chip.clock, hop)
+    waits = {name: seconds for name, seconds in time.seconds.items() if name not in compiled.seconds}
+    return replace(time, seconds=Parts(compiled.seconds, **waits), timeline=compiled.timeline)
 
 
-def _refused(known: Forecast, smaller: Mapping[str, list[str]], error: str) -> Forecast:
-    """The forecast of a step for which there is no room, as its compiler says."""
-    message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
-    held = known.cost.bytes
-    used = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", error)  # the first number before one of these words
-    left = max(0, int(float(used[1]) * UNITS[used[2]]) - held.total) if used else 0
-    return _too_large(replace(known, cost=replace(known.cost, bytes=Parts(held, temporaries=left))), smaller, message)
-
-
-def _too_large(known: Forecast, smaller: Mapping[str, list[str]], message: str) -> Forecast:
-    """The forecast of a step that doesn't fit: advises what makes temporaries smaller first, if they are most of it."""
-    parts = ["residuals"] * (2 * known.cost.bytes.temporaries > known.total_bytes) + ["parameters"]
-    advice = dict.fromkeys(f"would help: {setting}" for part in parts for setting in smaller[part])
-    return replace(known, fits=False, message=message, advice=tuple(advice))
-
-
-def _too_large_for_hosts(known: Forecast, room: int) -> Forecast:
-    """The forecast of a step whose host has less memory for a device than would lie there."""
-    hosted = known.cost.host
-    used, most = bytes_in_words(hosted.total), bytes_in_words(room)
-    message = f"{used} would lie on the host, which has {most} for each of its devices"
-    remedy = "a share of the residuals in offload=, or more" * (hosted.get("temporaries", 0) > hosted.total / 2)
-    return replace(known, fits=False, message=message, advice=(f"would help: {remedy or 'more'} devices",))
+def _too_large(known: Forecast, message: str, advice: str) -> Forecast:
+    """The forecast of a step that doesn't fit."""
+    return replace(known, fits=False, message=message, advice=tuple(advice.splitlines()))
 
 
 def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:
@@ -301,18 +239,3 @@ def _flops(planner: Planner, batch: Batch) -> float:
     micro, mesh = planner.for_training(batch), planner.request.mesh
     costs = layer_costs(planner.model(micro), planner.layers(micro, key_shape()), "flops", mesh)
     return sum(cost.total for cost in costs) * planner.request.schedule.num_microbatches / mesh.size
-
-
-def _collectives(planner: Planner, batch: Batch, title: str) -> dict[tuple[str, ...], float]:
-    """Counts the bytes that a device sends in a step, by mesh axes.
-
-    Of a kind of layer it counts as many as the stage has that has the most of them.
-    """
-    step, sent = planner.training_step(planner.for_training(batch)), dict[tuple[str, ...], float]()
-    count, chunks = step.schedule.num_microbatches, step.schedule.num_chunks
-    layers = {words_of(group): int(most) for group, most in zip(step.model.groups, step.ranges.most, strict=True)}
-    for one in communication(planner, batch, title).transfers:
-        of_layers = count * chunks * layers.get(one.layer, 1)
-        turns = {FORWARD: of_layers, BACKWARD: of_layers, ENDS: count, TICK: step.table.num_ticks, STEP: 1}[one.loop]
-        sent[one.axes] = sent.get(one.axes, 0.0) + turns * one.bytes
-    return sent

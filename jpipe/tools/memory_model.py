@@ -7,7 +7,7 @@ reads it, such as a product on CPU. Until then its operands live on.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import optax
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 
 from jpipe.execution.programs import narrow_dtypes, weight_uses
 from jpipe.jax.flat_jaxpr import without_calls
@@ -26,7 +26,6 @@ from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.memory.layout import Layout
-from jpipe.mesh.axes import AXIS, split_by
 from jpipe.model.groups import GRADIENT
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.random_keys import key_shape
@@ -198,13 +197,11 @@ class Holdings:
     Attributes:
       own: by collection `[K*V]`, what each virtual stage's layers have, before mesh axes split it. What layers share
         counts once, where it lies: with the first of them.
-      room: by collection, what the arrays of a stage have room for, before mesh axes split them.
-      device: by collection, what each device holds at rest: its part of the room.
+      device: by collection, what each device holds at rest.
       shared: the indices of the layers that share variables, those of each set in order.
     """
 
     own: dict[str, tuple[Amount, ...]]
-    room: dict[str, Amount]
     device: dict[str, Amount]
     shared: tuple[tuple[int, ...], ...]
 
@@ -213,25 +210,21 @@ def bytes_at_rest(state: TrainState) -> Parts[int]:
     """The bytes of each device's parts of a training state, or of its shapes and shardings; not of those on hosts."""
     params, others = state.variables["params"], {n: tree for n, tree in state.variables.items() if n != "params"}
     trees = {"parameters": params, "optimizer": state.opt_state, "other_variables": others}
-    return Parts({name: _bytes_of_parts(tree, on_hosts=False) for name, tree in trees.items()})
+    return Parts({name: bytes_of(_parts(tree)) for name, tree in trees.items()})
 
 
-def _bytes_of_parts(tree: PyTree, *, on_hosts: bool) -> int:
-    """The bytes of each device's parts of the arrays that lie on devices, or of those on hosts."""
-    arrays = [
-        a for a in jax.tree.leaves(tree) if (a.sharding is not None and a.sharding.memory_kind == HOST) == on_hosts
-    ]
+def _parts(tree: PyTree, *, on_hosts: bool = False) -> list[Leaf]:
+    """A device's parts of the arrays that lie on devices, or of those on hosts."""
+    is_there = lambda a: (a.sharding is not None and a.sharding.memory_kind == HOST) == on_hosts
     part = lambda a: a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
-    return bytes_of(list(map(part, arrays)))
+    return [part(a) for a in jax.tree.leaves(tree) if is_there(a)]
 
 
 def holdings(plan: Plan) -> Holdings:
     """Counts the variables that the stages of a plan have, and that their devices hold."""
-    layouts = plan.layouts
     return Holdings(
-        own={name: _own(plan, layout) for name, layout in layouts.items()},
-        room={name: _room(layout, lambda axis: axis == AXIS) for name, layout in layouts.items()},
-        device={name: _room(layout, lambda axis: True) for name, layout in layouts.items()},
+        own={name: _own(plan, layout) for name, layout in plan.layouts.items()},
+        device={name: _amount(_parts(tree)) for name, tree in plan.shapes.items()},
         shared=tuple(variables.users[0] for variables in plan.traced.variable_sets if variables.shared),
     )
 
@@ -244,12 +237,6 @@ def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
     return tuple(_amount(leaf for i in range(*bound) for leaf in leaves_of.get(i, ())) for bound in bounds)
 
 
-def _room(layout: Layout, along: Callable[[str], bool]) -> Amount:
-    """Counts a device's parts of the global arrays, split over some mesh axes."""
-    place = lambda name: NamedSharding(layout.mesh, split_by(layout.specs[name], along))
-    return _amount(jax.ShapeDtypeStruct(place(n).shard_shape(a.shape), a.dtype) for n, a in layout.shapes.items())
-
-
 def _amount(arrays: Iterable[Leaf]) -> Amount:
     arrays = list(arrays)
     return Amount(sum(math.prod(array.shape) for array in arrays), bytes_of(arrays))
@@ -260,7 +247,7 @@ def _amount(arrays: Iterable[Leaf]) -> Amount:
 
 def predict_memory(
     planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
-) -> Parts[int]:
+) -> tuple[Parts[int], Parts[int]]:
     """Predicts the bytes that a training step will hold on each device: all hold as much, whatever their stage.
 
     The parts are `parameters` at rest, the state of the `optimizer`, the sums of `gradients` as they are at work,
@@ -268,7 +255,7 @@ def predict_memory(
     device's `batch` (all micro-batches), `boundaries` (activations and cotangents: the stage's own, those that wait,
     those on their way), `residuals` (what actions keep for later ones), `work` (the most that a layer's forward or
     backward holds besides, what it computes anew included), and `casts` (narrow copies of parameters, made once a
-    step). What lies on the hosts (`offload=`) counts in `predict_host_memory`.
+    step).
 
     Args:
       planner: the pipeline's; its mesh may be of devices that aren't there.
@@ -276,31 +263,18 @@ def predict_memory(
       tx: the optimiser; default: one without state.
       chip: the kind of the devices (default: that of the mesh).
 
+    Returns:
+      The bytes on each device, and those on the hosts for each device: `residuals` that wait there, and the state of
+      the `optimizer`, each only if there are some.
+
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
     """
-    return ledger(planner, batch, tx, chip)[0]
-
-
-def predict_host_memory(
-    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
-) -> Parts[int]:
-    """Predicts the bytes that a training step will hold on the hosts for each device; arguments as `predict_memory`'s.
-
-    The parts are `residuals` that wait there, and the state of the `optimizer`; each only if there are some.
-    """
-    return ledger(planner, batch, tx, chip)[1]
-
-
-def ledger(
-    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None, chip: Chip | None
-) -> tuple[Parts[int], Parts[int]]:
-    """All bytes of a training step: those of `predict_memory`, and those of `predict_host_memory`."""
     chip = chip or chip_of(planner.request.mesh.devices.flat[0]) or UNKNOWN
     step, splits = planner.training_step(planner.for_training(batch)), planner.request.splits
     plan, is_apart = step.plan, not splits.on_cpu  # the hosts' memory is another but on CPUs
     state = abstract_state(plan.shapes, tx or optax.identity(), key_shape(), plan.known_loss().of_batch)
-    at_rest, state_away = bytes_at_rest(state), _bytes_of_parts(state.opt_state, on_hosts=True)
+    at_rest, state_away = bytes_at_rest(state), bytes_of(_parts(state.opt_state, on_hosts=True))
     away = step.kept.away.values()
     rows_away, back = sum(s.host_rows * s.row_bytes for s in away), sum(s.row_bytes for s in away)  # one comes back
     layouts = plan.at_work

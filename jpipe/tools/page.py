@@ -80,7 +80,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
     batch = plan.batch if batch is None else batch
     step = planner.training_step(planner.for_training(batch))
-    memory = predict_memory(planner, batch)
+    memory, _ = predict_memory(planner, batch)
     others = [name for name in plan.layouts if name != "params"]
     crossing = lambda boundaries: bytes_of(jax.eval_shape(lambda: boundaries.crossing(boundaries.empty())))
     waiting = {"activation": crossing(step.activations), "cotangent": crossing(step.cotangents)}
@@ -131,7 +131,7 @@ def _held(plan: Plan, names: Sequence[str], room: int) -> PipelineFacts:
     stage_of = placement.stage_of(np.arange(placement.num_virtual_stages))
     own = np.full(placement.num_stages, float(room))
     for name in names:
-        device, whole = amounts.device[name].bytes, amounts.room[name].bytes
+        device, whole = amounts.device[name].bytes, bytes_of(plan.shapes[name]) / placement.num_stages
         of_stages = np.bincount(stage_of, [amount.bytes * device / max(whole, 1) for amount in amounts.own[name]])
         own += np.minimum(of_stages, device) - device  # less where others hold a part of its own
     return {"own": own.tolist(), "room": room}

@@ -20,7 +20,7 @@ from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.remat import MODES
 from jpipe.pipeline import Pipeline
-from jpipe.planning.request import ENDS, as_offload
+from jpipe.planning.request import ENDS
 from jpipe.processes.progress import task
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.schedule import Schedule
@@ -94,7 +94,7 @@ def plan(
     chosen = sorted_out(choice for choice in rated if choice.fits)[:SHOWN]
     if not chosen:
         raise ValueError(search.nothing_fits(where))
-    advice = advice_on(chosen, rated, search.remarks[chosen[0].setting])
+    advice = advice_on(chosen)
     makes = partial(make_mesh, devices=at_hand[:number], axis_types=None)
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
     chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]
@@ -138,8 +138,6 @@ def pinned_by(options: Mapping[str, object]) -> dict[str, object]:
         pinned["shard_over"] = (names,) if isinstance(names, str) else tuple(names or ())
     for name in {"num_stages", "num_microbatches", "num_chunks"} & pinned.keys():
         pinned[name] = as_integer(name, pinned[name], "use 1 or more")
-    if "offload" in pinned:
-        pinned["offload"] = as_offload(cast("str | Sequence[str]", pinned["offload"]))
     schedule = options.get("schedule")
     return (schedule.sizes if isinstance(schedule, Schedule) else {}) | pinned
 
@@ -175,10 +173,6 @@ class Space:
                 setting = replace(setting, num_microbatches=count, schedule=name, num_chunks=V)
                 starts.append(replace(setting, **fixed))
         return sorted(starts, key=lambda start: math.prod(dict(start.axes)[name] for name in self.others))
-
-    def instead(self, start: Setting) -> list[Setting]:
-        """Settings to begin with where a start isn't possible: a pinned schedule may need another V or remat."""
-        return self.ways(start) if {"schedule", "num_chunks"} & self.pinned.keys() else []
 
     def ends(self, setting: Setting) -> list[Setting]:
         """Settings that differ in where the first and the last layer run."""
@@ -274,7 +268,6 @@ class Search:
       room: the bytes that a device has for a step.
       options: the user's arguments of the pipeline.
       devices: GPUs, or what stands for GPUs and TPUs; none if it doesn't matter which devices they are.
-      remarks: by setting, the warnings that its planning gave.
     """
 
     make: Callable[..., Pipeline]
@@ -284,7 +277,6 @@ class Search:
     room: int
     options: Mapping[str, object]
     devices: Sequence[Device] = ()
-    remarks: dict[Setting, list[str]] = field(default_factory=dict, init=False)
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
@@ -300,8 +292,9 @@ class Search:
         space = self._space(num_devices, [axes] if isinstance(axes, str) else axes)
         starts, possible, improved = space.starts(), list[Choice](), list[Choice]()
         with task("comparing meshes", total=len(starts), unit="meshes") as advance:
-            for start in starts:
-                if first := next(self._possible([start, *space.instead(start)]), None):
+            for start in starts:  # a pinned schedule may need another V or remat
+                others = space.ways(start) if {"schedule", "num_chunks"} & space.pinned.keys() else []
+                if first := next(self._possible([start, *others]), None):
                     possible.append(min([first, *self._possible(space.ends(first.setting))], key=_rank))
                 advance()
         ranked = sorted(possible, key=_rank)[:IMPROVED]
@@ -332,12 +325,6 @@ class Search:
             f"{bytes_in_words(held.total)} ({least.words}), {bytes_in_words(held[part])} of it "
             f"{part.replace('_', ' ')}; {remedy}"
         )
-
-    def pipeline(self, setting: Setting, balance: object) -> Pipeline:
-        """The pipeline of a setting, on devices that aren't there."""
-        axes = dict(setting.axes)
-        mesh = make_mesh(devices=self.devices, axis_types=None, **axes) if self.devices else mesh_of_nowhere(axes)
-        return self.make(mesh=mesh, balance=balance, **setting.options)
 
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
         """All settings; which axes there may be follows from the layers' metadata, if the user names none."""
@@ -376,7 +363,7 @@ class Search:
             alike = replace(setting, remat="")
             if setting.remat in HEAVY and alike in fit:
                 continue
-            if choice := self._rate(setting):
+            if choice := self.what_if(setting):
                 fit.update([alike] * choice.fits)
                 yield choice
 
@@ -393,23 +380,22 @@ class Search:
         """The settings that are possible, of those that were rated."""
         return [choice for choice in self._rated.values() if choice is not None]
 
-    def _rate(self, setting: Setting) -> Choice | None:
-        """Rates a setting by the models; None if it isn't possible."""
+    def what_if(self, setting: Setting) -> Choice | None:
+        """Predicts what a step takes with a setting; None if that isn't possible."""
         if setting not in self._rated:
+            balance, host = self.options.get("balance"), self.chip.host.memory
             try:
                 with warnings.catch_warnings(record=True, action="always") as caught:
-                    self._rated[setting] = self._predict(setting)
-                self.remarks[setting] = [str(warning.message) for warning in caught]
+                    pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
+                    cost = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx)
             except (ValueError, TypeError) as error:
                 self._rated[setting], self._refusal = None, self._refusal or error
+                return None
+            cost = replace(cost, notes=tuple(str(warning.message) for warning in caught))
+            fits = cost.bytes.total <= self.room and (not host or cost.host.total <= SURE * host)
+            options = {**setting.options, "balance": list(pipe.partition.counts)}
+            self._rated[setting] = Choice(setting, options, cost, fits)
         return self._rated[setting]
-
-    def _predict(self, setting: Setting) -> Choice:
-        balance = self.options.get("balance")
-        pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
-        cost, host = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), self.chip.host.memory
-        fits = cost.bytes.total <= self.room and (not host or cost.host.total <= SURE * host)
-        return Choice(setting, {**setting.options, "balance": list(pipe.partition.counts)}, cost, fits)
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""
@@ -420,8 +406,13 @@ class Search:
         return self._costs[alike]
 
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:
-        """The pipeline of a setting; it takes over what those of settings like it trace, first of the least like it."""
-        pipe = self.pipeline(setting, balance)
+        """The pipeline of a setting, on devices that aren't there.
+
+        It takes over what those of settings like it trace, first of the least like it.
+        """
+        axes, devices = dict(setting.axes), self.devices
+        mesh = make_mesh(devices=devices, axis_types=None, **axes) if devices else mesh_of_nowhere(axes)
+        pipe = self.make(mesh=mesh, balance=balance, **setting.options)
         of_examples = AXIS, *pipe.planner.request.splits.batch_axes
         splitting = tuple(pair for pair in setting.axes if pair[0] not in of_examples)
         on_mesh = setting.axes, setting.num_microbatches

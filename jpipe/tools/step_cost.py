@@ -48,6 +48,8 @@ class Parts(Mapping[str, Number]):
         return cast("Number", sum(self.values()))
 
 
+LIMITS = {"computation": "compute", "collectives": "links"}
+
 Row = tuple[str, str, str]
 """The name of a part, how much it is, and its share of all parts."""
 
@@ -77,9 +79,20 @@ class StepCost(Tabular):
         """Seconds of the step."""
         return self.seconds.total
 
-    def rows_of_seconds(self, digits: int = 3) -> list[Row]:
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of the time in which a stage waits for others; ends that all stages compute together are work."""
+        return self.seconds.bubble / ((self.seconds.bubble + self.seconds.computation) or 1.0)
+
+    @property
+    def limit(self) -> str:
+        """The slice that takes longest; "compute" stands for computation, "links" for collectives."""
+        slowest = max(self.seconds, key=lambda name: self.seconds[name])
+        return LIMITS.get(slowest, slowest)
+
+    def rows_of_seconds(self) -> list[Row]:
         """A row for each slice of the step, and one for the step; none if nothing is known."""
-        return _rows("ms: {}", self.seconds, lambda seconds: ms_in_words(seconds, digits), "step")
+        return _rows("ms: {}", self.seconds, ms_in_words, "step")
 
     def rows_of_bytes(self) -> list[Row]:
         """A row for each part of a device's bytes, and one for all; none if nothing is known."""

@@ -23,7 +23,7 @@ from jpipe.processes.runtime import found_no_room
 from jpipe.processes.tables import Table, bytes_in_words
 from jpipe.schedules.simulate import simulate
 from jpipe.tools.chips import chip_of
-from jpipe.tools.memory_model import Holdings, holdings, predict_host_memory, predict_memory
+from jpipe.tools.memory_model import Holdings, holdings, predict_memory
 from jpipe.types import Batch, PyTree
 
 SHOWN_DEVICES = 4
@@ -103,7 +103,7 @@ def _memory(planner: Planner, plan: Plan) -> list[str]:
     if plan.loss is None:
         return []
     try:
-        memory, hosted = predict_memory(planner, plan.batch), predict_host_memory(planner, plan.batch)
+        memory, hosted = predict_memory(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
         return [f"no step of training can be planned: {error}"]
     said = "a training step holds {} {} (predicted, without the optimiser's state): {}"
@@ -185,10 +185,9 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
         parts, what = {"parameters": held.pop("params"), **held}, "The variables take"
         rest = [f"  and the batch, the outputs, activations, caches; smaller by {', '.join(smaller['boundaries'])}"]
     else:
-        parts, what = dict(predict_memory(planner, batch, tx)), "By jpipe's model of memory a step of training takes"
-        hosted = predict_host_memory(planner, batch, tx).total
+        (parts, away), what = predict_memory(planner, batch, tx), "By jpipe's model of memory a step of training takes"
         most = f"; there JAX takes at most 64 GiB for a process, unless {HOST_LIMIT} is set"
-        rest = [f"  and {bytes_in_words(hosted)} of its host{most * planner.request.splits.on_gpu}"] * bool(hosted)
+        rest = [f"  and {bytes_in_words(away.total)} of its host{most * planner.request.splits.on_gpu}"] * bool(away)
     has = f", which has {bytes_in_words(room)}" if (room := room_on(planner.request.mesh)) else ""
     lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
     for size, name in _largest(parts)[:MOST]:

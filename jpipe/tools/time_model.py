@@ -43,7 +43,7 @@ from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
 from jpipe.tools.chips import Chip, Network
-from jpipe.tools.memory_model import ledger
+from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.types import Batch
 
@@ -59,8 +59,7 @@ def predict_time(
     `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (what devices wait for
     transfers that have no work beside them: of layers, of ends that all stages compute together, and once a step),
     and `update` (the optimiser's, by the bytes that it reads and writes). With `offload=` there is `host`, too: what
-    devices wait for rows and the optimiser's state on their way to the hosts and back; a note says how long they travel
-    in all. The timeline is in seconds.
+    devices wait for rows and the optimiser's state on their way to the hosts and back. The timeline is in seconds.
 
     Args:
       planner: the pipeline's.
@@ -69,7 +68,7 @@ def predict_time(
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
     step = planner.training_step(planner.for_training(batch))
-    held, hosts = ledger(planner, batch, tx, chip)
+    held, hosts = predict_memory(planner, batch, tx, chip)
     schedule, bounds, network = step.schedule, step.plan.partition.bounds, Network.of(chip, planner.request.mesh)
     of_layers, of_links, (ends_compute, ends_send) = _work(step, network)
     work, links = of_layers.summed(bounds), of_links.summed(bounds)
@@ -88,12 +87,10 @@ def predict_time(
         update=moved / chip.pass_bandwidth,
     )
     of_state = _on_link(hosted, chip)
-    travels, notes = step.table.num_ticks * sum(moves) + of_state, ()
-    if travels:
+    if any(moves) or of_state:
         waits = timeline.makespan - alone.makespan + max(0.0, of_state - seconds.update)
-        notes = (f"of {1e3 * travels:,.1f} ms of moves to and from the host {1e3 * waits:,.1f} are waited for",)
         seconds = Parts(seconds, host=waits)
-    return StepCost("predicted", seconds, held, timeline, notes, hosts)
+    return StepCost("predicted", seconds, held, timeline, host=hosts)
 
 
 def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
@@ -115,22 +112,20 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, list[float]]:
     layers = zip(step.model.traced_as, step.layers, strict=True)
     of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
     by_layer = [of_group[g] for g in step.plan.traced.group_of]
-    kernels, links = ({kind: np.array([of[i][kind] for of in by_layer]) for kind in "FRBIW"} for i in (0, 1))
-    ends = [0.0, 0.0]
+    table = {kind: np.array([seconds[kind] for seconds in by_layer]) for kind in "FRBIW"}  # [N, (kernels, links)]
+    ends = np.zeros(2)
     if step.ends.shared:
-        ends = [sum(float(seconds[kind][[0, -1]].sum()) for kind in "FRB") for seconds in (kernels, links)]
-        for seconds in (*kernels.values(), *links.values()):
+        ends = np.sum([table[kind][[0, -1]] for kind in "FRB"], axis=(0, 1))
+        for seconds in table.values():
             seconds[[0, -1]] = 0.0
-    whole = {kind: (seconds + links[kind]).tolist() for kind, seconds in kernels.items()}
-    waits = {kind: seconds.tolist() for kind, seconds in links.items()}
-    return Work(whole, whole["R"]), Work(waits, waits["R"]), ends
+    whole = {kind: seconds.sum(axis=1).tolist() for kind, seconds in table.items()}
+    waits = {kind: seconds[:, 1].tolist() for kind, seconds in table.items()}
+    return Work(whole, whole["R"]), Work(waits, waits["R"]), ends.tolist()
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
-def _layer_seconds(
-    layer: DeviceLayer, network: Network, stores_residuals: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """The seconds of a layer's kernels on a device, and of its transfers to the others of its stage, by kind of action.
+def _layer_seconds(layer: DeviceLayer, network: Network, stores_residuals: bool) -> dict[str, np.ndarray]:
+    """The seconds of a layer's kernels on a device, and of its transfers to others of its stage, by kind of action.
 
     R is what is computed anew before a backward: nothing where stages store residuals. I is a backward but for that
     part W which only gradients of parameters need, and writes down what W reads.
@@ -143,13 +138,11 @@ def _layer_seconds(
     parts = {"F": keeping if stores_residuals else needed(forward.jaxpr, [i < results for i in numbers])}
     parts |= {kind: needed(backward, [i >= start for i in gradients]) for kind, start in (("B", 0), ("I", params))}
     parts |= {} if stores_residuals else {"R": keeping}
-    kernels = {"R": 0.0} | {kind: roofline(part, network.chip) for kind, part in parts.items()}
-    sent = {kind: sent_in(part.jaxpr, dict(network.torus.sizes)) for kind, part in parts.items()}
-    links = {"R": 0.0} | {kind: network.seconds(transfers) for kind, transfers in sent.items()}
-    for seconds in (kernels, links):
-        seconds["W"] = seconds["B"] - seconds["I"]
-    kernels["I"] += pass_seconds(layer.split.w_inputs if layer.split is not None else (), network.chip)
-    return kernels, links
+    sent = lambda part: network.seconds(sent_in(part.jaxpr, dict(network.torus.sizes)))
+    seconds = {kind: np.array([roofline(part, network.chip), sent(part)]) for kind, part in parts.items()}
+    written = pass_seconds(layer.split.w_inputs if layer.split is not None else (), network.chip)
+    whole, inputs = seconds["B"], seconds["I"]
+    return {"R": np.zeros(2), **seconds, "W": whole - inputs, "I": inputs + np.array([written, 0.0])}
 
 
 def _moves(step: Step, chip: Chip) -> list[float]:

@@ -224,13 +224,12 @@ def test_the_training_step_compiles(name, mesh):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_its_step_has_a_forecast(name, mesh):
-    """That of `pipe.train_step`, with cycles of every kind of action and seconds that they add up to."""
+    """That of `pipe.train_step`, in seconds by the compiler's cycles."""
     example = TABLE[name](mesh)
     found = jpipe.forecast(example.pipe, example.batch, example.tx, topology="v5e:4x4")
     assert found.fits and 0 < found.total_bytes < CHIP
-    assert found.cycles is not None and min(found.cycles[kind] for kind in "FB") > 0
+    assert found.slices is not None and found.slices["between layers"] > 0 and found.slices["collectives"] > 0
     assert found.seconds is not None and 1e-5 < found.seconds < 10
-    assert found.collectives[("data",)] > 0 and found.collectives[("model",)] > 0
     assert found.flops > 0 and found.bubble_fraction is not None and 0 < found.bubble_fraction < 1
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jpipe
 from jpipe.tools.chips import CHIPS, parse_topology
-from jpipe.tools.memory_model import Amount, holdings, predict_host_memory, predict_memory, working_bytes
+from jpipe.tools.memory_model import Amount, holdings, predict_memory, working_bytes
 from tpu_program import needs_tpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -143,12 +143,11 @@ def test_own_and_held_are_what_arrays_have(make_mesh, axes, options):
     pipe = make(num_stages=2, mesh=make_mesh(tuple(axes.values()), tuple(axes)), **options)
     variables = pipe.init(jax.random.key(0), TOKENS)
     found = holdings(pipe.plan)
-    assert set(found.own) == set(found.room) == set(found.device) == {"params", "batch_stats"}
+    assert set(found.own) == set(found.device) == {"params", "batch_stats"}
     for name, tree in variables.items():
         for device in pipe.mesh.devices.flat:
             parts = [s.data for a in tree.values() for s in a.addressable_shards if s.device == device]
             assert found.device[name] == sizes(parts), f"{name} on {device}"
-        assert found.room[name] == sizes([a[0] for a in tree.values()])
     # The layers' own trees, the table once though layers 0 and 5 use it.
     trees = pipe.layer_variables(variables)
     for s, (start, stop) in enumerate(pipe.partition.bounds):
@@ -165,7 +164,7 @@ def test_devices_hold_the_most_of_each_type_of_leaf():
     jax.eval_shape(pipe.init, jax.random.key(0), np.ones((2, 4), np.float32))
     found = holdings(pipe.plan)
     assert found.own["params"] == (Amount(80, 320), Amount(400, 1600))
-    assert found.device["params"] == found.room["params"] == Amount(480, 1920)
+    assert found.device["params"] == Amount(480, 1920)
     assert found.shared == ()
 
 
@@ -195,7 +194,7 @@ def rows(count):
 
 @pytest.mark.parametrize("remat", ["layer", "full"])
 def test_parts_by_hand(remat):
-    parts = predict_memory(dense_pipeline(4, 2, 2, remat=remat).planner, rows(8), optax.adam(1e-3))
+    parts = predict_memory(dense_pipeline(4, 2, 2, remat=remat).planner, rows(8), optax.adam(1e-3))[0]
     stage = 2 * (WIDTH + 1) * WIDTH * 4  # two layers, in float32
     assert parts.parameters == parts.gradients == stage
     assert parts.optimizer == 2 * stage + 4  # and a step count
@@ -207,7 +206,7 @@ def test_narrow_copies_of_weights_are_counted():
     layers = [nn.Dense(WIDTH, dtype=jnp.bfloat16) for _ in range(4)]
     sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2]}
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes)
-    assert predict_memory(pipe.planner, rows(8), optax.sgd(1e-3)).casts == 2 * (WIDTH + 1) * WIDTH * 2
+    assert predict_memory(pipe.planner, rows(8), optax.sgd(1e-3))[0].casts == 2 * (WIDTH + 1) * WIDTH * 2
 
 
 def test_what_gpus_have_gathered_is_narrow():
@@ -215,7 +214,7 @@ def test_what_gpus_have_gathered_is_narrow():
     mesh = jpipe.make_mesh(stage=2, data=2, devices=parse_topology("h100:4").stand_ins())
     sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2], "mesh": mesh, "shard_over": "data"}
     planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes).planner
-    parts = predict_memory(planner, rows, optax.sgd(1e-3))
+    parts = predict_memory(planner, rows, optax.sgd(1e-3))[0]
     assert (parts.casts, parts.other_variables) == (2 * 128 * 129 * 2, 0)  # biases are whole anyway
 
 
@@ -223,7 +222,7 @@ def test_what_gpus_have_gathered_is_narrow():
 def test_arguments_are_the_compilers(remat):
     pipe, tx = dense_pipeline(4, 2, 2, remat=remat), optax.sgd(1e-3, momentum=0.9)
     compiled = jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(rows(8), tx), rows(8)).compile()
-    parts = predict_memory(pipe.planner, rows(8), tx)
+    parts = predict_memory(pipe.planner, rows(8), tx)[0]
     small = 64  # the step's number and its random key
     found = compiled.memory_analysis().argument_size_in_bytes
     assert abs(parts.parameters + parts.optimizer + parts.batch - found) < small
@@ -235,7 +234,7 @@ ACTIVATION = WIDTH * 4
 def papers_parts(num_stages, num_microbatches, remat):
     """What is predicted for 40 equal layers and 128 examples, on a TPU."""
     pipe = dense_pipeline(40, num_stages, num_microbatches, remat=remat, schedule="gpipe")
-    return predict_memory(pipe.planner, rows(128), optax.sgd(1e-3), CHIPS["v5e"])
+    return predict_memory(pipe.planner, rows(128), optax.sgd(1e-3), CHIPS["v5e"])[0]
 
 
 def test_the_papers_example():
@@ -266,7 +265,7 @@ def test_a_tpu_holds_a_table_and_a_head_apart_once_they_are_cast():
     layers = [nn.Embed(64, WIDTH, dtype=jnp.bfloat16), nn.Dense(64, use_bias=False, dtype=jnp.bfloat16)]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[1, 1])
     batch = {"inputs": jax.ShapeDtypeStruct((8,), "int32")}
-    parts = predict_memory(pipe.planner, batch, optax.sgd(1e-3), CHIPS["v5e"])
+    parts = predict_memory(pipe.planner, batch, optax.sgd(1e-3), CHIPS["v5e"])[0]
     assert (parts.parameters, parts.casts) == (64 * WIDTH * 4, 2 * 64 * WIDTH * 2)
 
 
@@ -302,8 +301,8 @@ def test_rows_that_wait_are_on_the_host():
     held, hosted = {}, {}
     for offload in ((), "residuals"):
         planner = dense_pipeline(8, 4, 8, remat="none", offload=offload, mesh=tpus(4)).planner
-        held[offload] = predict_memory(planner, rows(8), ADAM, V5E)
-        hosted[offload] = predict_host_memory(planner, rows(8), ADAM, V5E)
+        held[offload] = predict_memory(planner, rows(8), ADAM, V5E)[0]
+        hosted[offload] = predict_memory(planner, rows(8), ADAM, V5E)[1]
     assert held[()].residuals == 5 * 2 * ACTIVATION and hosted[()] == {}
     assert held["residuals"].residuals == (2 + 2 + 2) * ACTIVATION
     assert hosted["residuals"] == {"residuals": 6 * 2 * ACTIVATION}
@@ -312,9 +311,9 @@ def test_rows_that_wait_are_on_the_host():
 
 def test_an_optimisers_state_is_on_the_host_but_for_its_count():
     own, gone = (dense_pipeline(4, 2, 2, offload=offload, mesh=tpus(2)).planner for offload in ((), "optimizer"))
-    assert predict_memory(gone, rows(8), ADAM, V5E).optimizer == 4
-    moments = predict_memory(own, rows(8), ADAM, V5E).optimizer - 4
-    assert predict_host_memory(gone, rows(8), ADAM, V5E) == {"optimizer": moments}
+    assert predict_memory(gone, rows(8), ADAM, V5E)[0].optimizer == 4
+    moments = predict_memory(own, rows(8), ADAM, V5E)[0].optimizer - 4
+    assert predict_memory(gone, rows(8), ADAM, V5E)[1] == {"optimizer": moments}
 
 
 def test_cpus_have_all_in_one_memory():
@@ -322,9 +321,9 @@ def test_cpus_have_all_in_one_memory():
         dense_pipeline(4, 2, 8, remat="none", offload=("residuals", "optimizer"), mesh=mesh).planner
         for mesh in (None, tpus(2))
     )
-    assert predict_host_memory(own, rows(8), ADAM) == {}
-    on_cpu, on_tpu = (predict_memory(planner, rows(8), ADAM) for planner in (own, there))
-    hosted = predict_host_memory(there, rows(8), ADAM)
+    assert predict_memory(own, rows(8), ADAM)[1] == {}
+    on_cpu, on_tpu = (predict_memory(planner, rows(8), ADAM)[0] for planner in (own, there))
+    hosted = predict_memory(there, rows(8), ADAM)[1]
     for name in ("residuals", "optimizer"):
         assert on_cpu[name] == on_tpu[name] + hosted[name]
 

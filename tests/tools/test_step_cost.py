@@ -24,9 +24,9 @@ def test_a_row_for_each_part_and_its_share():
     table = cost._table()
     assert list(table.header) == ["of a device", "measured", "share"]
     assert list(table.rows) == [
-        ("ms: computation", "60.000", "60.0%"),
-        ("ms: bubble", "40.000", "40.0%"),
-        ("ms: step", "100.000", "100.0%"),
+        ("ms: computation", "60.0", "60.0%"),
+        ("ms: bubble", "40.0", "40.0%"),
+        ("ms: step", "100", "100.0%"),
         ("other variables", "3.0 MiB", "75.0%"),
         ("work", "1.0 MiB", "25.0%"),
         ("all", "4.0 MiB", "100.0%"),

@@ -15,7 +15,7 @@ from html_tables import cells
 from jpipe.processes.tables import bytes_in_words
 from jpipe.tools import summary
 from jpipe.tools.chips import parse_topology
-from jpipe.tools.memory_model import predict_host_memory, predict_memory
+from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.summary import PAGE, note, notes_on_room, remedies
 from small_pipeline import dense
 from terminals import soon as soon
@@ -79,7 +79,7 @@ def test_what_a_device_holds_and_what_is_shared():
     held = [s.data for a in jax.tree.leaves(variables) for s in a.addressable_shards if s.device == device]
     words = " ".join(str(pipe).split())
     assert f"each device holds {sum(a.size for a in held)} parameters ({sum(a.nbytes for a in held)} bytes): " in words
-    memory = predict_memory(pipe.planner, np.ones((4, 3), np.int32), optax.sgd(1.0))
+    memory = predict_memory(pipe.planner, np.ones((4, 3), np.int32), optax.sgd(1.0))[0]
     assert f"a training step holds {bytes_in_words(memory.total)} a device (predicted, without the" in words
     assert f"gradients {bytes_in_words(memory.gradients)}" in words
     assert "layers 0, 6 share parameters, which lie and count on stage 0 alone" in words
@@ -169,7 +169,7 @@ def notes_of(error):
 
 def test_bytes_on_the_host_are_named():
     pipe = small(offload="optimizer", mesh=jpipe.make_mesh(stage=2, devices=parse_topology("h100:2").stand_ins()))
-    size = predict_host_memory(pipe.planner, ROWS, TX).total
+    size = predict_memory(pipe.planner, ROWS, TX)[1].total
     assert size > 0
     assert f"  and {bytes_in_words(size)} of its host; there JAX takes at most 64 GiB" in note(pipe.planner, ROWS, TX)
     assert "of its host" not in note(small().planner, ROWS, TX)
@@ -182,7 +182,7 @@ def test_the_first_step_that_finds_no_room_says_what_it_holds(terminal, soon):
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         pipe.train_step(state, ROWS)
     (text,) = notes_of(caught.value)
-    held = predict_memory(pipe.planner, ROWS, TX)
+    held = predict_memory(pipe.planner, ROWS, TX)[0]
     assert held.work > 2**45
     first, largest, *_, last = text.splitlines()
     assert first == f"By jpipe's model of memory a step of training takes {bytes_in_words(held.total)} of each device:"
@@ -210,7 +210,7 @@ def test_an_error_of_a_program_that_is_refused_keeps_its_type_and_words(monkeypa
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(FULL)) as caught:
         pipe.train_step(state, ROWS)
     (text,) = notes_of(caught.value)
-    held = predict_memory(pipe.planner, ROWS, TX)
+    held = predict_memory(pipe.planner, ROWS, TX)[0]
     sizes = sorted(((size, name) for name, size in held.items() if size), key=lambda part: -part[0])[: summary.MOST]
     shown = [line for line in text.splitlines() if line.startswith("  ")]
     assert len(shown) == len(sizes) == summary.MOST
@@ -312,7 +312,7 @@ def test_every_part_has_remedies():
     """A word of `Pipeline`'s that isn't one would be refused there."""
     pipe = small(schedule="gpipe")
     found = remedies(pipe.planner.request)
-    parts = set(predict_memory(pipe.planner, ROWS, TX)) - {"other_variables", "casts"}
+    parts = set(predict_memory(pipe.planner, ROWS, TX)[0]) - {"other_variables", "casts"}
     assert parts | {"others"} == found.keys() and all(found.values())
     words = {text for texts in found.values() for text in texts if re.fullmatch(r'\w+="\w+"', text)}
     assert {"gather", "ends", "schedule"} - {"gather"} <= {text.partition("=")[0] for text in words}

@@ -12,7 +12,7 @@ import jpipe
 from jpipe.jax.inside import needed_part
 from jpipe.tools.chips import CHIPS, Chip, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP
-from jpipe.tools.memory_model import predict_host_memory
+from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.time_model import layer_seconds, predict_time, roofline
 
 # --- the time of a step -----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_moves_beside_work_take_no_time():
     """Rows leave beside B and come back beside F: what exceeds these is waited for, in ticks with both."""
     pipe, own = make(num_stages=4, offload="residuals"), make(num_stages=4)
     base = predict_time(own.planner, BATCH, V5E)
-    assert "host" not in base.seconds and not base.notes
+    assert "host" not in base.seconds
     fast = predict_time(pipe.planner, BATCH, with_link(1e30))
     assert fast.seconds.host == pytest.approx(0) and fast.step == pytest.approx(base.step)
     row = next(iter(pipe.planner.training_step(pipe.planner.for_training(BATCH)).kept.away.values()))
@@ -207,7 +207,6 @@ def test_moves_beside_work_take_no_time():
     ticks = pipe.schedule.ticks.num_ticks
     moves = 2 * ticks * 100 * shortest
     assert slow.seconds.host + base.timeline.makespan == pytest.approx(moves, rel=0.1), "nothing but moves counts"
-    assert f"of {1e3 * moves:,.1f} ms of moves to and from the host {1e3 * slow.seconds.host:,.1f} are" in slow.notes[0]
     assert {**slow.seconds, "host": 0} == pytest.approx({**base.seconds, "host": 0})
 
 
@@ -226,7 +225,7 @@ def test_an_optimisers_state_is_waited_for_as_far_as_it_takes_longer_than_the_up
     there = parse_topology("v5e:1x2").stand_ins()
     pipe = make(offload="optimizer", mesh=jpipe.make_mesh(stage=2, devices=there))
     found = predict_time(pipe.planner, BATCH, V5E, tx=tx).seconds
-    gone = predict_host_memory(pipe.planner, BATCH, tx, V5E).optimizer
+    gone = predict_memory(pipe.planner, BATCH, tx, V5E)[1].optimizer
     assert found.update == plain.update
     assert found.host == pytest.approx(gone / V5E.host.bandwidth - plain.update)
     assert predict_time(pipe.planner, BATCH, with_link(1e30), tx=tx).seconds.host == 0
