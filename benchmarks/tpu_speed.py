@@ -83,7 +83,6 @@ class Setting:
     schedule: str = "1f1b"
     chunks: int = 1
     blocks: int = 4  # of a stage
-    unroll: int = 0
     vocab: int = 256  # so small that the ends take next to nothing
     ends: str = "own"
     attention: str = "plain"
@@ -91,13 +90,12 @@ class Setting:
 
     def __str__(self) -> str:
         schedule = f"{self.schedule}, V={self.chunks}" if self.chunks > 1 else self.schedule
-        unrolled = ", unrolled" if self.unroll else ""
         sizes = f"{self.width} wide, {self.microbatch}x{self.seq}"
         attention = f", {self.attention} attention" if self.attention != "plain" else ""
         count = f", M={self.microbatches}" if self.microbatches else ""
         ends = f", {self.vocab} words, ends {self.ends}" if self.vocab > 256 else ""
         sizes = f"K={self.stages}{count}, {sizes}"
-        return f"{self.chip}, {sizes}, {self.remat}{attention}, {schedule}{unrolled}{ends}"
+        return f"{self.chip}, {sizes}, {self.remat}{attention}, {schedule}{ends}"
 
     @property
     def size(self) -> Size:
@@ -127,7 +125,6 @@ TABLE = [
     Setting("v5e", 8, **LARGE),
     Setting("v5p", 8, **LARGE, microbatch=4),
     *[Setting("v5p", 32, **LARGE, remat=remat) for remat in ("layer", "none")],
-    *[Setting(unroll=1, microbatch=4, remat=remat) for remat in ("layer", "none")],
 ]
 """What docs/numbers.md shows."""
 
@@ -195,7 +192,6 @@ def make_pipeline(setting: Setting) -> jpipe.Pipeline:
         remat=setting.remat,
         schedule=setting.schedule,
         num_chunks=setting.chunks,
-        unroll=bool(setting.unroll),
         ends=setting.ends,
     )
 
@@ -212,10 +208,8 @@ class Walk:
     def __init__(self, pipe: jpipe.Pipeline, setting: Setting, text: str):
         self.schedule = pipe.schedule
         self.table = lower(pipe.schedule, keep_inputs=MODES[setting.remat].keep_inputs)
-        self.num_stages, self.unroll = setting.stages, bool(setting.unroll)
-        self.blocks = setting.blocks // setting.chunks
-        head = f"Head.{self.blocks + 1 if self.unroll else 2}"
-        last = setting.stages * setting.chunks - 1
+        self.num_stages, self.blocks = setting.stages, setting.blocks // setting.chunks
+        head, last = "Head.2", setting.stages * setting.chunks - 1
         own = int(setting.ends != "shared")
         place = pipe.schedule.placement
         self.acts = {
@@ -235,8 +229,6 @@ class Walk:
           SystemExit: it has no loop, so that this can't be a step as it is known here.
         """
         slots = sum(kind in slot.kinds for slot in self.table.slots)  # each has loops of its own
-        if self.unroll and name == BLOCK:
-            return sum(loop.own for loop in self.ticks.find(kind)) / (slots * self.blocks)
         loops = self.ticks.find(kind, name)
         if not loops and kind != "W":
             raise SystemExit(f"the compiled program has no loop {kind}/{name}")
@@ -245,7 +237,7 @@ class Walk:
     def action(self, kind: str, virtual_stage: int, take: Callable[[str, str], float] | None = None) -> float:
         """Cycles of an action, or of its layers alone if they take what `take` says."""
         slots = sum(kind in slot.kinds for slot in self.table.slots)
-        own = 0 if take or self.unroll else sum(loop.own for loop in self.ticks.find(kind)) / slots
+        own = 0 if take else sum(loop.own for loop in self.ticks.find(kind)) / slots
         return own + sum(n * (take or self.layer)(kind, name) for name, n in self.trips[virtual_stage].items() if n)
 
     def actions(self, take: Callable[[str, str], float] | None = None) -> float:

@@ -299,10 +299,10 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         "remat": remat_name(request.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
         "merge": str(dict(sorted(request.merge.items()))),
-        "layers": str(plan.traced.num_layers),
+        "layers": str(plan.model.num_layers),
     }
-    for index in range(plan.traced.num_layers):
-        group = plan.traced.group_at(index)
+    for index in range(plan.model.num_layers):
+        group = plan.model.group_at(index)
         split = f", split by {_shortened(group.specs)}" if splits.axes else ""
         words[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}{split}"
     words |= {"cuts": _shortened(plan.partition.cuts), "costs of layers": _shortened(plan.partition.layer_costs)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +38,11 @@ from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.communication import Communication, communication
+from jpipe.tools.gradient_check import GradientCheck, check_gradients
 from jpipe.tools.page import Page, facts_of, show
 from jpipe.tools.summary import notes_on_room, summarize
 from jpipe.training.train_state import TrainState, TrainSteps, Variables, abstract_state, make_opt_state, state_to_place
 from jpipe.types import Batch, Leaf, PyTree
-
-if TYPE_CHECKING:
-    from jpipe.tools.gradient_check import GradientCheck
 
 checks.refuse_serialization()
 
@@ -91,7 +88,6 @@ class Pipeline(Tabular):
       shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or a layer's at each "use".
-      unroll: whether a virtual stage's layers are compiled one by one, not once for all alike, each with own arrays.
       ends: weights of the ends lie there ("own") or at rest on all stages ("spread"), or all compute both ("shared").
       offload: what lies in the hosts' memory: "residuals", "boundaries", "optimizer", several, or a share by word.
       loss_over: what a loss of one number is of. Default: the mini-batch, whose parts micro-batches compute; a loss
@@ -119,7 +115,6 @@ class Pipeline(Tabular):
         merge: Mapping[str, str] | None = None,
         shard_over: Sequence[str] = (),
         gather: str = "step",
-        unroll: bool = False,
         ends: str = "own",
         offload: str | Sequence[str] | Mapping[str, float] = (),
         loss_over: str | None = None,
@@ -146,7 +141,7 @@ class Pipeline(Tabular):
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather),
-            options=Options(unroll, ends, as_offload(offload), loss_over),
+            options=Options(ends, as_offload(offload), loss_over),
         )
         self.planner = Planner(request)
         self.agreement = checks.Agreement(self.planner)
@@ -361,8 +356,6 @@ class Pipeline(Tabular):
           reference: `(trees, batch) -> loss` of the whole batch, from trees as of `layer_variables`, for one module as
             of `model_variables`: a model of your own, differentiated by JAX. Default: the layers or the module.
         """
-        from jpipe.tools.gradient_check import check_gradients
-
         if reference is not None:
             checks.check_callable(reference=reference)
         (loss, _), grads = self.value_and_grad(variables, batch, key)

@@ -76,11 +76,11 @@ def test_what_is_no_variables(ready):
 
 def test_keys(ready):
     plan, _ = ready
-    check_key(plan.traced, plan.loss, None)
+    check_key(plan.model, plan.loss, None)
     _, drops = planned([nn.Dense(4), nn.Dropout(0.5), nn.Dense(4)])
-    check_key(drops.traced, drops.loss, jax.random.key(0))
+    check_key(drops.model, drops.loss, jax.random.key(0))
     with pytest.raises(ValueError, match=r"layer 1 \(Dropout\) draws random numbers, but key=None"):
-        check_key(drops.traced, None, None)
+        check_key(drops.model, None, None)
 
 
 def test_enough_layers():
@@ -149,7 +149,7 @@ CHANGES = [
     ({"schedule": "gpipe"}, {"schedule"}),
     ({"remat": "none"}, {"remat"}),
     ({"remat": jax.checkpoint_policies.dots_saveable}, {"remat"}),
-    ({"unroll": True}, {"unroll"}),
+    ({"ends": "spread"}, {"ends"}),
     ({"loss_over": "batch"}, {"loss_over"}),
     ({"balance": [1.0, 1.05]}, {"costs of layers"}),
     ({"batch": INPUTS[:4]}, {"batch", "the values of batch (own rows go through pipe.place)"}),

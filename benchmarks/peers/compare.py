@@ -26,21 +26,21 @@ TOLERANCE = 2e-5  # of them, relative: float32 sums in another order
 
 MORE = {
     "torch": ["single,accumulated,compiled", "1f1b,compiled", "single,written", "1f1b,written"],
-    "jpipe": ["hand,unrolled", "two,none,looped,1f1b", "one,none,unrolled,zero_bubble", "one,layer,unrolled,1f1b"],
+    "jpipe": ["hand,unrolled", "one,none,zero_bubble", "one,layer,1f1b"],
 }
 """Variants that take part only if `--only` names them."""
 SPECTRAX = ("GPipe", "Std1F1B", "Eager1F1B", "ZeroBubbleH1", "DualPipeV")  # one chunk a device, or two in a V
 SPECTRAX += ("InterleavedGPipe", "Interleaved1F1BPlusOne", "InterleavedH1", "KimiK2")  # two in a loop
 SINGLE = {
     "torch": ["single", "single,accumulated"],
-    "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated", "single,none,unrolled,1f1b"],
+    "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated", "single,none,1f1b"],
     **{peer: ["single", "single,accumulated"] for peer in ("spectrax", "maxtext", "praxis")},
 }
 PIPELINED = {
     "torch": ["gpipe", "1f1b"],
     "jpipe": [
-        *(f"two,none,unrolled,{schedule}" for schedule in ("1f1b", "gpipe", "zero_bubble")),
-        *("two,none,unrolled,interleaved,2", "two,layer,unrolled,1f1b", "one,none,unrolled,1f1b"),
+        *(f"two,none,{schedule}" for schedule in ("1f1b", "gpipe", "zero_bubble")),
+        *("two,none,interleaved,2", "two,layer,1f1b", "one,none,1f1b"),
     ],
     "spectrax": [f"simulated,{name}" for name in SPECTRAX],
     "maxtext": ["simulated,iteration_input", "simulated,everything"],

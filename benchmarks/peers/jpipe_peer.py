@@ -2,7 +2,7 @@
 
 Variants are words joined by commas: "hand" with "scanned" or "unrolled", and "accumulated" where it takes
 micro-batches; or "two" for two processes, "one" for one process of two devices and "single" for one stage, then remat,
-"looped" or "unrolled", a schedule, and chunks a device, if they are more than one.
+a schedule, and chunks a device, if they are more than one.
 """
 
 import sys
@@ -61,9 +61,8 @@ def hand_step(sizes: Sizes, words: list[str]) -> Callable[[], float]:
 
 
 def make_pipeline(sizes: Sizes, words: list[str], mesh: Any = None, stages: int = 2) -> jpipe.Pipeline:
-    remat, style, schedule, *chunks = words
-    options = {"remat": remat, "unroll": {"looped": False, "unrolled": True}[style], "schedule": schedule}
-    options["num_chunks"] = int(*chunks) if chunks else 1
+    remat, schedule, *chunks = words
+    options = {"remat": remat, "schedule": schedule, "num_chunks": int(*chunks) if chunks else 1}
     return transformer_pipeline(size_of(sizes), stages, sizes.microbatches, mesh=mesh, **options)
 
 

@@ -9,7 +9,7 @@ import statistics
 from compare import Conditions, entries, parse
 from turns import MEMORY
 
-USUAL = ("torch,single,accumulated", "torch,1f1b", "hand,unrolled,accumulated", "none,unrolled,1f1b", "layer,unrolled")
+USUAL = ("torch,single,accumulated", "torch,1f1b", "hand,unrolled,accumulated", "none,1f1b", "layer,1f1b")
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ from jpipe.types import Leaf, PyTree, Shapes
 
 def on_inputs(plan: Plan) -> Sequence[LayerFunction]:
     """Each group in evaluation, on the model's inputs instead of the batch, which may be longer than they are."""
-    traced, remat, cut = plan.traced, plan.request.remat, plan.cut
+    traced, remat, cut = plan.model, plan.request.remat, plan.cut
     if cut is not None:
         layers = cut.layers(cut.whole.trace(lambda inputs: inputs, traced.inputs))
         groups = [replace(group, layer=layers[group.indices[0]]) for group in traced.groups]
@@ -69,7 +69,7 @@ def warn_of_uncached(plan: Plan, model: Model) -> None:
         group = function.group
         if model.group_at(group.indices[0]).variables.get(CACHE):
             continue
-        if sight := sees_more(function, jax.tree.leaves(plan.traced.inputs)[0].shape[1]):
+        if sight := sees_more(function, jax.tree.leaves(plan.model.inputs)[0].shape[1]):
             warn_user(
                 f"generate: {group.in_words} {sight}, but keeps no cache in decode mode: what follows may be wrong. "
                 "Give it a field `decode` and a collection `cache` (Linen), or `init_cache` (nnx)"
@@ -151,9 +151,9 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     tokens = _check_tokens(plan, logits)
     plan = _with_own_ends(plan) if plan.shares_ends else plan
     if plan.cut is not None:
-        layers_for = cut_decoder(plan.cut, plan.traced.inputs, size, length)
+        layers_for = cut_decoder(plan.cut, plan.model.inputs, size, length)
     else:
-        takes = map(plan.traced.called_with, range(plan.traced.num_layers))
+        takes = map(plan.model.called_with, range(plan.model.num_layers))
         layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
         layers_for = lambda tokens: layers
     fed = lambda count: jax.ShapeDtypeStruct((size, count), tokens.dtype)
@@ -164,14 +164,14 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     except ValueError as error:
         raise ValueError(f"generate: prefill={prefill}, but in decode mode {error}\nUse prefill=1") from error
     caches, starts = _cache_storage(step)
-    outputs = jax.tree.structure(plan.traced.groups[-1].gives)
+    outputs = jax.tree.structure(plan.model.groups[-1].gives)
     pick = lambda leaves: leaves[0] if logits is None else logits(jax.tree.unflatten(outputs, leaves))
     return Decoding(step, first, caches, starts, pick)
 
 
 def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:
     """Lays out the forward step of tokens `[b, T]` through all layers, as they decode."""
-    request, traced = plan.request, plan.traced
+    request, traced = plan.request, plan.model
     names = {name for group in traced.groups for name in group.variables} - {"params"}
     rules = {**request.rules, **dict.fromkeys(names, KEEP), CACHE: CACHE}
     model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules, traced)
@@ -189,7 +189,7 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
 
 def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct:
     """Checks that the model maps tokens to logits, and returns the shape and dtype of the tokens, `[b, T]`."""
-    inputs, gives = jax.tree.leaves(plan.traced.inputs), plan.traced.groups[-1].gives
+    inputs, gives = jax.tree.leaves(plan.model.inputs), plan.model.groups[-1].gives
     takes_tokens = len(inputs) == 1 and inputs[0].ndim == 2 and jnp.issubdtype(inputs[0].dtype, jnp.integer)
     try:
         logits_leaves = jax.tree.leaves(gives if logits is None else jax.eval_shape(logits, gives))
@@ -197,7 +197,7 @@ def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct
         raise ValueError(f"generate: logits raised {error!r}; return one of the outputs, {describe(gives)}") from error
     if not takes_tokens or len(logits_leaves) != 1 or logits_leaves[0].ndim != 3:
         raise ValueError(
-            f"generate makes logits [B, T, vocabulary] of tokens [B, T]; this takes {describe(plan.traced.inputs)} "
+            f"generate makes logits [B, T, vocabulary] of tokens [B, T]; this takes {describe(plan.model.inputs)} "
             f"and gives {describe(gives)}. Say which are logits: pipe.generate(..., logits=lambda outputs: outputs[0])"
         )
     return inputs[0]
@@ -228,7 +228,7 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
             "which Flax's attention keeps one (Linen), or an attention with `init_cache` (nnx)"
         )
     for index in range(model.num_layers):
-        old, new = plan.traced.group_at(index), model.group_at(index)
+        old, new = plan.model.group_at(index), model.group_at(index)
         without = lambda group: {name: tree for name, tree in group.variables.items() if name != CACHE}
         if not same_type(without(old), without(new)):
             raise ValueError(

@@ -157,7 +157,7 @@ def _init_layer(
     They follow from its random key and its constants: `given`.
     """
     with shapes_only(plan.request.mesh):
-        jaxpr, made, _ = trace_group_init(group, key_shape(given[0]), plan.traced.batch)
+        jaxpr, made, _ = trace_group_init(group, key_shape(given[0]), plan.model.batch)
     wanted = [sharding for name in sorted(made) for sharding in lying[name]]
     local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(given), [lambda _, s=s: s for s in wanted])
     return replay(local.jaxpr, {name: jax.tree.leaves(tree) for name, tree in made.items()})(given)

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
 from jpipe.jax.trees import is_float
-from jpipe.memory.storage import Buffers, Storage, build_storage, own_labels
+from jpipe.memory.storage import Buffers, Storage, build_storage
 from jpipe.mesh.axes import AXIS, on_all_stages, on_stages, spec_of
 from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
@@ -362,7 +362,7 @@ def variables_to_place(variables: Mapping[str, PyTree], layouts: Mapping[str, La
 
 
 def make_layouts(
-    model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, own_buffers: bool, ends: str
+    model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, ends: str
 ) -> dict[str, Layout]:
     """The layout of each collection for a model cut into virtual stages.
 
@@ -373,7 +373,6 @@ def make_layouts(
       bounds: for each virtual stage, its first layer and one past its last.
       placement: on which stage each virtual stage is.
       mesh: with K devices along `stage`.
-      own_buffers: each leaf of a set of variables has a stacked buffer of its own, if it has one at all.
       ends: which weights are split over all stages: none ("own"), those that only the first or only the last stage
         holds ("spread"), or those that only the first and the last layer use ("shared").
     """
@@ -394,8 +393,7 @@ def make_layouts(
         for v, group in enumerate(groups):
             if is_split[v] and role_of(name, group.rules) in WEIGHTS:
                 specs[v] = [_spread(*pair, mesh, ends) for pair in zip(leaves[v], specs[v], strict=True)]
-        labels = own_labels(leaves) if own_buffers else None
-        storage = build_storage(leaves, owners, device_of=range(placement.num_stages), specs=specs, labels=labels)
+        storage = build_storage(leaves, owners, device_of=range(placement.num_stages), specs=specs)
         layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), users, mesh)
     return layouts
 

@@ -270,7 +270,7 @@ def build_storage(
       rows: for each device, how many rows it needs (default: one).
       orders: for each record type and leaf, the order of its dimensions in memory. By default the compiler chooses, and
         leaves that few owners have lie turned if several types become one then.
-      labels: for each record type and leaf, numbers that tell its stacked buffer from others (`own_labels`).
+      labels: for each record type and leaf, numbers that tell its stacked buffer from others.
       waste: how much more memory stacked buffers may take than flat ones would, as a share; None if none may be flat.
     """
     num_devices = max(device_of, default=0) + 1
@@ -320,15 +320,6 @@ def _counts(
             counts[leaf_type] += len(owner_of) if on_all_stages(leaf_type.spec) else by_owner
     assert len({leaf_type.name for leaf_type in counts}) == len(counts), "two types of leaves share a buffer"
     return counts
-
-
-def own_labels(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
-    """Makes labels for `build_storage` so that only records of one type share a stacked buffer.
-
-    Each leaf of a record has a stacked buffer of its own then; flat leaves still share one. With `unroll` a type has
-    at most one record on each virtual stage.
-    """
-    return [[(t, leaf) for leaf in range(len(record))] for t, record in enumerate(leaves)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ and `jax.checkpoint` are taken out.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -267,8 +266,6 @@ class Model:
       batch: the shapes of the micro-batch `[b, ...]`.
       inputs: the shapes of what the first layer reads from it.
       axes: the mesh axes besides `stage` that arrays are split over.
-      traced_as: for each group its group in the model as it was traced, so that work is done once for those of one:
-        itself, unless the model is `unrolled`.
       variable_sets: all variables of the model.
     """
 
@@ -276,7 +273,6 @@ class Model:
     batch: Shapes
     inputs: Shapes
     axes: tuple[Axis, ...]
-    traced_as: tuple[int, ...]
     variable_sets: tuple[VariableSet, ...] = ()
 
     @cached_property
@@ -328,26 +324,6 @@ def with_variable_sets(model: Model) -> Model:
             sets.append(VariableSet(g, users, shared is not None))
         groups.append(replace(group, variable_set=set_of.get(owner)))
     return replace(model, groups=tuple(groups), variable_sets=tuple(sets))
-
-
-def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
-    """Makes groups with at most one layer on each virtual stage, so that no loop over layers is left.
-
-    The first, second, ... layer of a group on each virtual stage form groups of their own.
-
-    Args:
-      model: as traced.
-      bounds: for each virtual stage its first layer and one past its last.
-    """
-    indices: dict[tuple[int, int], list[int]] = {}  # in the order of their first layers
-    for start, stop in bounds:
-        seen: Counter = Counter()
-        for i in range(start, stop):
-            g = model.group_of[i]
-            indices.setdefault((g, seen[g]), []).append(i)
-            seen[g] += 1
-    groups = tuple(replace(model.groups[g], indices=tuple(layers)) for (g, _), layers in indices.items())
-    return with_variable_sets(replace(model, groups=groups, traced_as=tuple(g for g, _ in indices)))
 
 
 def same_shapes(a: PyTree, b: PyTree) -> bool:

@@ -108,7 +108,7 @@ def trace_model(
     groups = _with_rules(groups, traces, rules)
     asked = {group.in_words: group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
-    return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
+    return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes))
 
 
 def inputs_of(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:

@@ -112,11 +112,10 @@ def as_they_lie(
 ) -> tuple[list[LayerFunction], list[TracedLayer]]:
     """Functions and traced layers of all groups, those of the ends with weights that are split as at rest.
 
-    The lists are by group as traced, of which `unroll` makes more in `model`. A group's own specs don't name `stage`;
-    the layouts' specs of its variables do.
+    A group's own specs don't name `stage`; the layouts' specs of its variables do.
     """
     lying = list(functions)
-    for g, group in ((0, model.groups[0]), (len(lying) - 1, model.groups[model.last])):
+    for g, group in ((0, model.groups[0]), (model.last, model.groups[model.last])):
         if (v := group.variable_set) is not None:
             specs = tuple((name, layouts[name].storage.record_types[v].specs) for name in group.specs)
             lying[g] = programs.lying(lying[g], specs)

@@ -34,7 +34,7 @@ from jpipe.jax.in_place import Index, is_apart, put_row, take_row, take_slice, t
 from jpipe.jax.tracing import equations_in
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Order, StackedBuffer, in_order, result_orders
-from jpipe.memory.storage import Buffers, Row, Storage, build_storage, own_labels
+from jpipe.memory.storage import Buffers, Row, Storage, build_storage
 from jpipe.model.groups import Model
 from jpipe.model.remat import check_names
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
@@ -217,16 +217,15 @@ def lay_out_rows(
     """
     layers, keep_inputs, goes = groups[1], request.remat.keep_inputs, residuals_that_go(request, *groups)
     table = lower(schedule, keep_inputs=keep_inputs, idle_work=along, away=any(map(any, goes)) and not keep_inputs)
-    device_of, traced_as = list(map(schedule.placement.stage_of, range(len(bounds)))), model.traced_as if layers else ()
+    device_of = list(map(schedule.placement.stage_of, range(len(bounds))))
     own = lambda indices: [s for i in indices for s, (start, stop) in enumerate(bounds) if start <= i < stop]
-    owners = [own(group.indices) for group, _ in zip(model.groups, traced_as, strict=False)]
-    owned = [Counter(s for i, g in enumerate(traced_as) if g == one for s in owners[i]) for one in range(len(layers))]
-    rows_of = [_rows_of(*of_group, device_of, table) for of_group in zip(layers, goes, owned, strict=True)]
+    owners = [own(group.indices) for group, _ in zip(model.groups, layers, strict=False)]
+    rows_of = [_rows_of(*of_group, device_of, table) for of_group in zip(layers, goes, owners, strict=True)]
     all_kept = [_kept_by(layer, rows, request.mesh) for layer, rows in zip(layers, rows_of, strict=True)]
     names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
     storages, away = dict[str, Storage](), dict[str, AwayStorage]()
     for name in [*names, *(name for name in table.away_rows if any(name in rows for rows in rows_of))]:
-        kept = [[(leaf, order) for rows, leaf, order in all_kept[g] if rows == name] for g in traced_as]
+        kept = [[(leaf, order) for rows, leaf, order in of_group if rows == name] for of_group in all_kept]
         leaves, (on_device, on_host) = [[leaf for leaf, _ in one] for one in kept], table.away_rows.get(name, (0, 0))
         storages[name] = storage = build_storage(
             leaves,
@@ -234,7 +233,6 @@ def lay_out_rows(
             device_of=[0] * len(device_of) if on_device else device_of,
             rows=[on_device] if on_device else table.rows[name],
             orders=[[order for _, order in one] for one in kept],
-            labels=own_labels(leaves) if request.options.unroll else None,
         )
         if on_device:
             places = storage.record_types, storage.named_buffers, storage.num_devices
@@ -243,11 +241,11 @@ def lay_out_rows(
         _warn_if_none_go(request.options.offload, goes, schedule)
     # The executor moves the rows that hold something, and no others.
     slots = tuple(replace(slot, away={name: slot.away[name] for name in away}) for slot in table.slots)
-    return replace(table, slots=slots), KeptStorage(storages, away, tuple(rows_of[g] for g in traced_as))
+    return replace(table, slots=slots), KeptStorage(storages, away, tuple(rows_of))
 
 
 def _rows_of(
-    layer: DeviceLayer, goes: Sequence[bool], owned: Counter[int], device_of: Sequence[int], table: TickTable
+    layer: DeviceLayer, goes: Sequence[bool], owners: Sequence[int], device_of: Sequence[int], table: TickTable
 ) -> tuple[str, ...]:
     """The name of the rows of each residual; those that may go do so if this takes fewer rows of the devices.
 
@@ -257,10 +255,11 @@ def _rows_of(
     Args:
       layer: the group.
       goes: for each of its residuals, whether it may go.
-      owned: how many layers of the group each virtual stage has.
+      owners: the virtual stage of each of its layers.
       device_of: for each virtual stage, its device along `stage`.
       table: with the rows.
     """
+    owned = Counter(owners)  # the layers of each virtual stage
 
     def name_of(name: str, may_go: bool) -> str:
         stays = max((n * table.rows[name][device_of[s]] for s, n in owned.items()), default=0)

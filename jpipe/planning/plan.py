@@ -18,7 +18,7 @@ from jpipe.cutting.whole import CutModel
 from jpipe.layers.base import describe, how_to_share
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
-from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type, unrolled
+from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
 from jpipe.model.traced_layer import TracedLayer
@@ -38,7 +38,7 @@ class Plan:
 
     Attributes:
       request: what they were made for.
-      traced: the layers, traced at the shapes of one micro-batch of the first batch.
+      model: the layers, traced at the shapes of one micro-batch of the first batch.
       loss: what follows them; None if the pipeline only applies and generates.
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
       costs: what each layer takes; empty if `balance` is "even" or gives costs. Where it gives counts of layers, their
@@ -48,7 +48,7 @@ class Plan:
     """
 
     request: Request
-    traced: Model
+    model: Model
     loss: TracedLoss | None
     partition: Partition
     costs: tuple[Cost, ...]
@@ -60,28 +60,19 @@ class Plan:
         """Whether all stages compute the first and the last layer together."""
         return self.request.shares_ends and not self.own_ends
 
-    @cached_property
-    def model(self) -> Model:
-        """The layers as the stages run them (`arranged`)."""
-        return self.arranged(self.traced)
-
     @property
     def batch(self) -> Shapes:
         """The shapes of the first batch, of all its micro-batches together."""
         count = self.request.schedule.num_microbatches
         whole = lambda a: jax.ShapeDtypeStruct((a.shape[0] * count, *a.shape[1:]), a.dtype)
-        return jax.tree.map(whole, self.traced.batch)
-
-    def arranged(self, model: Model) -> Model:
-        """A model, traced at whatever shapes, as the stages run it: `unrolled`, if the user asked for that."""
-        return unrolled(model, self.partition.bounds) if self.request.options.unroll else model
+        return jax.tree.map(whole, self.model.batch)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """Where the variables lie, by collection."""
         request, options, bounds = self.request, self.request.options, self.partition.bounds
         placement, mesh = request.schedule.placement, request.mesh
-        layouts = make_layouts(self.model, bounds, placement, mesh, own_buffers=options.unroll, ends=options.ends)
+        layouts = make_layouts(self.model, bounds, placement, mesh, ends=options.ends)
         if options.offload.optimizer:
             layouts["params"] = replace(layouts["params"], state_on_hosts=True)
         if self.cut is None:
@@ -133,8 +124,8 @@ class Plan:
           ValueError: naming the first layer that differs.
         """
         for index in range(model.num_layers):
-            old, new = self.traced.group_at(index), model.group_at(index)
-            now, before = describe(model.called_with(index)), describe(self.traced.called_with(index))
+            old, new = self.model.group_at(index), model.group_at(index)
+            now, before = describe(model.called_with(index)), describe(self.model.called_with(index))
             fault = f"layer {index} ({old.layer.name}) takes {now} from this batch but took {before} at init"
             if not same_type(old.variables, new.variables):
                 raise ValueError(f"{fault}, and would have other variables; give batches of the same features")

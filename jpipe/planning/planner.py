@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -92,8 +92,6 @@ class Planner:
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       programs: what devices run of such layers.
       traces: what planners that trace alike share (`trace_like`); None if there are no others.
-      evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
-        `known_loss`.
     """
 
     def __init__(self, request: Request):
@@ -109,11 +107,11 @@ class Planner:
         self.model, self.output_axes = cache(self._model), cache(self._output_axes)
         self.examples = cache(lambda micro: follow_examples(self.model(micro)))
         self.outputs_lie = cache(self._outputs_lie)
-        self.loss, self.loss_in_evaluation = cache(self._loss), cache(self._loss_in_evaluation)
+        self.loss, self.loss_in_evaluation = (cache(partial(self._loss, train=train)) for train in (True, False))
         self.layers, self.programs = cache(self._layers), DevicePrograms()
         self.traces: Traces | None = None
         self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
-        self._training_step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
+        self._step = cache(self._make_step)
 
     def trace_like(self, other: Planner) -> None:
         """Shares what another planner of the same layers and loss traces, as far as its own would be the same.
@@ -160,17 +158,12 @@ class Planner:
           TypeError, ValueError: as of `cut_for_training`; or the first batch can't be planned for.
         """
         self.request.check_has_loss()
-        check_context(self.request.mesh)
-        if self.plan is not None:
-            check_like(batch, self.plan.traced.batch)
-        micro = cut_for_training(batch, *self._sizes)
-        if self.plan is None:
-            self._make_plan(micro)
-        return micro
+        check_like(batch, self.plan_for(batch).model.batch)
+        return cut_for_training(batch, *self._sizes)
 
     def for_evaluation(self, batch: Batch) -> MicroBatch:
         """The micro-batches of an evaluation batch of any size; errors as of `for_training`, but for the size."""
-        check_like(batch, self.plan_for(batch).traced.batch)
+        check_like(batch, self.plan_for(batch).model.batch)
         return cut_for_evaluation(batch, *self._sizes)
 
     def for_outputs(self, batch: Batch, bare: bool | None = None) -> MicroBatch:
@@ -184,7 +177,7 @@ class Planner:
           TypeError: `bare` is no bool.
           ValueError: as of `is_bare`; a layer reads from the batch, and there is none; it is a single example.
         """
-        seen = self.plan_for(batch).traced
+        seen = self.plan_for(batch).model
         if bare is not None and not isinstance(bare, bool | np.bool_):
             raise TypeError(f"bare={bare!r} is no bool; pass True for the model's inputs, False for a whole batch")
         bare = bool(is_bare(batch, seen.batch, seen.inputs, self.request.read_inputs, bare))
@@ -211,7 +204,7 @@ class Planner:
         read = _no_change if micro.bare else asked.read_inputs
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
             layers = asked.layers if self.cut is None else self.pieces(micro)
-            like = None if self.plan is None else self.plan.traced
+            like = None if self.plan is None else self.plan.model
             traces = {} if self.traces is None else dict(self.traces.calls.get(micro, {}))
             model = trace_model(layers, read, micro.shapes, splits, asked.rules, like, traces)
             if self.traces is not None:
@@ -266,24 +259,20 @@ class Planner:
                 return replace(model, groups=(*model.groups[:-1], replace(last, gives_at=lies))) if same else None
         return None
 
-    def _loss(self, micro: MicroBatch, *, train: bool = True) -> TracedLoss | None:
-        if self.request.loss_fn is None:
+    def _loss(self, micro: MicroBatch, *, train: bool) -> TracedLoss | None:
+        loss_fn, over, training = self.request.loss_fn, self.request.options.loss_over, None
+        if loss_fn is None:
             return None
-        loss_fn, over = self.request.loss_fn, self.request.options.loss_over
+        if not train and ((training := self.loss(micro)) is None or not training.takes_key):
+            return training
         outputs = self.model(micro).groups[-1].gives
         lying = [] if micro.count == 1 or over == "microbatch" else self.outputs_lie(micro)
         with self.tracing():
             if self.cut is not None:
                 loss_fn = self.cut.loss(loss_fn, self._modes(micro).outputs, micro.shapes)
-            return trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
-
-    def _loss_in_evaluation(self, micro: MicroBatch) -> TracedLoss | None:
-        training = self.loss(micro)
-        if training is None or not training.takes_key:
-            return training
-        found = self._loss(micro, train=False)
-        assert found is not None
-        training.check_same(found)
+            found = trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
+        if training is not None:
+            training.check_same(found)
         return found
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
@@ -422,40 +411,26 @@ class Planner:
 
         It is kept: the order of its residuals in memory may have taken a compilation.
         """
-        return self._training_step(micro, key_shape(key))
+        return self._step(micro, key_shape(key), with_loss=True)
 
-    def _step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> Step:
-        layers = self.layers(micro, key)
-        functions = [layer.function for layer in layers]
-        with self.tracing():
-            return build_step(
-                self.known_plan(),
-                self.model(micro),
-                self.request.schedule,
-                functions,
-                layers,
-                self.programs,
-                outputs=self._outputs_step(micro, functions),
-            )
-
-    def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
+    def evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
+        """The step forward only, whose outputs the loss may follow; a ValueError if there is none."""
         if with_loss:
             self.request.check_has_loss()
-        return self._forward_step(micro, self._functions(micro, None, with_loss))
+        return self._step(micro, None, with_loss=with_loss)
 
-    def _outputs_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step | None:
-        """The step forward only that gives the outputs of which the loss is computed at once; None if it isn't."""
-        loss = functions[-1].loss
-        if loss is None or loss.at_once is None:
-            return None
-        return self._forward_step(micro, self._functions(micro, functions[-1].key, with_loss=False))
-
-    def _forward_step(self, micro: MicroBatch, functions: list[LayerFunction]) -> Step:
-        sizes = self.request.schedule.sizes | {"num_microbatches": micro.count}
-        schedule = forward_only(**sizes, style=self.request.schedule.style)
-        outputs = self._outputs_step(micro, functions)
+    def _make_step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, *, with_loss: bool) -> Step:
+        """A step with these random keys, of training if the loss follows; without keys one of evaluation."""
+        layers = self.layers(micro, key) if with_loss and key is not None else ()
+        functions = [layer.function for layer in layers] or self._functions(micro, key, with_loss)
+        schedule, outputs, loss = self.request.schedule, None, functions[-1].loss
+        if not layers:
+            schedule = forward_only(**{**schedule.sizes, "num_microbatches": micro.count}, style=schedule.style)
+        if loss is not None and loss.at_once is not None:
+            outputs = self._step(micro, key, with_loss=False)
         with self.tracing():
-            return build_step(self.known_plan(), self.model(micro), schedule, functions, outputs=outputs)
+            plan, model = self.known_plan(), self.model(micro)
+            return build_step(plan, model, schedule, functions, layers, self.programs, outputs=outputs)
 
 
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:

@@ -87,17 +87,13 @@ class Options:
       ends: weights that only the first or only the last stage holds lie there, and all stages have room for them
         ("own"), or are split over all stages at rest ("spread"). Or those of the first and the last layer alone are,
         and all stages compute these layers together ("shared").
-      unroll: each place of a layer on a virtual stage is compiled for itself, and has arrays of its own: variables then
-        lie otherwise, and go to a pipeline without by `layer_variables` and `from_layer_variables`.
       offload: what lies in the memory of the hosts.
       loss_over: what a loss of one number is taken over (`jpipe.model.loss.OVER`).
 
     Raises:
       ValueError: an unknown word.
-      TypeError: `unroll` is no bool.
     """
 
-    unroll: bool = False
     ends: str = "own"
     offload: Offload = ON_DEVICES
     loss_over: str | None = None
@@ -107,8 +103,6 @@ class Options:
             raise ValueError(f"ends={self.ends!r} is unknown; use one of {list(ENDS)}")
         if self.loss_over not in OVER:
             raise ValueError(f"loss_over={self.loss_over!r} is unknown; use 'batch' or 'microbatch', or leave it out")
-        if not isinstance(self.unroll, bool):
-            raise TypeError(f"unroll={self.unroll!r} is not a bool; True compiles layers one by one, False as a loop")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

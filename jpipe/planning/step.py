@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -84,9 +84,6 @@ def make_gradient_sums(
     return GradientSums(axes, partial)
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
     """One step of training, or forward only.
@@ -147,7 +144,7 @@ class Step:
 
     def collections(self, *roles: str) -> list[str]:
         """The collections of variables that have one of these roles (`groups.role_of`)."""
-        return [name for name in self.plan.layouts if role_of(name, self.plan.traced.groups[0].rules) in roles]
+        return [name for name in self.plan.layouts if role_of(name, self.plan.model.groups[0].rules) in roles]
 
     def groups_in(self, kind: str) -> list[int]:
         """The groups with layers on virtual stages that have actions of a kind: others never run in such a one."""
@@ -185,7 +182,7 @@ class Step:
 
 def build_step(
     plan: Plan,
-    traced: Model,
+    model: Model,
     schedule: Schedule,
     functions: Sequence[LayerFunction],
     trained: Sequence[TracedLayer] = (),
@@ -198,9 +195,9 @@ def build_step(
 
     Args:
       plan: cuts and layout.
-      traced: the layers, traced at these shapes.
+      model: the layers, traced at these shapes.
       schedule: the order of actions.
-      functions: what the layers of each group of `traced` compute.
+      functions: what the layers of each group compute.
       trained: their forward and backward, in the same order; empty for a step without backward.
       programs: what devices run of layers; default: nothing is there yet.
       idles_work: whether idle stages may compute along (`jpipe.planning.layer_loops`), as they do but on CPUs.
@@ -213,20 +210,13 @@ def build_step(
       UserWarning: as `warn_of_unsplit`.
     """
     request, bounds, programs = plan.request, plan.partition.bounds, programs or DevicePrograms()
-    # With `unroll` groups are taken apart: a virtual stage has at most one layer of each; `traced_as` says of which.
-    model, splits = plan.arranged(traced), request.splits
-    stores_residuals = schedule.trains and not request.remat.keep_inputs
-
-    def for_groups(made: Sequence[T]) -> tuple[T, ...]:
-        """Items made for each group as traced (none if there are none), for each group of `model`."""
-        return tuple(made[g] for g in model.traced_as) if made else ()
-
+    splits, stores_residuals = request.splits, schedule.trains and not request.remat.keep_inputs
     crossed, over_stages = [stop - 1 for _, stop in bounds[:-1]], plan.shares_ends
     if over_stages:
         functions, trained = as_they_lie(model, plan.layouts, functions, trained, programs)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
-    over = lambda g: replace(splits, over_stages=over_stages and g in (0, traced.last))
+    over = lambda g: replace(splits, over_stages=over_stages and g in (0, model.last))
     layers: list[DeviceLayer] = []
     for g, one in enumerate(trained):
         layers.append(programs.layer(one, over(g), in_parts=schedule.splits))
@@ -235,21 +225,21 @@ def build_step(
     warn_of_unsplit(trained, layers)
     alone = lambda: [programs.forward(function, over(g)) for g, function in enumerate(functions)]
     forwards = [layer.forward for layer in layers] if stores_residuals else alone()
-    ranges, of_groups = make_ranges(model, bounds), (for_groups(forwards), for_groups(layers))
+    ranges = make_ranges(model, bounds)
     along = idles_work and not splits.on_cpu
-    idle_work = plan_idle_work(model, *of_groups, ranges, schedule.num_chunks, splits) if along else IdleWork()
+    idle_work = plan_idle_work(model, forwards, layers, ranges, schedule.num_chunks, splits) if along else IdleWork()
     table, kept = lay_out_rows(request, model, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
-    warn_of_skipped(model, of_groups[1], ranges, idle_work, table, splits)
+    warn_of_skipped(model, layers, ranges, idle_work, table, splits)
     return Step(
         plan=plan,
         schedule=schedule,
         model=model,
-        functions=for_groups(functions),
-        forwards=of_groups[0],
-        layers=of_groups[1],
-        mergings=for_groups([make_merging(layer.function, schedule.num_microbatches, splits) for layer in trained]),
+        functions=tuple(functions),
+        forwards=tuple(forwards),
+        layers=tuple(layers),
+        mergings=tuple(make_merging(layer.function, schedule.num_microbatches, splits) for layer in trained),
         stores_residuals=stores_residuals,
-        gradient_sums=make_gradient_sums(model, of_groups[1], plan.at_work["params"].storage, splits.axes),
+        gradient_sums=make_gradient_sums(model, layers, plan.at_work["params"].storage, splits.axes),
         kept=kept,
         activations=make_boundaries(model.boundaries, crossed),
         cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in model.boundaries], crossed),

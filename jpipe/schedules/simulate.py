@@ -1,6 +1,6 @@
 """`simulate`: computes how long a schedule takes, its bubble and its memory, without running it.
 
-It reads the same tick table as the executor, so it times what will run, and not an idealised pipeline.
+It goes through the slots of the executor's ticks, so it times what will run, and not an idealised pipeline.
 """
 
 import os
@@ -256,7 +256,11 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
     crossings = [crossings_of(schedule, index) for index in range(width)]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
-    for index, actions in _slots(schedule):
+    by_time: dict[int, list[Placed]] = {}
+    for placed, tau in schedule.slot_times.items():
+        by_time.setdefault(tau, []).append(placed)
+    for tau in range(-(-(max(by_time) + 1) // width) * width):  # up to the end of the last tick
+        index, actions = tau % width, by_time.get(tau, [])
         ends = clocks.tolist()
         for stage, action in actions:
             start, (anew, rest) = ends[stage], takes(stage, action)
@@ -286,16 +290,6 @@ def _takes(schedule: Schedule, work: Work) -> Takes:
         return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
 
     return takes
-
-
-def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
-    """The slots in time, read from the tick table: the index in its tick, and the actions of the stages in it."""
-    table = schedule.ticks
-    for tick in range(table.num_ticks):
-        for index, slot in enumerate(table.slots):
-            columns = slot.kind[tick].tolist(), slot.microbatch[tick].tolist(), slot.chunk[tick].tolist()
-            by_stage = enumerate(zip(*columns, strict=True))
-            yield index, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
 
 
 Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]

@@ -6,7 +6,6 @@ chunks a stage; T ticks of `width` slots each; a *column* is `[T * width, K]`, a
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -94,18 +93,13 @@ class WaitingValues:
         Rows are given in the order in which values become live. So a stage needs as many rows as values are live at
         once, and no more.
         """
-        rows = np.zeros_like(self.stage)
-        taken: dict[int, list[tuple[int, int]]] = {}  # by stage a heap of rows, each after the last use of its value
-        freed: dict[int, list[int]] = {}  # by stage a heap of rows
+        rows, counts = np.zeros_like(self.stage), np.bincount(self.stage, minlength=1)
+        until = np.full((len(counts), counts.max()), -1)  # `[K, rows]`, the last use of the latest value in each row
         # By `first`; of values that become live together, as by two routes, the one that is used first goes first.
-        order = np.lexsort((self.uses[:, 0], self.first))
-        columns = (order, self.stage[order], self.first[order], self.last[order])
-        for i, stage, first, last in zip(*(column.tolist() for column in columns), strict=True):
-            live, free = taken.setdefault(stage, []), freed.setdefault(stage, [])
-            while live and live[0][0] < first:
-                heapq.heappush(free, heapq.heappop(live)[1])
-            rows[i] = row = heapq.heappop(free) if free else len(live)
-            heapq.heappush(live, (last, row))
+        for i in np.lexsort((self.uses[:, 0], self.first)):
+            of_stage = until[self.stage[i]]
+            rows[i] = np.argmax(of_stage < self.first[i])
+            of_stage[rows[i]] = self.last[i]
         return rows
 
     def free(self, shape: Shape, begin: np.ndarray, end: np.ndarray) -> np.ndarray:

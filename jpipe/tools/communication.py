@@ -119,8 +119,8 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
         kind = sent.collective, sent.axes, sent.devices
         counts[Transfer(loop, layer, *kind, array, sent.bytes, 1.0, sent.line)] += times
     transfers = [replace(one, bytes=one.bytes * count, count=count) for one, count in counts.items()]
-    groups = zip(step.model.groups, step.model.traced_as, step.layers, strict=True)
-    unsplit = [(words_of(group), one) for group, i, layer in groups for one in unsplit_in(layers[i], layer)]
+    groups = zip(step.model.groups, layers, step.layers, strict=True)
+    unsplit = [(words_of(group), one) for group, traced, layer in groups for one in unsplit_in(traced, layer)]
     return Communication(title, tuple(sorted(transfers, key=lambda one: [*HOW_OFTEN].index(one.loop))), tuple(unsplit))
 
 

@@ -225,7 +225,7 @@ def holdings(plan: Plan) -> Holdings:
     return Holdings(
         own={name: _own(plan, layout) for name, layout in plan.layouts.items()},
         device={name: _amount(_parts(tree)) for name, tree in plan.shapes.items()},
-        shared=tuple(variables.users[0] for variables in plan.traced.variable_sets if variables.shared),
+        shared=tuple(variables.users[0] for variables in plan.model.variable_sets if variables.shared),
     )
 
 

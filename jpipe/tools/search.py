@@ -331,7 +331,7 @@ class Search:
         mesh = mesh_of_nowhere({AXIS: 1, **dict.fromkeys(axes, 1)})
         planner = self.make(num_stages=1, num_microbatches=1, mesh=mesh).planner
         with warnings.catch_warnings(action="ignore"):
-            groups = planner.plan_for(self.batch).traced.groups
+            groups = planner.plan_for(self.batch).model.groups
         self._largest = max((bytes_of(group.variables.get("params")), words_of(group)) for group in groups)
         named = {name for group in groups for name in group.asked_axes | group.constrained}
         names = ({*axes} or named) - {AXIS}

@@ -58,7 +58,7 @@ def summarize(title: str, planner: Planner) -> Table:
         held = holdings(plan)
         columns["parameters"] = _parameters(plan, held)
         notes += [_held(held), *_memory(planner, plan), *_shared(plan, held)]
-        notes += follow_examples(plan.traced).in_words(plan.traced)
+        notes += follow_examples(plan.model).in_words(plan.model)
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} by the layers' costs; {bubble}"
     columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks

@@ -109,9 +109,8 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, list[float]]:
     Ends that all stages compute together take these, of (kernels, links), for each micro-batch, and nothing among the
     layers.
     """
-    layers = zip(step.model.traced_as, step.layers, strict=True)
-    of_group = {g: _layer_seconds(layer, network, step.stores_residuals) for g, layer in layers}
-    by_layer = [of_group[g] for g in step.plan.traced.group_of]
+    of_group = [_layer_seconds(layer, network, step.stores_residuals) for layer in step.layers]
+    by_layer = [of_group[g] for g in step.model.group_of]
     table = {kind: np.array([seconds[kind] for seconds in by_layer]) for kind in "FRBIW"}  # [N, (kernels, links)]
     ends = np.zeros(2)
     if step.ends.shared:

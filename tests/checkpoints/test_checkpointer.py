@@ -173,7 +173,7 @@ def test_goes_on_with_the_same_losses_under_another_layout(run, make_mesh, case,
             "remat": "none",
             "mesh": make_mesh((2, 2), ("stage", "data")),
         },
-        "one stage": {"k": 1, "unroll": True},
+        "one stage": {"k": 1},
         "ends spread": {
             "k": 2,
             "ends": "spread",

@@ -108,6 +108,6 @@ def test_blocks_that_one_call_makes():
     found = pipe.model_variables(pipe.init(KEY, batch))
     expected = nnx.to_pure_dict(nnx.state(Stack(nnx.Rngs(KEY)), nnx.Param))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found["params"], expected)
-    assert (1, 2, 3, 4, 5) in [group.indices for group in pipe.plan.traced.groups]
+    assert (1, 2, 3, 4, 5) in [group.indices for group in pipe.plan.model.groups]
     shapes = {v.aval.shape for init in pipe.planner.cut.inits for e in init.closed.jaxpr.eqns for v in e.outvars}
     assert (6, 8, 8) not in shapes

@@ -79,6 +79,6 @@ def test_both_doors_lead_to_one_program(kind):
             shapes = jax.eval_shape(pipe.init, jax.random.key(0), truth.batch)
             text = jax.jit(pipe.value_and_grad).lower(shapes, truth.batch).as_text()
             counts = Counter(re.findall(r"stablehlo\.(\w+)", text))
-            found.append((pipe.plan.traced.group_of, pipe.partition.counts, {op: counts[op] for op in COUNTED}))
+            found.append((pipe.plan.model.group_of, pipe.partition.counts, {op: counts[op] for op in COUNTED}))
         assert found[0] == found[1]
         assert found[0][2]["dot_general"] > 0

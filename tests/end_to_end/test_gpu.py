@@ -106,7 +106,7 @@ def test_no_loop_of_a_steady_tick_stops_the_host(schedule, chunks, remat):
     runs = lower(pipe.schedule, keep_inputs=remat == "full", idle_work=True).runs
     steady = max(run.stop - run.start for run in runs if all(run.together))
     (loop,) = [loop for loop in program.find("ticks") if loop.trips == steady]
-    ends = {"Dense.0", f"Dense.{len(pipe.planner.plan.traced.groups) - 1}"}  # as large as blocks here: loops of 0 or 1
+    ends = {"Dense.0", f"Dense.{len(pipe.planner.plan.model.groups) - 1}"}  # as large as blocks here: loops of 0 or 1
     inner = [each for one in loop.walk() for each in counted(one)]
     assert {one.name for one, count in inner if not count} <= ends
     assert any(count for _, count in inner)

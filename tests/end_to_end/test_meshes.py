@@ -97,7 +97,7 @@ def test_batch_axes(make_mesh, experts_model, gather):
         placed = pipe.place(experts_model.batch)
         for whole, leaf in zip(jax.tree.leaves(experts_model.batch), jax.tree.leaves(placed), strict=True):
             assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {len(whole) // 2}
-        assert pipe.plan.traced.axes[0].names == ("dp_replicate",)
+        assert pipe.plan.model.axes[0].names == ("dp_replicate",)
         assert copy.copy(pipe).planner.request.splits == pipe.planner.request.splits
 
 
@@ -191,7 +191,7 @@ def test_logical_axis_rules(make_mesh):
         assert_close(found, loss, "loss")
         assert_close(pipe.layer_variables({"params": gradients}), grads, "gradients")
         assert_close(pipe.apply(variables, truth.batch), outputs, "outputs")
-        groups = [pipe.plan.traced.group_at(index) for index in range(6)]
+        groups = [pipe.plan.model.group_at(index) for index in range(6)]
         split = lambda index: [tuple(spec) for spec in groups[index].specs["params"] if any(spec)]
         assert split(1) == split(3) == [("dp", "model"), ("model", "dp")]
         assert split(2) == split(4) == [("dp", "model")]

@@ -135,7 +135,6 @@ OPTIONS = {
     "1f1b": {},
     "gpipe": {"schedule": "gpipe"},
     "interleaved": {"schedule": "interleaved", "num_chunks": 2},
-    "unrolled": {"unroll": True},
 }
 
 

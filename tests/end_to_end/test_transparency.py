@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -202,3 +203,26 @@ def test_stage_k_runs_k_less_forwards_ahead_in_one_slot(k, m, remat):
         sizes = {"num_stages": k, "num_microbatches": m}
         pipe = jpipe.Pipeline(layers, sequential.squares, **sizes, schedule=schedule, remat=remat, balance="even")
         assert_step_equals(pipe, items, batch, jax.random.key(sequential.CELLS_KEY), expected)
+
+
+def not_a_number(shape, dtype):
+    """What memory may hold that nothing was written to."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.full(shape, jnp.iinfo(dtype).max, dtype)
+    return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else True, dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("mixed", "interleaved", 2, 4, 2, "none"),
+        pytest.param(("mixed", "1f1b", 3, 3, 1, "stage"), marks=pytest.mark.slow),
+        pytest.param(("linen", "one slot", 2, 4, 1, "layer"), marks=pytest.mark.slow),
+        pytest.param(("alternating", "gpipe", 4, 4, 1, "full"), marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_read_that_was_not_written(case, monkeypatch):
+    """A CPU gives zeros for an empty array, an accelerator whatever lies there."""
+    monkeypatch.setattr(jax.lax, "empty", not_a_number)
+    with jax.enable_x64(True):
+        check_program(*case, "float64")

@@ -60,7 +60,7 @@ def test_it_goes_on_where_the_model_is_cut_otherwise(tmp_path, tx, make_mesh):
     )
     with jpipe.Checkpointer(tmp_path) as files:
         again, position = files.restore(other, BATCH, tx)
-    assert position == 3 and other.plan.traced.num_layers > pipe.plan.traced.num_layers
+    assert position == 3 and other.plan.model.num_layers > pipe.plan.model.num_layers
     equal(other.model_variables(again.variables), pipe.model_variables(state.variables))
     equal(jpipe.load_model(tmp_path), pipe.model_variables(state.variables))
     before, after = pipe.train_step(state, BATCH), other.train_step(again, BATCH)

@@ -92,7 +92,7 @@ def test_a_reference_takes_the_models_own_tree():
     "options",
     [
         {"ends": "shared", "num_stages": 4},
-        pytest.param({"unroll": True, "num_stages": 3}, marks=pytest.mark.slow),
+        pytest.param({"num_stages": 3}, marks=pytest.mark.slow),
         pytest.param({"shard_over": "data", "gather": "use"}, marks=pytest.mark.slow),
     ],
 )

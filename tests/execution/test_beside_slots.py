@@ -51,7 +51,7 @@ CASES = [
     (untied, 2, 4, {"remat": "stage"}, {}),
     (untied, 2, 4, {"schedule": "naive", "remat": "full"}, {}),
     (tied, 2, 4, {"schedule": "interleaved", "num_chunks": 2}, {}),
-    (untied, 2, 4, {"schedule": "v", "num_chunks": 2, "unroll": True}, {}),
+    (untied, 2, 4, {"schedule": "v", "num_chunks": 2}, {}),
     (untied, 2, 4, {"schedule": schedule_of("zb-h1", 2, 4)}, {}),
     (untied, 2, 2, {"shard_over": "fsdp"}, {"fsdp": 4}),
     (tied, 2, 2, {"shard_over": "fsdp", "gather": "use"}, {"fsdp": 4}),

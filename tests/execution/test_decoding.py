@@ -221,7 +221,6 @@ PLACES = {
     "K=1, V=2": {"num_stages": 1, "num_chunks": 2, "schedule": "interleaved"},
     "K=2, V=2": {"num_stages": 2, "num_chunks": 2, "schedule": "interleaved"},
     "v": {"num_stages": 3, "num_chunks": 2, "schedule": "v"},
-    "unrolled": {"num_stages": 2, "unroll": True},
     "spread": {"num_stages": 2, "ends": "spread"},
     "shared": {"num_stages": 2, "ends": "shared"},
     "shared by one": {"num_stages": 1, "ends": "shared"},
@@ -391,7 +390,7 @@ def test_blocks_with_numbers_of_their_own(numbers, groups):
     layers = [linen()[0], *(Deep(*own) for own in numbers), linen()[-1]]
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even")
     variables = pipe.init(jax.random.key(1), batch)
-    assert pipe.planner.known_plan().traced.group_of == groups
+    assert pipe.planner.known_plan().model.group_of == groups
     apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
     prompts = np.random.default_rng(1).integers(0, VOCABULARY, (7, 5)).astype(np.int32)
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 5), without_cache(apply, prompts, 5))

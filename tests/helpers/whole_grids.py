@@ -74,7 +74,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_meshes.py::test_default_explicit_mesh_of_stages_alone": ("True",),
     "test_meshes.py::test_a_model_without_parameters_on_an_explicit_mesh": ("shape1",),
     "test_pipeline.py::test_where_the_inputs_come_from": ("None-<lambda>1",),
-    # K=2 with V=2, unrolled, and shared ends stay.
+    # K=2, K=2 with V=2, and shared ends stay.
     "test_decoding.py::test_equals_the_model_without_a_cache": (
         *(
             "K=4-greedy",
@@ -120,9 +120,9 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_checkpointer.py::test_a_damaged_checkpoint_is_passed_over_and_set_aside": ("optimizer-truncate",),
     # Mixed layers and a chain of one kind stay.
     "test_beside_slots.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
-    "test_peers.py::test_pipelines_train_that_model": ("layer,unrolled,zero_bubble",),
-    # Each kind of layer, the looped and the unrolled, split backwards and whole ones stay with another kind.
-    "test_alike.py::test_a_step_and_evaluation_equal_the_sequential_model": ("linen-zero_bubble", "linen-1f1b"),
+    "test_peers.py::test_pipelines_train_that_model": ("layer,zero_bubble",),
+    # Each kind of layer, split backwards and whole ones stay with another kind.
+    "test_alike.py::test_a_step_and_evaluation_equal_the_sequential_model": ("linen-zero_bubble",),
     # Each rule stays, with M=2 and M=4, at which the batch is cut.
     "test_backward_rules.py::test_it_sees_what_it_sees_in_the_whole_model": (
         *("clip-mean-M1-{}-{}", "clip-masked-M1-{}-{}", "clip-mean-M4-{}-{'remat': 'none'}"),
@@ -181,11 +181,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     # What is computed stays with the other two, by both remats.
     "test_kernels.py::test_layers_with_programs_inside_equal_plain_flax": ("all-layer",),
     "test_per_layer.py::test_per_layer_shows_each_layer_its_own_tree": ("multi_transform", "clipped by block"),
-    "test_tpu.py::test_images_are_padded_one_micro_batch_at_a_time": ("use",),
-    "test_options.py::test_the_step_stays_that_of_the_sequential_model": (
-        "plain-1f1b-1-3-1-full",
-        "linen-1f1b-2-4-1-none",
-    ),
     # Each mode stays: none, layer, stage; full with one stage.
     "test_remat.py::test_every_layer_runs_as_often_as_its_mode_says_and_never_in_an_idle_tick": (
         *("none-interleaved-2-2-1", "full-1f1b-2-1-3"),

@@ -335,7 +335,7 @@ class Looped(nnx.Module):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("module", {}), ("module", {"ends": "spread", "unroll": True}), ("list", {}), ("list", {"remat": "none"})],
+    [("module", {}), ("module", {"ends": "spread"}), ("list", {}), ("list", {"remat": "none"})],
 )
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
 def test_constants_of_shared_blocks(kind, options, make):

@@ -127,7 +127,7 @@ def test_values_of_which_a_process_has_a_part_go_where_whole_ones_go(monkeypatch
 GRID = [
     ("linen", "interleaved", 2, 4, 2, {}, {}),
     ("mixed", "v", 2, 4, 2, {"remat": "none"}, {}),
-    ("alternating", "1f1b", 4, 2, 1, {"unroll": True}, {}),
+    ("alternating", "1f1b", 4, 2, 1, {}, {}),
     ("nnx factories", "gpipe", 3, 3, 1, {}, {}),
     ("linen", "zero_bubble", 4, 4, 1, {}, {}),
     ("linen", "1f1b", 2, 3, 1, {"shard_over": ("data",)}, {"data": 2}),

@@ -265,7 +265,6 @@ OPTIONS = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved", "num_chunks": 2},
     "zero_bubble": {"schedule": "zero_bubble", "remat": "none"},
-    "unrolled": {"schedule": "1f1b", "unroll": True},
     "whole stages again": {"schedule": "gpipe", "remat": "stage"},
     "one stage": {"schedule": "1f1b", "num_stages": 1},
     "ends of all": {"schedule": "1f1b", "ends": "spread"},
@@ -273,7 +272,6 @@ OPTIONS = {
 FAST = [
     ("linen", "1f1b"),
     ("linen", "zero_bubble"),
-    ("linen", "unrolled"),
     ("nnx", "zero_bubble"),
     ("plain", "interleaved"),
 ]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 import jpipe
 from jpipe.layers.adapt import as_layers
-from jpipe.model.groups import same_type, unrolled
+from jpipe.model.groups import same_type
 from jpipe.model.trace import trace_model
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
@@ -28,20 +28,6 @@ def test_variables_are_in_sets():
         (1, ((1,), (2,), (3,), (5,)), False),
     ]
     assert [group.variable_set for group in model.groups] == [0, 1, None, 0]
-
-
-def test_unrolled_groups_have_one_layer_a_virtual_stage():
-    layers = [nn.Embed(5, 8), *[nn.Dense(8) for _ in range(6)], nn.Dense(5)]
-    model = unrolled(trace(layers, IDS), [(0, 3), (3, 6), (6, 8)])
-    assert model.group_of == (0, 1, 2, 1, 2, 3, 1, 4)
-    assert model.traced_as == (0, 1, 1, 1, 2)
-    assert [known.users for known in model.variable_sets] == [
-        ((0,),),
-        ((1,), (3,), (6,)),
-        ((2,), (4,)),
-        ((5,),),
-        ((7,),),
-    ]
 
 
 def test_same_type():

@@ -60,11 +60,9 @@ def test_times_of_stages():
     assert plan(planner([0.0] * 4)).stage_times == ((1.0, 1.0), (2.0, 2.0))
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_the_model_as_the_stages_run_it(unroll):
-    made = plan(planner("even", unroll=unroll))
-    assert [group.indices for group in made.traced.groups] == [(0,), (1, 2), (3,)]
-    assert made.model.group_of == (0, 1, 1, 2), "no two of the equal layers are on one stage"
+def test_the_model_as_the_stages_run_it():
+    made = plan(planner("even"))
+    assert [group.indices for group in made.model.groups] == [(0,), (1, 2), (3,)]
     assert set(made.layouts) == {"params"}
 
 

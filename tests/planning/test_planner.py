@@ -36,7 +36,7 @@ def test_values_are_made_once():
     plan = planner.plan_for(BATCH)
     assert plan is planner.plan_for(halved(BATCH)) is planner.known_plan()
     micro = planner.for_training(BATCH)
-    assert planner.model(micro) is plan.traced and planner.loss(micro) is plan.loss
+    assert planner.model(micro) is plan.model and planner.loss(micro) is plan.loss
     step = planner.training_step(micro)
     assert step is planner.training_step(planner.for_training(BATCH), jax.random.key(1))
     assert step is not planner.training_step(micro, jax.random.key(1, impl="rbg"))
@@ -141,7 +141,7 @@ def test_the_first_batch_through_any_door_makes_the_plan():
         planner = make()
         micro = getattr(planner, door)(BATCH)
         assert (micro.size, micro.count, micro.bare) == (4, 2, False)
-        assert planner.known_plan().traced.batch["inputs"].shape == (4, 4)
+        assert planner.known_plan().model.batch["inputs"].shape == (4, 4)
 
 
 def test_batches_that_are_not_like_the_first():

@@ -47,13 +47,12 @@ def test_what_is_neither_a_word_nor_several():
     ("options", "error", "message"),
     [
         ({"ends": "half"}, ValueError, r"ends='half' is unknown; use one of \['own', 'spread', 'shared'\]"),
-        ({"unroll": 2}, TypeError, "unroll=2 is not a bool; True compiles layers one by one"),
     ],
 )
 def test_a_wrong_option_is_an_error(options, error, message):
     with pytest.raises(error, match=message):
         Options(**options)
-    assert Options() == Options(False, "own")
+    assert Options() == Options("own")
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])

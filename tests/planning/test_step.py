@@ -61,11 +61,10 @@ def sequences():
         return make_model(layers, weighted_cross_entropy, {name: array[:, :4] for name, array in tokens().items()})
 
 
-@pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_sums_over_an_axis_that_splits_no_parameter_are_taken_once(make_mesh, sequences, unroll):
+def test_sums_over_an_axis_that_splits_no_parameter_are_taken_once(make_mesh, sequences):
     with jax.enable_x64(True):
         mesh = make_mesh((2, 2, 2), ("stage", "data", "context"))
-        pipe = pipeline(sequences, "1f1b", 2, 3, mesh=mesh, balance="even", unroll=unroll)
+        pipe = pipeline(sequences, "1f1b", 2, 3, mesh=mesh, balance="even")
         variables, _ = check_step(pipe, sequences)
         text = jax.jit(pipe.value_and_grad).lower(variables, sequences.batch).compile().as_text()
     kernel = 8 * WIDTH * WIDTH
@@ -126,14 +125,6 @@ def test_forward_only(steps):
     assert not any(function.train for function in step.functions)
     assert [leaf.shape for leaf in step.outputs] == [(2, 4)]
     assert set(step.storages) == {"params"}
-
-
-def test_equal_layers_of_an_unrolled_model_are_traced_once(steps):
-    pipe, variables = tanh_pipeline(unroll=True)
-    jax.eval_shape(pipe.value_and_grad, variables, BATCH)
-    (step,) = steps
-    assert len(step.layers) > 3
-    assert len({id(layer) for layer in step.layers}) == 3
 
 
 def test_a_group_without_layers_where_backwards_are_split():

@@ -135,7 +135,7 @@ def sizes(trees) -> tuple[int, int]:
     [
         ({"stage": 2}, {"balance": [1, 5]}),
         ({"stage": 2}, {"balance": [1, 2, 1, 2], "num_chunks": 2, "schedule": "interleaved"}),
-        ({"stage": 2, "fsdp": 2, "tp": 2}, {"balance": [4, 2], "unroll": True}),
+        ({"stage": 2, "fsdp": 2, "tp": 2}, {"balance": [4, 2]}),
         ({"stage": 2, "data": 2, "tp": 2}, {"balance": [3, 3], "shard_over": ["data"]}),
     ],
 )

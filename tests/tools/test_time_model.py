@@ -124,7 +124,7 @@ def test_devices_that_each_need_whole_weights_read_them_whole():
         {},
         {"axes": {"data": 2}},
         {"axes": {"data": 2}, "shard_over": "data"},
-        {"axes": {"tensor": 2}, "unroll": True},
+        {"axes": {"tensor": 2}},
         {"ends": "spread"},
         {"ends": "spread", "axes": {"data": 2}},
         {"ends": "shared", "axes": {"data": 2}},
@@ -133,7 +133,7 @@ def test_devices_that_each_need_whole_weights_read_them_whole():
     ids=str,
 )
 def test_what_is_sent_once_a_step_is_what_the_program_sends(options):
-    """Layers that differ, unrolled, with a tensor axis raised KeyError, and spread ends were sent for nothing."""
+    """Spread ends were sent for nothing."""
     options = {"axes": {}, "tied": False} | options
     axes, tied = {"stage": 2} | options.pop("axes"), options.pop("tied")
     kernel = nn.with_partitioning(nn.initializers.zeros, (None, "tensor"))

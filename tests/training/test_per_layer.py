@@ -108,7 +108,7 @@ TX = {
 PIPES = {
     "1f1b": {"num_stages": 2},
     "spread": {"num_stages": 2, "num_chunks": 2, "schedule": "v", "ends": "spread"},
-    "unrolled": {"num_stages": 3, "unroll": True},
+    "three stages": {"num_stages": 3},
     "model": {"num_stages": 2, "mesh": ((2, 2), ("stage", "model"))},
 }
 BY_DEFAULT = {("masked by path", "model"), ("novograd", "1f1b")}
