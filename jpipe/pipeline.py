@@ -41,7 +41,7 @@ from jpipe.tools.communication import Communication, communication
 from jpipe.tools.gradient_check import GradientCheck, check_gradients
 from jpipe.tools.page import Page, facts_of, show
 from jpipe.tools.summary import notes_on_room, summarize
-from jpipe.training.train_state import TrainState, TrainSteps, Variables, abstract_state, make_opt_state, state_to_place
+from jpipe.training.train_state import TrainState, Variables, abstract_state, make_opt_state, state_to_place, steps_for
 from jpipe.types import Batch, Leaf, PyTree
 
 checks.refuse_serialization()
@@ -147,7 +147,7 @@ class Pipeline(Tabular):
         self.agreement = checks.Agreement(self.planner)
         # A function of this pipeline's own: what was compiled of it goes when the pipeline goes.
         jit = lambda program, *static: jax.jit(partial(program), static_argnums=static)
-        self._train_steps = TrainSteps(programs.value_and_grad, self._state_shapes)
+        self._train_step_for = steps_for(programs.value_and_grad, self._state_shapes)
         self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad, 0), jit(programs.evaluate, 0)
         self._jit_apply, self._jit_to_layers = jit(programs.apply, 0, 1), jax.jit(to_layers)
         self._jit_to_model = jax.jit(lambda cut, variables: cut.to_model(to_layers(variables)), static_argnums=0)
@@ -429,8 +429,7 @@ class Pipeline(Tabular):
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.
 
-        A `tx` made anew from the same numbers and functions runs what was compiled for the first one, unless it holds
-        objects that may have changed. The last 8 are kept; `clear_cache` drops them.
+        It is compiled for each `tx`, as an object: keep the one that you made. The last 8 are kept.
 
         Returns:
           The new state, and metrics: scalars "loss", "grad_norm" (of all gradients, before the optimiser), "finite"
@@ -441,14 +440,13 @@ class Pipeline(Tabular):
         step = self._training_step(state.variables, batch, state.key)
         checks.check_offload(self.plan, state)
         self.agreement.check(batch, "train")
-        tx, run = self._train_steps.of(state.tx)
-        with first_call("the training step", (state, batch)) as done, notes_on_room(self.planner, state, batch, tx):
-            new, metrics = done(run(step, state.replace(tx=tx), batches.on_mesh(batch, self.mesh)))
-        return new.replace(tx=state.tx), metrics
+        run, room = self._train_step_for(state.tx), notes_on_room(self.planner, state, batch, state.tx)
+        with first_call("the training step", (state, batch)) as done, room:
+            return done(run(step, state, batches.on_mesh(batch, self.mesh)))
 
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
-        self._train_steps.clear()
+        self._train_step_for.cache_clear()
         for program in [value for name, value in vars(self).items() if name.startswith("_jit_")]:
             program.clear_cache()
         self.planner.clear_cache()

@@ -400,21 +400,16 @@ def to_json(tree: PyTree, leaf_to_json: Callable[[Path, Leaf], Json] = _value_to
         children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
         if len(children) == 1 and not children[0][0]:
             return {"leaf": leaf_to_json(path, node)}
-        keys = [key for (key,), _ in children]
-        items = [convert((*path, name_of(key)), child) for key, (_, child) in zip(keys, children, strict=True)]
+        items = [convert((*path, name_of(key)), child) for (key,), child in children]
         if isinstance(node, list) or type(node) is tuple:
             return {"list" if isinstance(node, list) else "tuple": items}
-        return {"dict": [[_key_to_json(path, key), child] for key, child in zip(keys, items, strict=True)]}
+        keys = [key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key) for (key,), _ in children]
+        if strange := [key for key in keys if type(key) not in (str, int, float, bool)]:
+            where = "/".join(path) or "the root"
+            raise TypeError(f"a dict at {where} has the key {strange[0]!r}; use strings or numbers")
+        return {"dict": list(map(list, zip(keys, items, strict=True)))}
 
     return convert((), tree)
-
-
-def _key_to_json(path: Path, key: Any) -> str | int | float | bool:
-    """Returns a dict's key itself, and for another container the field's name; `path` leads to the container."""
-    value = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
-    if type(value) not in (str, int, float, bool):
-        raise TypeError(f"a dict at {'/'.join(path) or 'the root'} has the key {value!r}; use strings or numbers")
-    return value
 
 
 def from_json(encoded: Json, leaf_from_json: Callable[[Json], Leaf] = _value_from_json) -> PyTree:

@@ -112,7 +112,7 @@ def sees_more(function: LayerFunction, length: int) -> str:
 
 
 PickLogits = Callable[[PyTree], jax.Array]
-"""A model's outputs -> its logits `[b, T, vocabulary]`."""
+"""A model's outputs -> the one of them that is its logits, `[b, T, vocabulary]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,17 +124,17 @@ class Decoding:
       prefill: the same of several tokens of a prompt; None if it is fed by single ones.
       caches: where caches lie, a row for each micro-batch; a record type for each group, a record for each layer of it.
       starts: by the name of a buffer, the number that all of it starts from.
-      logits: leaves of the outputs -> the logits.
+      logits: the index of the logits among the leaves of the outputs.
     """
 
     step: Step
     prefill: Step | None
     caches: Storage
     starts: dict[str, float]
-    logits: Callable[[list[Leaf]], jax.Array]
+    logits: int
 
 
-def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
+def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: int) -> Decoding:
     """Traces the layers in decode mode and lays out their caches.
 
     Args:
@@ -142,13 +142,13 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
       size: b, the sequences of a micro-batch.
       length: the longest sequence that is fed: what caches are made for.
       prefill: the tokens of a prompt that layers take at a time.
-      logits: which of the outputs are the logits; None if the model gives nothing else.
+      logits: the index of the logits among the leaves of the outputs.
 
     Raises:
-      ValueError: the model takes no tokens or gives no logits; its ends are shared in a way that can't be undone; no
-        layer has a cache, or one too short; decoding needs other variables than training.
+      ValueError: the model's ends are shared in a way that can't be undone; no layer has a cache, or one too short;
+        decoding needs other variables than training.
     """
-    tokens = _check_tokens(plan, logits)
+    (tokens,) = jax.tree.leaves(plan.model.inputs)
     plan = _with_own_ends(plan) if plan.shares_ends else plan
     if plan.cut is not None:
         layers_for = cut_decoder(plan.cut, plan.model.inputs, size, length)
@@ -164,9 +164,7 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
     except ValueError as error:
         raise ValueError(f"generate: prefill={prefill}, but in decode mode {error}\nUse prefill=1") from error
     caches, starts = _cache_storage(step)
-    outputs = jax.tree.structure(plan.model.groups[-1].gives)
-    pick = lambda leaves: leaves[0] if logits is None else logits(jax.tree.unflatten(outputs, leaves))
-    return Decoding(step, first, caches, starts, pick)
+    return Decoding(step, first, caches, starts, logits)
 
 
 def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:
@@ -187,20 +185,30 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     return build_step(plan, model, schedule, functions, idles_work=False)
 
 
-def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct:
-    """Checks that the model maps tokens to logits, and returns the shape and dtype of the tokens, `[b, T]`."""
+def find_logits(plan: Plan, logits: PickLogits | None) -> int:
+    """The index of the logits among the leaves of the outputs.
+
+    Args:
+      plan: the pipeline's.
+      logits: picks them out of the outputs; None if the model gives nothing else.
+
+    Raises:
+      ValueError: the model takes no tokens `[b, T]`, or this is none of its outputs that may be logits.
+    """
     inputs, gives = jax.tree.leaves(plan.model.inputs), plan.model.groups[-1].gives
     takes_tokens = len(inputs) == 1 and inputs[0].ndim == 2 and jnp.issubdtype(inputs[0].dtype, jnp.integer)
+    outputs, structure = jax.tree.flatten(gives)
+    marks = [object() for _ in outputs]  # so that one is picked as it is
     try:
-        logits_leaves = jax.tree.leaves(gives if logits is None else jax.eval_shape(logits, gives))
+        picked = marks if logits is None else [logits(jax.tree.unflatten(structure, marks))]
     except Exception as error:
         raise ValueError(f"generate: logits raised {error!r}; return one of the outputs, {describe(gives)}") from error
-    if not takes_tokens or len(logits_leaves) != 1 or logits_leaves[0].ndim != 3:
+    if not takes_tokens or len(picked) != 1 or picked[0] not in marks or outputs[marks.index(picked[0])].ndim != 3:
         raise ValueError(
             f"generate makes logits [B, T, vocabulary] of tokens [B, T]; this takes {describe(plan.model.inputs)} "
             f"and gives {describe(gives)}. Say which are logits: pipe.generate(..., logits=lambda outputs: outputs[0])"
         )
-    return inputs[0]
+    return marks.index(picked[0])
 
 
 def _with_own_ends(plan: Plan) -> Plan:

@@ -16,7 +16,7 @@ time (prefill), these go round first, as one "token" here; the token that follow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -27,14 +27,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
+from jpipe.execution.decoding import Decoding, PickLogits, find_logits, make_decoding
 from jpipe.execution.executor import moved
 from jpipe.execution.programs import run_step
 from jpipe.execution.stage import Stage
 from jpipe.execution.sweep import Job, sweep
 from jpipe.jax.in_place import Index, put_slice, take_row, take_slice, when
 from jpipe.layers.base import describe
-from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.batches import join_microbatches
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import StageTree
@@ -158,7 +157,7 @@ class Round:
             if job.g != step.model.last:
                 buffers = step.activations.write(carry.activation, groups[job.g].indices[0], 0, results.outputs)
                 return carry._replace(activation=buffers)
-            return self._said(job.microbatch, begin + at_once, self.decoding.logits(results.outputs)[:, -1], carry)
+            return self._said(job.microbatch, begin + at_once, results.outputs[self.decoding.logits][:, -1], carry)
 
         return sweep(step, Job(microbatch, {}, virtual_stage=virtual_stage), "F", reads, visit, carry)
 
@@ -206,14 +205,13 @@ class Generator:
       planner: the pipeline's.
 
     Attributes:
-      decoding: b, the longest sequence, tokens of a prompt at a time, which outputs are the logits -> how the layers
+      decoding: b, the longest sequence, tokens of a prompt at a time, which output is the logits -> how the layers
         decode; each is laid out once.
       program: `generate`, jitted.
     """
 
     def __init__(self, planner: Planner):
         self._planner = planner
-        self._logits: dict[Hashable, PickLogits] = {}
         self.decoding = cache(self._decoding)
         # A `partial` is a function of its own, so that `clear_cache` drops what this pipeline compiled alone.
         self.program = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
@@ -241,7 +239,7 @@ class Generator:
         Raises:
           TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a
             temperature that is no number from 0 on, or one without a key; prompts aren't fed in equal parts; as
-            `make_decoding`.
+            `find_logits` and `make_decoding`.
         """
         request = self._planner.request
         stages, shards = request.schedule.num_stages, request.splits.num_shards
@@ -254,15 +252,13 @@ class Generator:
         sizes = [n for n in range(1, length + 1) if length % n == 0]
         if (fed := integer_or_none(prefill)) not in sizes:
             raise ValueError(f"prefill={prefill!r} is no part of prompts of {length} tokens; feed {sizes} at a time")
-        if logits is not None:  # one made anew runs the program that was compiled for the first
-            logits = self._logits.setdefault(fingerprint(logits), logits)
         size = -(-count // (stages * shards)) * shards  # of a micro-batch, which data axes split evenly
-        decoding = self.decoding(size, length + num_tokens - 1, fed, logits)
+        decoding = self.decoding(size, length + num_tokens - 1, fed, find_logits(self._planner.known_plan(), logits))
         words = f"generate {num_tokens} tokens at {temperature}, prefill {fed}"
         drawn_by = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
         return words, partial(self.program, decoding=decoding, num_tokens=num_tokens), drawn_by
 
-    def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
+    def _decoding(self, size: int, length: int, prefill: int, logits: int = 0) -> Decoding:
         planner = self._planner
         with planner.tracing(), task(f"tracing {len(planner.request.layers)} layers in decode mode"):
             return make_decoding(planner.known_plan(), size, length, prefill, logits)

@@ -28,11 +28,11 @@ from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_st
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import on_stages, shapes_only
-from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, Constants, LayerGroup
+from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, Constants
 from jpipe.model.layer_function import trace_group_init
 from jpipe.model.random_keys import init_key, key_shape
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
+from jpipe.partitioner.shardings import replicated, to_spec
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
 from jpipe.processes.progress import compiles
@@ -140,27 +140,18 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
                 return {}
             layer_key = init_key(key, layer, of_model=group.layer.has_model_key)
             arguments = [layer_key, *group.constants.get(INIT, Constants()).of(layer)]
-            return _init_layer(plan, group, arguments, *records.lying(v))
+            with shapes_only(mesh):
+                jaxpr, made = trace_group_init(group, key_shape(layer_key), plan.model.batch)[:2]
+            axes, lying = records.lying(v)
+            wanted = [lambda _, s=sharding: s for name in sorted(made) for sharding in lying[name]]
+            local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(arguments), wanted)
+            return replay(local.jaxpr, {name: jax.tree.leaves(tree) for name, tree in made.items()})(arguments)
 
         buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)
         return add_stage_axis(records.updated(make, buffers, ()))
 
     run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
-
-
-def _init_layer(
-    plan: Plan, group: LayerGroup, given: Sequence[jax.Array], axes: tuple[Axis, ...], lying: dict[str, list[Sharding]]
-) -> Leaves:
-    """The leaves of a new layer's variables by collection, each device's own parts, which lie as `lying` says.
-
-    They follow from its random key and its constants: `given`.
-    """
-    with shapes_only(plan.request.mesh):
-        jaxpr, made, _ = trace_group_init(group, key_shape(given[0]), plan.model.batch)
-    wanted = [sharding for name in sorted(made) for sharding in lying[name]]
-    local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(given), [lambda _, s=s: s for s in wanted])
-    return replay(local.jaxpr, {name: jax.tree.leaves(tree) for name, tree in made.items()})(given)
 
 
 def value_and_grad(

@@ -43,21 +43,16 @@ class Arguments:
         arrays = iter(self._arrays)
         return jax.tree.unflatten(self._structure, [fixed[1] if fixed else next(arrays) for fixed in self._fixed])
 
-    def tree_flatten(self) -> tuple[tuple[Leaf, ...], tuple[object, object]]:
-        """The arrays; all that stays as it is."""
-        return self._arrays, (self._structure, self._fixed)
-
     def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[object, object]]:
-        """The same; each array with its place or its keyword."""
-        arrays, rest = self.tree_flatten()
+        """The arrays, each with its place or its keyword; all that stays as it is."""
         named = jax.tree_util.tree_leaves_with_path(self.both)
         keys = [jax.tree_util.keystr(path[1:], simple=True, separator="/") for path, _ in named]
         names = [jax.tree_util.GetAttrKey(key) for key, fixed in zip(keys, self._fixed, strict=True) if fixed is None]
-        return list(zip(names, arrays, strict=True)), rest
+        return list(zip(names, self._arrays, strict=True)), (self._structure, self._fixed)
 
     @classmethod
     def tree_unflatten(cls, rest: tuple[object, object], arrays: Sequence[Leaf]) -> Arguments:
-        """The inverse of `tree_flatten`."""
+        """The inverse of `tree_flatten_with_keys`."""
         made, (structure, fixed) = object.__new__(cls), rest
         vars(made).update(_structure=structure, _fixed=fixed, _arrays=tuple(arrays))
         return made

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, ModeArguments, both_of, mode_arguments, modes, token_by_token
-from jpipe.layers.fingerprint import values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
+from jpipe.layers.same_value import values_within
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 

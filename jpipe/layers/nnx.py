@@ -25,8 +25,8 @@ from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
-from jpipe.layers.fingerprint import values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
+from jpipe.layers.same_value import values_within
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")

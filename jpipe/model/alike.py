@@ -24,7 +24,7 @@ from jpipe.jax.tracing import depends_on, equations_in, trace
 from jpipe.jax.trees import is_float
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.calls import CACHE, decoding
-from jpipe.layers.fingerprint import same_value
+from jpipe.layers.same_value import same_value
 from jpipe.model.groups import (
     DECODE,
     EVALUATION,

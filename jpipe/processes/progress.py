@@ -42,8 +42,7 @@ from rich.console import Console, RenderableType
 from rich.control import Control
 from rich.file_proxy import FileProxy
 from rich.filesize import decimal
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.segment import ControlType
 from rich.table import Column
 from rich.text import Text
@@ -87,7 +86,7 @@ def task(what: str, total: int | None = None, unit: str = "") -> Iterator[Callab
 
     Args:
       what: the task in words.
-      total: the amount to be done, if it is known: then there is a bar.
+      total: the amount to be done, if it is known: then the bar shows how much of it is done.
       unit: the unit of `total`: "bytes", or a noun in plural.
 
     Yields:
@@ -99,7 +98,7 @@ def task(what: str, total: int | None = None, unit: str = "") -> Iterator[Callab
         return
     is_outermost, begin = _display is None, time.perf_counter()
     display = _display = _display or _Display(Console(file=sys.stderr))
-    index = display.add_task(what, total=total, unit=unit)
+    index = display.add_task(what, total=total)
     try:
         yield partial(display.advance, index)
         seconds = time.perf_counter() - begin
@@ -109,8 +108,8 @@ def task(what: str, total: int | None = None, unit: str = "") -> Iterator[Callab
             _display = None
             display.close()
     if is_outermost and seconds >= KEPT_AFTER:
-        amount = "" if total is None else f" ({in_units(total, unit)})"
-        display.console.print(Text(f"{what}{amount} ... {_duration(seconds)}", style="dim"))
+        amount = "" if total is None else f" ({decimal(total)})" if unit == "bytes" else f" ({total} {unit})"
+        display.console.print(Text(f"{what}{amount} ... {seconds:.1f} s", style="dim"))
 
 
 def is_shown() -> bool:
@@ -124,43 +123,14 @@ def is_shown() -> bool:
     return Console(file=sys.stderr).is_interactive
 
 
-def in_units(amount: float, unit: str) -> str:
-    """An amount in words.
-
-    >>> in_units(3, "layers"), in_units(1_500_000, "bytes")
-    ('3 layers', '1.5 MB')
-    """
-    return decimal(int(amount)) if unit == "bytes" else f"{int(amount)} {unit}"
-
-
-class _Bar(ProgressColumn):
-    """A column for tasks with a known total: their bar."""
-
-    def render(self, task: Task) -> RenderableType:
-        return "" if task.total is None else ProgressBar(max(task.total, 1), task.completed, width=20)
-
-
-class _Amount(ProgressColumn):
-    """A column for how much is done of how much, if that is known."""
-
-    def render(self, task: Task) -> Text:
-        if task.total is None:
-            return Text()
-        unit = task.fields["unit"]
-        done = in_units(task.completed, unit if unit == "bytes" else "").rstrip()
-        return Text(f"{done} of {in_units(task.total, unit)}", no_wrap=True)
-
-
 class _Display(Progress):
     """The tasks of now as lines on a console, once the first of them has taken `SHOWN_AFTER`."""
 
     def __init__(self, console: Console):
-        spinner = SpinnerColumn("line" if console.options.ascii_only else "dots", style="")
-        in_line = Column(no_wrap=True, overflow="ellipsis")
-        columns = [spinner, TextColumn("{task.description}", markup=False, table_column=in_line), _Bar(), _Amount()]
+        what = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
         above = _is_terminal(sys.stdout)  # then what is printed meanwhile goes above the lines
         shown = {"console": console, "transient": True, "refresh_per_second": 8, "redirect_stdout": above}
-        super().__init__(*columns, TimeElapsedColumn(), **shown)
+        super().__init__(what, BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), **shown)
         self._streams = sys.stdout, sys.stderr
         self._timer = threading.Timer(SHOWN_AFTER, self._begin)
         self._timer.daemon = True
@@ -196,15 +166,6 @@ def _is_terminal(stream: object) -> bool:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _duration(seconds: float) -> str:
-    """A time in words.
-
-    >>> _duration(14.23), _duration(125.0)
-    ('14.2 s', '2 min 5 s')
-    """
-    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
 # --- first calls ------------------------------------------------------------------------------------------------------

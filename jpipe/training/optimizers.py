@@ -10,6 +10,8 @@ once each array is a parameter, and once several lie in one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 
 import jax
@@ -38,35 +40,37 @@ def check_is_optimizer(tx: object) -> None:
         )
 
 
-SAYS_ALL = (PerLayerError, TellsApartError)
-"""Errors of jpipe's own within a transformation, to which nothing is added."""
+@contextmanager
+def told_as(error_of: Callable[[str], Exception]) -> Iterator[None]:
+    """Tells an error of a transformation as another one, made of its words; jpipe's own stay as they are."""
+    try:
+        yield
+    except (PerLayerError, TellsApartError):
+        raise
+    except Exception as error:
+        raise error_of(f"{type(error).__name__}: {error}") from error
+
+
 _BY_PARAMETER = ("MaskedState", "PartitionState", "MultiTransformState", "FactoredState", "ScaleByTrustRatioState")
 
 
 def checked_opt_state(tx: optax.GradientTransformation, params: Shapes, loss: jax.ShapeDtypeStruct) -> Shapes:
     """The shapes of the state of an optimiser that may work on these parameters; errors as of `abstract_state`."""
     check_is_optimizer(tx)
-    try:
+    with told_as(lambda words: ValueError(TELLS_APART.format(f"or its init raised {words}"))):
         opt_state = jax.eval_shape(tx.init, params)
-    except SAYS_ALL:
-        raise
-    except Exception as error:
-        raise ValueError(TELLS_APART.format(f"or its init raised {type(error).__name__}: {error}")) from error
     # Those inside of `per_layer` can't be seen in it. One that tells parameters apart without a state (the trust ratio
     # of lamb, adaptive gradient clipping) isn't noticed here, but by `check_elementwise`.
     is_by_parameter = lambda node: type(node).__name__ in _BY_PARAMETER
     for node in filter(is_by_parameter, jax.tree.leaves(opt_state, is_leaf=is_by_parameter)):
         raise ValueError(TELLS_APART.format(f"its state holds a {type(node).__name__}: a mask, labels, or statistics"))
-    try:
-        with jax.numpy_dtype_promotion("standard"):  # the arguments are checked, not their dtypes
-            jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
-    except SAYS_ALL:
-        raise
-    except Exception as error:
-        raise TypeError(
-            f"tx.update raised {type(error).__name__}: {error}. train_step gives it value=loss, and nothing that "
-            "computes the loss again; use another transformation, or a step of your own with pipe.value_and_grad"
-        ) from error
+    remedy = (
+        "train_step gives it value=loss, and nothing that computes the loss again; use another transformation, or a "
+        "step of your own with pipe.value_and_grad"
+    )
+    # Its arguments are checked, not their dtypes.
+    with told_as(lambda words: TypeError(f"tx.update raised {words}. {remedy}")), jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
     check_elementwise(tx)
     return opt_state
 

@@ -43,7 +43,7 @@ from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.model.groups import Constants, differing, scalars_of
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Shape, replicated
-from jpipe.training.optimizers import SAYS_ALL, check_is_optimizer, not_tried
+from jpipe.training.optimizers import check_is_optimizer, not_tried, told_as
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 
 Trees = dict[str, PyTree]
@@ -86,12 +86,8 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     def init(params: PyTree) -> PyTree:
         make = lambda trees, _: {"state": inner.init(trees["params"])}
-        try:
+        with told_as(lambda words: PerLayerError(f"jpipe.per_layer: tx.init raised {words}")):
             return _updated(inner, make, {"params": params}, {}, ("state",))["state"]
-        except SAYS_ALL:
-            raise
-        except Exception as error:
-            raise PerLayerError(f"jpipe.per_layer: tx.init raised {type(error).__name__}: {error}") from error
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> tuple[PyTree, PyTree]:
         def make(trees: Trees, extra: PyTree) -> Trees:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Generic, TypeVar
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import on_host
-from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.layout import Layout, StageTree, laid_out, may_go
 from jpipe.mesh.axes import AXIS
 from jpipe.training.by_slices import by_buffer, initial, updated
@@ -164,35 +163,17 @@ def apply_update(
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
 
 
-class TrainSteps(Generic[StepT]):
-    """The compiled training steps of a pipeline, one for each optimiser.
-
-    An optimiser made anew from the same numbers and functions runs the step that was compiled for the first one.
+def steps_for(run: ValueAndGrad[StepT], shapes: Callable[[optax.GradientTransformation], TrainState]):
+    """`tx` -> `train_step` for this optimiser, jitted, which donates the state; the newest few are kept.
 
     Args:
       run: the loss and gradients of a batch, to be traced.
       shapes: `tx` -> the state as shapes with shardings.
     """
 
-    def __init__(self, run: ValueAndGrad[StepT], shapes: Callable[[optax.GradientTransformation], TrainState]):
-        self._value_and_grad, self._shapes = run, shapes
-        self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep[StepT]]] = {}
+    def step_for(tx: optax.GradientTransformation) -> CompiledStep[StepT]:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes(tx))
+        step, out_shardings = partial(train_step, run), (shardings, shardings.step)
+        return jax.jit(step, static_argnums=0, donate_argnums=1, out_shardings=out_shardings)
 
-    def clear(self) -> None:
-        """Drops all compiled steps."""
-        self._compiled.clear()
-
-    def of(self, tx: optax.GradientTransformation) -> tuple[optax.GradientTransformation, CompiledStep[StepT]]:
-        """(the first optimiser seen that equals `tx`, the jitted `train_step`, which donates the state).
-
-        The first one is used in place of `tx`, since it is static: another object would compile anew.
-        """
-        key = fingerprint(tx)
-        if key not in self._compiled:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._shapes(tx))
-            step = partial(train_step, self._value_and_grad)
-            step = jax.jit(step, static_argnums=0, donate_argnums=1, out_shardings=(shardings, shardings.step))
-            while len(self._compiled) >= MOST_TRAIN_STEPS:
-                del self._compiled[next(iter(self._compiled))]
-            self._compiled[key] = (tx, step)
-        return self._compiled[key]
+    return lru_cache(MOST_TRAIN_STEPS)(step_for)

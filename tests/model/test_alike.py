@@ -18,7 +18,7 @@ from jpipe.cutting.whole import cut_model
 from jpipe.jax.flat_jaxpr import flatten, without_calls
 from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.layers.adapt import as_layers, as_whole
-from jpipe.layers.fingerprint import same_value
+from jpipe.layers.same_value import same_value
 from jpipe.model.alike import Kinds, described, has_custom_derivatives, outputs_that_depend
 from jpipe.model.groups import scalars_of
 from jpipe.model.trace import trace_model

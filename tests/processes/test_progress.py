@@ -124,7 +124,7 @@ def test_checkpoints_show_their_bytes(terminal, soon, tasks, tmp_path):
         f"restoring step 1 ({size})",
     ]
     assert "reading the layers of step 1" in lines_on(terminal)
-    bars = [task for task in tasks if task.total and task.fields["unit"] == "bytes"]
+    bars = [task for task in tasks if task.total]
     assert len(bars) == 2 and all(task.completed == task.total for task in bars)
 
 
@@ -159,18 +159,18 @@ def test_a_task_is_drawn_with_its_bar_and_leaves_a_line(terminal, soon):
     with task("measuring costs", total=5, unit="layers") as advance:
         wait_for("measuring costs", terminal)
         advance(2)
-        wait_for("2 of 5 layers", terminal)
+        wait_for("40%", terminal)
         with task("copying", total=3_000_000, unit="bytes") as copied:
             copied(1_500_000)
-            wait_for("1.5 MB of 3.0 MB", terminal)
+            wait_for("50%", terminal)
     assert lines_on(terminal) == ["measuring costs (5 layers)"]
     assert sys.stderr is before
 
 
-def test_how_much_is_unknown_has_no_bar(terminal, soon):
+def test_how_much_is_unknown_has_no_share(terminal, soon):
     with task("tracing [4, 8] layers"):  # no markup of rich's
         wait_for("tracing [4, 8] layers", terminal)
-    assert " of " not in shown_on(terminal) and "\u2501" not in shown_on(terminal)
+    assert "%" not in shown_on(terminal)
 
 
 def test_what_takes_half_a_second_is_drawn_and_what_takes_a_second_leaves_a_line(terminal):

@@ -206,7 +206,7 @@ def test_so_do_other_calls(terminal, soon, call):
 def test_an_error_of_a_program_that_is_refused_keeps_its_type_and_words(monkeypatch):
     pipe = small()
     state = pipe.create_state(jax.random.key(0), ROWS, TX)
-    monkeypatch.setattr(pipe._train_steps, "of", lambda tx: (tx, refuse))
+    monkeypatch.setattr(pipe, "_train_step_for", lambda tx: refuse)
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(FULL)) as caught:
         pipe.train_step(state, ROWS)
     (text,) = notes_of(caught.value)
