@@ -778,16 +778,6 @@ def test_sizes(make_mesh):
     pipe.place(np.ones((4, 4)))
 
 
-@pytest.mark.parametrize("sizes", [[1234567, 1234564, 3], [0.1, 0.2, 0.7], [1e20, 1e-3, 1e20]])
-def test_the_least_limit_of_a_partition(sizes):
-    """It was rounded to six digits, so that the partition of that limit was refused again."""
-    with pytest.raises(ValueError, match="with these sizes it takes ") as info:
-        jpipe.partition([1.0] * 3, 2, sizes=sizes, limit=0)
-    least = float(str(info.value).rpartition("takes ")[2])
-    cut = jpipe.partition([1.0] * 3, 2, sizes=sizes, limit=least)
-    assert max(sum(sizes[start:stop]) for start, stop in cut.bounds) == pytest.approx(least, rel=1e-12)
-
-
 def test_balances():
     for balance in ([1, 2], [1, 1, 2], [0, 4]):
         with refused(ValueError, "such as [2, 2]"):
