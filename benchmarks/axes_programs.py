@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jpipe
-from jpipe.mesh.axes import BATCH_AXES, split_by
+from jpipe.partitioner.axes import BATCH_AXES, split_by
 
 STAGES, BLOCKS, MICROBATCHES = 2, 2, 4
 """Stages of jpipe; blocks of a stage, as many as plain JAX has; micro-batches of both."""

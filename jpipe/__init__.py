@@ -9,7 +9,7 @@ from jpipe.layers.calls import Arguments
 from jpipe.layers.connections import pop, reads, stash
 from jpipe.layers.frozen import freeze
 from jpipe.layers.plain import Layer
-from jpipe.mesh.users_mesh import make_mesh
+from jpipe.partitioner.users_mesh import make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition, partition
 from jpipe.processes.joining import initialize

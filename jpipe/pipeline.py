@@ -21,13 +21,13 @@ from jpipe.layers.base import Item
 from jpipe.memory import batches
 from jpipe.memory.layout import StageTree, variables_to_place
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
-from jpipe.mesh.axes import BATCH_AXES
-from jpipe.mesh.splits import make_splits
-from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
 from jpipe.model.random_keys import as_key, key_shape
 from jpipe.model.remat import Policy, as_remat
+from jpipe.partitioner.axes import BATCH_AXES
+from jpipe.partitioner.splits import make_splits
+from jpipe.partitioner.users_mesh import as_mesh
 from jpipe.planning.partition import Partition, as_balance
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner

@@ -122,7 +122,6 @@ COUNTS = {
 }
 NUMBERS = {
     "plan memory": lambda n: plan(memory=n),
-    "partition limit": lambda n: jpipe.partition([1.0] * 4, 2, sizes=[1] * 4, limit=n),
     "simulate transfer": lambda n: jpipe.simulate(SCHEDULE, transfer=n),
     "initialize timeout": lambda n: jpipe.initialize("nowhere", 2, 0, timeout=n),
     "initialize heartbeat_timeout": lambda n: jpipe.initialize("nowhere", 2, 0, heartbeat_timeout=n),
@@ -183,7 +182,6 @@ def test_times_and_costs_of_numpy():
     same = jpipe.simulate(SCHEDULE, 1.0, [2.0, 3.0], 0.5)
     assert jpipe.simulate(SCHEDULE, np.float32(1), np.array([2, 3]), jnp.float32(0.5)) == same
     assert jpipe.partition(np.array([1, 2, 3], np.float32), 2).cuts == jpipe.partition(jnp.arange(1, 4), 2).cuts == (2,)
-    assert jpipe.partition([1, 1], 2, sizes=np.ones(2), limit=np.float32(1)).cuts == (1,)
     costs = [np.float32(1), np.float64(3), 1.0, np.float16(1)]
     assert make(balance=costs).partition.counts == (2, 2)
 

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jpipe import __version__
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, Json, first_difference, from_json, own_trees, to_json
-from jpipe.checkpoints.files import origin_of, read_all, take_all
+from jpipe.checkpoints.files import read_all, take_all
 from jpipe.checks import check_state, check_variables
 from jpipe.memory.batches import on_all
 from jpipe.pipeline import Pipeline
@@ -217,8 +217,7 @@ class Checkpointer:
         A checkpoint that can't be read is passed over with a warning.
 
         Args:
-          pipe: a pipeline of the layers or of the model that was saved, in any number of stages and over any mesh. It
-            may freeze other parameters (`jpipe.freeze`): those that weren't trained begin with what `tx.init` gives.
+          pipe: a pipeline of the layers or of the model that was saved, in any number of stages and over any mesh.
           batch: a batch `[B, ...]`, or its shapes.
           tx: the optimiser; its state has to have the structure that was saved.
 
@@ -226,9 +225,8 @@ class Checkpointer:
           `(state, position)`, or `(None, None)` if there is no checkpoint.
 
         Raises:
-          ValueError: the checkpoint is of another model or of another optimiser; the first difference is named. Or it
-            was written by a newer jpipe. Or other parameters are frozen, and the optimiser's state can't be told apart
-            by parameters.
+          ValueError: the checkpoint is of another model or of another optimiser, or other parameters were frozen; the
+            first difference is named. Or it was written by a newer jpipe.
           RuntimeError: there are checkpoints, but none can be read.
         """
         self._check(pipe)
@@ -249,17 +247,15 @@ class Checkpointer:
         state = pipe.abstract_state(batch, tx, keys["key"])
         pipe.agreement.check(batch, "init")
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
-        wanted = contents.description()
-        origin = origin_of(about, wanted)
-        if difference := first_difference(origin.saved, wanted):
-            kind = "model" if "model" in wanted else "layer"
+        if difference := first_difference(about, contents.description()):
+            kind = "layer" if pipe.plan.cut is None else "model"
             load = "load_model" if "model" in about else "load_layers"
             raise ValueError(
                 f"{directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or put what fits of "
                 f"jpipe.{load}(directory), cast, into trees = pipe.{kind}_variables(pipe.init(key, batch)), and call "
                 f"pipe.create_state(..., variables=pipe.from_{kind}_variables(trees, batch))"
             )
-        arrays, named = read_all(directory, contents, origin)
+        arrays, named = read_all(directory, contents)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
         named["step",] = on_all(np.int32(about["step"]), pipe.mesh)
         return contents.filled(arrays, named), from_json(about["position"])

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, groupby, product, zip_longest
 from typing import Any, TypeAlias, TypeGuard, TypeVar
@@ -178,12 +178,9 @@ class Contents:
             records.append(NamedRecord(v, j, users, shapes))
         return records
 
-    def portions(self, item: str = "") -> list[list[NamedRecord]]:
-        """Runs of records of about `AT_ONCE` of the bytes each, with the trees of one item, or of both.
-
-        A record is in the run that has the middle of its bytes.
-        """
-        records = [replace(record, shapes=of_item(item, record.shapes)) for record in self.each_record]
+    def portions(self) -> list[list[NamedRecord]]:
+        """Runs of records of about `AT_ONCE` of the bytes each; a record is in the run that has its bytes' middle."""
+        records = self.each_record
         ends = list(accumulate((record.num_bytes for record in records), initial=0))
         part = lambda i: int((ends[i] + ends[i + 1]) / 2 / max(1, AT_ONCE * ends[-1]))
         return [[records[i] for i in run] for _, run in groupby(range(len(records)), part)]
@@ -266,11 +263,6 @@ class Contents:
 def _records_of(layouts: tuple[tuple[str, Layout], ...]) -> Records:
     """Returns the same object for the same layouts, since it keeps the functions that were compiled for them."""
     return Records(dict(layouts))
-
-
-def of_item(item: str, by_tree: Mapping[str, Value]) -> dict[str, Value]:
-    """The values that belong to trees of an item, `LAYERS` or `OPTIMIZER`; all, if it is empty."""
-    return {name: value for name, value in by_tree.items() if name.startswith(item)}
 
 
 def _path_of(keys: tuple[object, ...]) -> Path:

@@ -3,28 +3,17 @@
 A step's directory has an item `layers`, or `model` if that is one module, and an item `optimizer`, trees of arrays in
 orbax's own format, and `about`, JSON: the format's version, the step, the random key, the position in the data, and the
 names and shapes of all arrays.
-
-A pipeline may freeze other parameters than the checkpoint's (`jpipe.freeze`: gradual unfreezing). A layer's own tree,
-or the model's if it is one module, is the same, frozen or not, so its two descriptions pair the parameters. The
-optimiser's arrays for a parameter have the parameter's name, so that names pair them too. Three parameters, where
-frozen ones have no moments:
-
-    checkpoint                    pipeline
-    params/a   mu/a      ->       params/a   mu/a      as saved
-    frozen/b             ->       params/b   mu/b      the value as saved, mu/b of a new state (`Origin.fresh`)
-    params/c   mu/c      ->       frozen/c             the value as saved
 """
 
 from __future__ import annotations
 
-import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +22,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Contents, Json, Named, Path, of_item, own_trees
+from jpipe.checkpoints.contents import LAYERS, MODEL, OPTIMIZER, Contents, Json, Named
 from jpipe.jax.in_place import HOST
-from jpipe.memory.layout import StageTree, zeros_like
+from jpipe.memory.layout import zeros_like
 from jpipe.memory.records import Arrays
-from jpipe.memory.storage import Buffers
 from jpipe.processes.progress import task
 from jpipe.processes.runtime import may_pass
-from jpipe.training.train_state import make_opt_state
 
 FORMATS = {"layers": 1, "model": 2}
 """The versions of the format: a jpipe that reads only the first reads lists of layers alone."""
@@ -225,96 +212,6 @@ def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:
     first_does(rename)
 
 
-# --- frozen parameters ------------------------------------------------------------------------------------------------
-
-
-PARAMS = "params"
-
-
-class Origin(NamedTuple):
-    """Says which array of a checkpoint each array of a state is.
-
-    Attributes:
-      names: path in the state -> path in the checkpoint, of each parameter that is frozen in one of the two alone.
-      fresh: arrays of the optimiser for parameters that were frozen: they are those of a new state.
-      saved: the checkpoint's description as if it had frozen the same parameters as the pipeline.
-    """
-
-    names: dict[Path, Path]
-    fresh: set[Path]
-    saved: Json
-
-
-def origin_of(saved: Json, wanted: Json) -> Origin:
-    """Finds where a state's arrays come from.
-
-    Args:
-      saved: the checkpoint's description.
-      wanted: the pipeline's description.
-
-    Raises:
-      ValueError: an array of the optimiser can't be told apart by parameters; it is named.
-    """
-    names = _renamed_parameters(saved, wanted)
-    changed = {parameter_of(path)[0] for path in names}
-    collections = {parameter_of(path)[1] for pair in names.items() for path in pair}
-    there, here = ({tuple(path): shape for path, _, shape in description["arrays"]} for description in (saved, wanted))
-    parameters: dict[str, dict[Path, Path]] = {}
-    for path in (path for path in here if path[0] in (LAYERS, MODEL)):
-        layer, collection, keys = parameter_of(path)
-        if collection in collections:
-            parameters.setdefault(layer, {})[keys] = path
-    fresh, dropped = set(), set()
-    for path, shape in (there | here).items():
-        layer = next((name for name in ("", *path) if name in changed), None)
-        if path[0] != OPTIMIZER or layer is None:
-            continue
-        # An array of the optimiser for a parameter has its name at the end of its path; the longest such name counts. A
-        # parameter that is all of its layer has an empty name: arrays of its shape belong to it.
-        # Of a list of layers it may end with the metadata box around the parameter, too.
-        unboxed = path[:-1] if path[-1] == "value" else path
-        named = {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape}
-        ends = [keys for keys in named if keys in (path[len(path) - len(keys) :], unboxed[len(unboxed) - len(keys) :])]
-        owner = named[max(ends, key=len)] if ends else None
-        if owner is None:
-            trained = sum(math.prod(here[p]) for p in parameters[layer].values() if parameter_of(p)[1] == PARAMS)
-            # An array with a name of its own, such as a count, belongs to no parameter, unless it is as long as all of
-            # the layer's parameters together. A whole model's optimiser names all that belongs to parameters.
-            is_told = not layer or (not path[-1].isdigit() and (not shape or math.prod(shape) != trained))
-        else:
-            trains = [parameter_of(p)[1] == PARAMS for p in (owner, names.get(owner, owner))]
-            is_told = all(it_trains or path not in has for it_trains, has in zip(trains, (here, there), strict=True))
-        if not is_told:
-            one = next(p for p in names if parameter_of(p)[0] == layer)
-            raise ValueError(
-                f"{'/'.join(path)} belongs to no single parameter by its name; freeze {'/'.join(one)} as it was saved"
-            )
-        if owner in names:
-            (fresh if path in here else dropped).add(path)
-    state_names = {name: path for path, name in names.items()}
-    arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
-    kept = [[state_names.get(path, path), *rest] for path, *rest in arrays if path not in dropped]
-    new = [array for array in wanted["arrays"] if tuple(array[0]) in fresh]
-    return Origin(names, fresh, saved | {"arrays": kept + new})
-
-
-def _renamed_parameters(saved: Json, wanted: Json) -> dict[Path, Path]:
-    """The parameters that one of the two alone froze: path in the pipeline -> path in the checkpoint."""
-    names = {}
-    for trees in zip(own_trees(wanted), own_trees(saved), strict=False):  # `first_difference` compares the counts
-        if jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
-            for pair in zip(*map(jax.tree.leaves, trees), strict=True):
-                (layer, collection, _), (other, another, _) = (parameter_of(leaf.path) for leaf in pair)
-                if layer == other and collection != another:
-                    names |= zip(pair[0].paths, pair[1].paths, strict=False)
-    return names
-
-
-def parameter_of(path: Path) -> tuple[str, str, Path]:
-    """(Its layer, empty in a model that is one module; its collection; its path there) of an array of the model."""
-    return ("", path[1], path[2:]) if path[0] == MODEL else (path[1], path[2], path[3:])
-
-
 # --- devices, hosts and files -----------------------------------------------------------------------------------------
 
 
@@ -346,53 +243,26 @@ def _to_host(leaf: jax.Array) -> jax.Array:
     return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)) if has_room else leaf
 
 
-def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple[Arrays, Named]:
+def read_all(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
     """Returns (new buffers with each layer's arrays, the arrays that belong to no layer, by path).
+
+    Each process reads its own parts, a portion at a time. The buffers are made once the first portion could be read.
 
     Args:
       directory: the directory of a step.
       contents: the names and places of a state's arrays, as shapes.
-      origin: which arrays of the checkpoint they are. Fresh arrays are made from the parameters, once these are read.
     """
+    read = lambda shapes: if_all_can(lambda: read_arrays(directory, shapes))
     with task(f"restoring step {directory.name}", total=contents.num_bytes, unit="bytes") as advance:
-
-        def read(shapes: Named) -> Named:
-            """Reads those of the state's arrays that aren't fresh; each process reads its own parts."""
-            saved_names = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
-            wanted = {name: shapes[path] for path, name in saved_names.items()}
-            arrays = if_all_can(lambda: read_arrays(directory, wanted))
-            return {path: arrays[name] for path, name in saved_names.items()}
-
-        def fill(arrays: Arrays, item: str = "") -> Arrays:
-            """Reads the arrays of an item, or of both, into buffers, a portion at a time; fresh arrays stay.
-
-            The buffers are donated. If there are none yet, they are made once the first portion could be read.
-            """
-            for portion in contents.portions(item):
-                named = read({path: shape for record in portion for path, shape in record.named.items()})
-                arrays = arrays or jax.tree.map(zeros_like, contents.arrays)
-                for record in portion:
-                    place = record.record_type, record.record
-                    if not all(path in named for shapes in record.shapes.values() for path in shapes):
-                        old = contents.records.take(arrays, *place)
-                        for name, shapes in record.shapes.items():
-                            named = dict(zip(shapes, old[name], strict=True)) | named
-                    new = {name: [named[path] for path in shapes] for name, shapes in record.shapes.items()}
-                    arrays = contents.records.put(arrays, *place, new)
-                advance(sum(record.num_bytes for record in portion))
-            return arrays
-
-        named = read(contents.without_layer)
-        if not origin.fresh:
-            return fill({}), named
-        layers = of_item(LAYERS, fill({}, LAYERS))  # the optimiser's arrays go before new ones are made
-        arrays = layers | _new_state(contents, layers[f"{LAYERS}/params"])
-        return fill(arrays, OPTIMIZER), named
-
-
-def _new_state(contents: Contents, params: Buffers) -> Arrays:
-    """Makes the buffers of a new optimiser's state for these parameters."""
-    state = contents.state
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    opt_state = make_opt_state(state.tx, StageTree(params, state.variables["params"].layout), shardings)
-    return of_item(OPTIMIZER, Contents(contents.model, state.replace(opt_state=opt_state)).arrays)
+        without_layer, arrays = read(contents.without_layer), Arrays()
+        for portion in contents.portions():
+            named = read({path: shape for record in portion for path, shape in record.named.items()})
+            arrays = arrays or jax.tree.map(zeros_like, contents.arrays)
+            for record in portion:
+                new = {
+                    name: [named.get(path, np.zeros(shape.shape, shape.dtype)) for path, shape in shapes.items()]
+                    for name, shapes in record.shapes.items()
+                }
+                arrays = contents.records.put(arrays, record.record_type, record.record, new)
+            advance(sum(record.num_bytes for record in portion))
+    return arrays, without_layer

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jpipe.jax.primitives import shapes_of
 from jpipe.jax.tracing import replay
 from jpipe.jax.trees import is_float
-from jpipe.mesh.axes import shapes_only
 from jpipe.model.loss import TracedLoss
 from jpipe.model.random_keys import Key, layer_key
+from jpipe.partitioner.axes import shapes_only
 from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.examples import INDEX

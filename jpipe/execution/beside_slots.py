@@ -40,7 +40,7 @@ from jpipe.execution.sweep import Job
 from jpipe.jax.in_place import Carry, Index, when
 from jpipe.jax.trees import is_float
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import AXIS
+from jpipe.partitioner.axes import AXIS
 from jpipe.planning.ends import Turns
 from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step

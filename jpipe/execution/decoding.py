@@ -30,12 +30,12 @@ from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.connections import with_inputs
 from jpipe.memory.storage import Storage, build_storage
-from jpipe.mesh.axes import AXIS, shapes_only
 from jpipe.model.alike import Kinds
 from jpipe.model.groups import KEEP, LayerGroup, Model, same_type, strong
 from jpipe.model.layer_function import LayerFunction, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import telling, trace_model
+from jpipe.partitioner.axes import AXIS, shapes_only
 from jpipe.partitioner.examples import CouplesError, Examples
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard, names_in, part_shape, part_structs, replicated
 from jpipe.planning.plan import Plan

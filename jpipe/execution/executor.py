@@ -52,8 +52,8 @@ from jpipe.jax.in_place import Index, put_row, take_row, when
 from jpipe.jax.trees import accumulator_dtype
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
-from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import GRADIENT
+from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step

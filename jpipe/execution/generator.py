@@ -38,9 +38,9 @@ from jpipe.memory.batches import join_microbatches
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import StageTree
 from jpipe.memory.storage import Buffers, Row
-from jpipe.mesh.axes import AXIS
 from jpipe.model.layer_function import LayerArguments
 from jpipe.model.random_keys import as_key
+from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.shardings import to_spec
 from jpipe.planning.planner import Planner
 from jpipe.processes.progress import task

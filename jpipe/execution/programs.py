@@ -27,10 +27,10 @@ from jpipe.memory.batches import join_microbatches, split_microbatches
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import on_stages, shapes_only
 from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, Constants
 from jpipe.model.layer_function import trace_group_init
 from jpipe.model.random_keys import init_key, key_shape
+from jpipe.partitioner.axes import on_stages, shapes_only
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated, to_spec
 from jpipe.planning.plan import Plan

@@ -25,10 +25,10 @@ from jpipe.jax.in_place import Index, look_up, put_row, take_row, when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import compact_order, in_order
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import AXIS, on_all_stages
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.layer_function import LayerArguments
 from jpipe.model.random_keys import Key, layer_key
+from jpipe.partitioner.axes import AXIS, on_all_stages
 from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
 from jpipe.types import Batch, Leaf

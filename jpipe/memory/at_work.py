@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from jpipe.jax.trees import accumulator_dtype
 from jpipe.memory.layout import Layout, ScatteredLeaf, device_index, part_zeros
 from jpipe.memory.storage import Buffers, Storage, build_storage
-from jpipe.mesh.axes import gather_axes, on_all_stages, scatter_axes, split_by, within_stage
+from jpipe.partitioner.axes import gather_axes, on_all_stages, scatter_axes, split_by, within_stage
 from jpipe.partitioner.shardings import names_in
 
 

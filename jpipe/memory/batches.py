@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jpipe.jax.tracing import trace
 from jpipe.jax.trees import check_same_structure, lists_in, named_leaves, outline
 from jpipe.layers.base import describe
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup
+from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
+from jpipe.partitioner.splits import Splits
 from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
 
 REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it out of the batch"

@@ -32,7 +32,7 @@ from jpipe.jax.in_place import Index, put_slice, take_slice
 from jpipe.jax.inside import held_to, orders_chosen
 from jpipe.jax.primitives import ClosedJaxpr, shapes_of
 from jpipe.jax.tracing import no_mesh
-from jpipe.mesh.axes import spec_of
+from jpipe.partitioner.axes import spec_of
 from jpipe.partitioner.shardings import names_in
 from jpipe.processes.progress import task
 

@@ -29,10 +29,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jpipe.jax.in_place import HOST, Index, each, is_apart, is_whole, put_slice, to_host
 from jpipe.jax.trees import is_float
 from jpipe.memory.storage import Buffers, Storage, build_storage
-from jpipe.mesh.axes import AXIS, on_all_stages, on_stages, spec_of
-from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import WEIGHTS, Model, role_of
+from jpipe.partitioner.axes import AXIS, on_all_stages, on_stages, spec_of
 from jpipe.partitioner.shardings import Shape, names_in
+from jpipe.partitioner.splits import SMALLEST
 from jpipe.schedules.actions import Placement
 from jpipe.types import Leaf, PyTree, Shapes, Structure
 

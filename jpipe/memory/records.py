@@ -27,8 +27,8 @@ from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.layers.frozen import thawed
 from jpipe.memory.layout import Layout, ScatteredLeaf, StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import on_stages, stage_axes
 from jpipe.model.groups import Model
+from jpipe.partitioner.axes import on_stages, stage_axes
 from jpipe.partitioner.shardings import Axis, Sharding, of_spec
 from jpipe.types import Leaf, PyTree
 

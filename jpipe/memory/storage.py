@@ -49,7 +49,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jax.in_place import Carry, Index, each, look_up, look_up_once, take_slice
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, Order, StackedBuffer, largest_first
-from jpipe.mesh.axes import on_all_stages
+from jpipe.partitioner.axes import on_all_stages
 from jpipe.types import Leaf
 
 Buffers = dict[str, jax.Array]

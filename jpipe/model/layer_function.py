@@ -24,13 +24,13 @@ from jpipe.jax.tracing import no_mesh, origins, replay, trace, uses
 from jpipe.jax.trees import is_float, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.calls import CACHE
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.splits import Splits
 from jpipe.model.groups import EVALUATION, GRADIENT, INIT, TRAIN, Constants, LayerGroup, same_shapes
 from jpipe.model.loss import TracedLoss
 from jpipe.model.remat import Remat
+from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.choice import Wanted, always, as_it_lies
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, replicated
+from jpipe.partitioner.splits import Splits
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 

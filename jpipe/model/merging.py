@@ -27,11 +27,11 @@ from jpipe.jax.inside import needed_part
 from jpipe.jax.tracing import interpret, origins, trace, without
 from jpipe.jax.trees import is_float
 from jpipe.layers.base import describe
-from jpipe.mesh.splits import Splits
 from jpipe.model.groups import DEFAULT_RULES, GRADIENT, KEEP, LayerGroup
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
+from jpipe.partitioner.splits import Splits
 from jpipe.types import Leaf
 
 Flag = bool | jax.Array

@@ -25,7 +25,6 @@ from jpipe.layers.base import AnyLayer, LayerError, describe, how_to_share, is_s
 from jpipe.layers.calls import CACHE, MODE_NAMES
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import FROZEN
-from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.alike import Alike
 from jpipe.model.groups import (
     DEFAULT_RULES,
@@ -44,6 +43,7 @@ from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.per_device import named_axes, results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, replicated, summed
+from jpipe.partitioner.splits import WHOLE, Splits
 from jpipe.processes.progress import warn_once
 from jpipe.processes.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
 from jpipe.types import Batch, PyTree, Shapes

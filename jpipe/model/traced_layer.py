@@ -41,13 +41,13 @@ from jpipe.jax.tracing import (
     without_prints,
 )
 from jpipe.jax.trees import is_float
-from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.remat import is_mark
 from jpipe.model.split_backward import SplitBackward, split_in_two
 from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, summed
+from jpipe.partitioner.splits import WHOLE, Splits
 from jpipe.partitioner.way import Unsplit
 from jpipe.types import Leaf, PyTree
 

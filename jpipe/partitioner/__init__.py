@@ -1,4 +1,5 @@
-"""Carries out a function of whole arrays on the parts that one device has, operation by operation.
+"""Mesh axes and what they split; carries out a function of whole arrays on the parts that one device has.
 
-It knows nothing of pipelines. `per_device.jaxpr_per_device` is its entry; `docs/partitioner.md` is its page.
+Of pipelines it knows the axis `stage` and no more. `per_device.jaxpr_per_device` is its entry; `docs/partitioner.md` is
+its page.
 """

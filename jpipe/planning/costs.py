@@ -23,11 +23,11 @@ from jpipe.jax.flops import count_flops, flops_of
 from jpipe.jax.inside import line_of, needed_part
 from jpipe.jax.tracing import compiled, no_mesh
 from jpipe.jax.trees import bytes_of
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.splits import Splits
 from jpipe.model.groups import Model
 from jpipe.model.random_keys import example_key
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer, partition_layer
+from jpipe.partitioner.axes import AXIS
+from jpipe.partitioner.splits import Splits
 from jpipe.processes.progress import task, warn_once
 from jpipe.types import Device, PyTree
 

@@ -28,10 +28,10 @@ import numpy as np
 from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import shapes_of
 from jpipe.memory.layout import Layout
-from jpipe.mesh.axes import AXIS, on_all_stages
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer
+from jpipe.partitioner.axes import AXIS, on_all_stages
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
 from jpipe.schedules.waiting import Column

@@ -25,10 +25,10 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.jax.flops import count_flops
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.jax.trees import bytes_of, is_float
-from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.partitioner.conversions import sent_in
+from jpipe.partitioner.splits import Splits
 from jpipe.processes.progress import warn_once
 from jpipe.schedules.ticks import TickTable
 

@@ -117,8 +117,6 @@ def partition(
     objective: str = "max",
     *,
     num_chunks: int = 1,
-    sizes: Sequence[SupportsFloat] | None = None,
-    limit: float | None = None,
 ) -> Partition:
     """Cuts layers with the given costs into contiguous stages, the best way there is.
 
@@ -131,13 +129,10 @@ def partition(
       objective: "max" for the smallest largest stage cost and, among those, the smallest variance; "variance" for
           the smallest variance of the stage costs (GPipe, section 2.2).
       num_chunks: V; the layers are cut into K*V virtual stages.
-      sizes: `[N]`, the bytes of each layer, for `limit`.
-      limit: the most bytes of a virtual stage.
 
     Raises:
-      ValueError: if `costs` is empty or holds something that is no cost, if `num_stages` is out of range, if
-          `objective` is unknown, or if there is no partition within the limit (the least that it would have to be is
-          named).
+      ValueError: if `costs` is empty or holds something that is no cost, if `num_stages` is out of range, or if
+          `objective` is unknown.
       TypeError: if `num_stages` or `num_chunks` is no integer.
 
     >>> partition([3, 4, 8, 6, 5, 6, 3], 3).costs
@@ -156,37 +151,15 @@ def partition(
     layer_costs = checked_costs(costs, "costs")
     num_stages, num_chunks = _checked_sizes(num_stages, num_chunks, len(layer_costs))
     num_parts = num_stages * num_chunks
-    limits = _limits(sizes, limit, len(layer_costs), num_parts)
     weights = layer_costs if any(layer_costs) else (1.0,) * len(layer_costs)  # all of them nothing: all alike
     # Scaled by a power of two, which is exact, so that no square overflows.
     sums = np.cumsum(np.ldexp([0.0, *weights], -math.frexp(max(weights))[1]))
+    cap = np.inf
     if objective == "max":
-        limits = [*limits, (sums, _smallest_cap(sums, num_parts, limits))]
+        cap = np.diff(sums[_best_bounds(sums, num_parts, np.maximum)]).max()
     squares = lambda before, cost: before + (num_parts * cost - sums[-1]) ** 2
-    bounds = _best_bounds(sums, num_parts, limits, squares)
+    bounds = _best_bounds(sums, num_parts, squares, cap)
     return Partition(tuple(bounds[1:-1]), layer_costs, objective, num_chunks)
-
-
-Limits = list[tuple[np.ndarray, float]]
-"""Limits that no virtual stage may exceed: pairs of `[N + 1]`, a size summed over the first layers, and the most of
-it."""
-
-
-def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_layers: int, num_parts: int) -> Limits:
-    """The user's limit of bytes, checked; none if there is none."""
-    if sizes is None and limit is None:
-        return []
-    if sizes is None or limit is None:
-        raise ValueError("sizes and limit go together: give the bytes of each layer and the most bytes of a stage")
-    layer_sizes = checked_costs(sizes, "sizes")
-    if len(layer_sizes) != num_layers:
-        raise ValueError(f"sizes has {len(layer_sizes)} entries but there are {num_layers} layers; give one a layer")
-    sums = np.cumsum([0.0, *layer_sizes])
-    limit = as_number("limit", limit, "give the most bytes of a virtual stage, such as 16e9", finite=False)
-    least = _smallest_cap(sums, num_parts, [])
-    if not limit >= least * (1 - 1e-12):
-        raise ValueError(f"no partition keeps to limit={limit:g} bytes a stage; with these sizes it takes {least:.15g}")
-    return [(sums, max(limit, least))]
 
 
 def partition_from_counts(counts: Sequence[int], layer_costs: Sequence[float], num_chunks: int = 1) -> Partition:
@@ -235,13 +208,8 @@ Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(result of the stages before the last one, cost of the last one) -> result of all; for many choices at once."""
 
 
-def _smallest_cap(sums: np.ndarray, num_stages: int, limits: Limits) -> float:
-    """The smallest possible cost of the costliest stage."""
-    return float(np.diff(sums[_best_bounds(sums, num_stages, limits, np.maximum)]).max())
-
-
-def _best_bounds(sums: np.ndarray, num_stages: int, limits: Limits, combine: Combine) -> list[int]:
-    """`[K + 1]`, where the stages begin and end that come to the least together, none of them exceeding the limits.
+def _best_bounds(sums: np.ndarray, num_stages: int, combine: Combine, cap: float = np.inf) -> list[int]:
+    """`[K + 1]`, where the stages begin and end that come to the least together, none of them above the cap.
 
     `best[j]` is the least for the first j layers in k stages. It comes from the same for k-1 stages: it is the least
     over i of `combine(best[i], cost(i, j))`, where the last stage has the layers i to j.
@@ -249,12 +217,12 @@ def _best_bounds(sums: np.ndarray, num_stages: int, limits: Limits, combine: Com
     Args:
       sums: `[N + 1]`, the cost of the first layers.
       num_stages: K.
-      limits: what no stage may exceed.
       combine: the largest of stages' costs, or a sum of convex functions of them.
+      cap: the most that a stage may cost.
     """
-    first, start = [], 0  # by j, the smallest i for which the layers i to j are within the limits
+    first, start = [], 0  # by j, the smallest i for which the layers i to j cost no more than the cap
     for stop in range(len(sums)):
-        while any(sizes[stop] - sizes[start] > limit for sizes, limit in limits):
+        while sums[stop] - sums[start] > cap:
             start += 1
         first.append(start)
     best = np.where(np.arange(len(sums)) == 0, 0.0, np.inf)

@@ -41,9 +41,6 @@ from jpipe.memory.batches import (
     lying_by_shapes,
     output_axes,
 )
-from jpipe.mesh.axes import AXIS, shapes_only
-from jpipe.mesh.splits import Splits
-from jpipe.mesh.users_mesh import check_context
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import LayerTrace, Model
 from jpipe.model.layer_function import LayerFunction
@@ -51,7 +48,10 @@ from jpipe.model.loss import AVERAGED, TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import DevicePrograms, TracedLayer, trace_layer
+from jpipe.partitioner.axes import AXIS, shapes_only
 from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard
+from jpipe.partitioner.splits import Splits
+from jpipe.partitioner.users_mesh import check_context
 from jpipe.planning.partition import Partition, as_balance, measure_of
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from jax.sharding import Mesh
 
 from jpipe.layers.base import AnyLayer
-from jpipe.mesh.splits import Splits
 from jpipe.model.groups import DEFAULT_RULES
 from jpipe.model.loss import OVER, LossFn
 from jpipe.model.remat import Remat
+from jpipe.partitioner.splits import Splits
 from jpipe.planning.partition import Balance
 from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch, PyTree

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.mesh.axes import AXIS
-from jpipe.mesh.users_mesh import TPUS, Torus, tpu_of
+from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.conversions import Sent
+from jpipe.partitioner.users_mesh import TPUS, Torus, tpu_of
 from jpipe.processes.runtime import register_gpu_compiler
 from jpipe.types import Device
 

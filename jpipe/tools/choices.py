@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from jpipe.mesh.axes import AXIS
 from jpipe.model.remat import Policy
+from jpipe.partitioner.axes import AXIS
 from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.step_cost import Parts, StepCost

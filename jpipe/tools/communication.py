@@ -8,9 +8,9 @@ from functools import partial
 import jax
 
 from jpipe.execution import programs
-from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import LayerGroup
 from jpipe.model.random_keys import key_shape
+from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.conversions import Sent, sent_in
 from jpipe.planning.costs import WholeOperation, unsplit_in
 from jpipe.planning.layer_loops import IdleWork

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from jpipe.memory.batches import cut_for_evaluation
-from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.random_keys import key_shape
+from jpipe.partitioner.users_mesh import make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
 from jpipe.planning.planner import Planner

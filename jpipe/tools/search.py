@@ -15,10 +15,10 @@ import optax
 
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.batches import batch_size, cut_for_evaluation
-from jpipe.mesh.axes import AXIS, BATCH_AXES
-from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.remat import MODES
+from jpipe.partitioner.axes import AXIS, BATCH_AXES
+from jpipe.partitioner.users_mesh import make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.planning.request import ENDS
 from jpipe.processes.progress import task

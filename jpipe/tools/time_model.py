@@ -35,9 +35,9 @@ from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.memory.layout import LANES, device_index
-from jpipe.mesh.axes import AXIS, on_stages
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
+from jpipe.partitioner.axes import AXIS, on_stages
 from jpipe.partitioner.conversions import ring_bytes, sent_in
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step

@@ -34,7 +34,7 @@ from jpipe.jax.primitives import ELEMENTWISE, REDUCTIONS, JaxprEqn
 from jpipe.jax.trees import is_float
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import LANES, Layout, StageTree, may_go, slices_of, zeros_like
-from jpipe.mesh.axes import on_stages
+from jpipe.partitioner.axes import on_stages
 from jpipe.partitioner.shardings import Shape
 from jpipe.training.optimizers import update_with_loss
 from jpipe.training.per_layer import PROGRAM

@@ -38,9 +38,9 @@ from jpipe.jax.trees import nested
 from jpipe.memory.layout import NO_PART, Layout, ModelTree, PerLayerError, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
 from jpipe.memory.storage import Buffers, build_storage
-from jpipe.mesh.axes import on_stages
 from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.model.groups import Constants, differing, scalars_of
+from jpipe.partitioner.axes import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Shape, replicated
 from jpipe.training.optimizers import check_is_optimizer, not_tried, told_as

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import on_host
 from jpipe.memory.layout import Layout, StageTree, laid_out, may_go
-from jpipe.mesh.axes import AXIS
+from jpipe.partitioner.axes import AXIS
 from jpipe.training.by_slices import by_buffer, initial, updated
 from jpipe.training.optimizers import checked_opt_state, global_norm, skips
 from jpipe.types import Batch, Leaf, PyTree, Shapes

@@ -572,7 +572,7 @@ def test_rows_of_processes(monkeypatch, make_mesh):
             self.devices, self.axis_names, self.size = devices, axis_names, devices.size
             self.shape = dict(zip(axis_names, devices.shape, strict=True))
 
-    monkeypatch.setattr("jpipe.mesh.users_mesh.Mesh", Imagined)
+    monkeypatch.setattr("jpipe.partitioner.users_mesh.Mesh", Imagined)
     devices, names = np.array([Device(number) for number in range(8)]), ("stage", "data")
     with refused(ValueError, "use all devices: jpipe.make_mesh(...)"):
         data_shard(Imagined(devices[4:].reshape(2, 2), names), ("data",))
@@ -776,16 +776,6 @@ def test_sizes(make_mesh):
     with pytest.raises(ValueError, match="place a multiple of 2 rows"):
         pipe.place(np.ones((3, 4)))
     pipe.place(np.ones((4, 4)))
-
-
-@pytest.mark.parametrize("sizes", [[1234567, 1234564, 3], [0.1, 0.2, 0.7], [1e20, 1e-3, 1e20]])
-def test_the_least_limit_of_a_partition(sizes):
-    """It was rounded to six digits, so that the partition of that limit was refused again."""
-    with pytest.raises(ValueError, match="with these sizes it takes ") as info:
-        jpipe.partition([1.0] * 3, 2, sizes=sizes, limit=0)
-    least = float(str(info.value).rpartition("takes ")[2])
-    cut = jpipe.partition([1.0] * 3, 2, sizes=sizes, limit=least)
-    assert max(sum(sizes[start:stop]) for start, stop in cut.bounds) == pytest.approx(least, rel=1e-12)
 
 
 def test_balances():

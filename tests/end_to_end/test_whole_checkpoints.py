@@ -104,27 +104,23 @@ def square(outputs, batch):
 
 
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), jpipe.per_layer(optax.adam(1e-2))])
-def test_marks_may_come_later_and_parameters_thaw(tmp_path, tx):
-    """The state of what was frozen is new, that of what stays trained is kept."""
+def test_marks_may_come_later_but_no_other_parameters_be_frozen(tmp_path, tx):
     batch = np.random.default_rng(0).normal(size=(4, 4))
     where = lambda path: path.startswith("Dense_1")
     pipe = pipeline(jpipe.freeze(marked(False), where), square)
     state, _ = pipe.train_step(pipe.create_state(KEY, batch, tx), batch)
     saved(tmp_path, pipe, state)
-    other = pipeline(jpipe.freeze(marked(True), lambda path: path == "Dense_3/bias"), square)
+    other = pipeline(jpipe.freeze(marked(True), where), square)
     with jpipe.Checkpointer(tmp_path) as files:
         again, _ = files.restore(other, batch, tx)
     equal(other.model_variables(again.variables), pipe.model_variables(state.variables))
-    saved(tmp_path / "again", other, again)
-    old, new = (ocp.PyTreeCheckpointer().restore(d / "1" / "optimizer") for d in (tmp_path, tmp_path / "again"))
-    flat = [
-        {"/".join(p).split("mu/")[-1]: a for p, a in ocp.tree.to_flat_dict(t).items() if "mu" in p} for t in (old, new)
-    ]
-    assert flat[0].keys() == {f"Dense_{i}/{n}" for i in (0, 2, 3) for n in ("kernel", "bias")}
-    assert flat[1].keys() == (flat[0].keys() | {"Dense_1/kernel", "Dense_1/bias"}) - {"Dense_3/bias"}
-    for name, leaf in flat[1].items():
-        np.testing.assert_array_equal(leaf, 0 * leaf if where(name) else flat[0][name])
     other.train_step(again, batch)
+    thawed = pipeline(marked(True), square)
+    words = "frozen/Dense_1/bias is .* in the checkpoint and missing in the pipeline"
+    with jpipe.Checkpointer(tmp_path) as files, pytest.raises(ValueError, match=words):
+        files.restore(thawed, batch, tx)
+    variables = thawed.from_model_variables(jpipe.load_model(tmp_path), batch)
+    equal(thawed.model_variables(variables), pipe.model_variables(state.variables))
 
 
 def test_what_does_not_fit_is_told_with_the_remedy(tmp_path):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from jpipe.execution.before_ticks import by_microbatch, joined, known_to_loss
 from jpipe.memory.batches import split_microbatches
-from jpipe.mesh.axes import on_stages
+from jpipe.partitioner.axes import on_stages
 from jpipe.partitioner.shardings import Shard
 
 BATCH = {"inputs": np.ones((8, 3), np.float32), "mask": np.float32([1, 1, 1, 0, 0, 1, 0, 0])}

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 import jpipe
 from jpipe.execution.stage import send_shared, sum_shared_gradients
 from jpipe.memory.storage import build_storage
-from jpipe.mesh.axes import on_stages
-from jpipe.mesh.users_mesh import as_mesh
+from jpipe.partitioner.axes import on_stages
+from jpipe.partitioner.users_mesh import as_mesh
 from jpipe.planning.ends import Ends
 
 WIDTHS = [4, 8, 6, 10, 12, 14]

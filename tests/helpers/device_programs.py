@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from jpipe.mesh.splits import Splits
+from jpipe.partitioner.splits import Splits
 
 DEVICES = ("cpu", "tpu", "gpu")
 

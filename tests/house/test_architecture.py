@@ -26,15 +26,14 @@ _ALLOWED = {
     "jax": "processes",
     "partitioner": "jax",
     "layers": "jax",
-    "mesh": "jax partitioner",
-    "model": "processes jax partitioner layers mesh",
-    "memory": "processes schedules jax partitioner layers mesh model",
+    "model": "processes jax partitioner layers",
+    "memory": "processes schedules jax partitioner layers model",
     "cutting": "processes jax layers model memory",
-    "training": "jax partitioner layers mesh model memory",
-    "planning": "processes schedules jax partitioner layers mesh model memory cutting",
-    "execution": "processes schedules jax partitioner layers mesh model memory cutting planning",
+    "training": "jax partitioner layers model memory",
+    "planning": "processes schedules jax partitioner layers model memory cutting",
+    "execution": "processes schedules jax partitioner layers model memory cutting planning",
     "checkpoints": "processes jax model memory training cutting pipeline checks",
-    "tools": "processes schedules jax partitioner layers mesh model memory training planning execution pipeline checks",
+    "tools": "processes schedules jax partitioner layers model memory training planning execution pipeline checks",
 }
 MAY_IMPORT = {folder: set(names.split()) for folder, names in _ALLOWED.items()}
 """By folder, the folders that its files import."""

@@ -17,13 +17,13 @@ from jax.sharding import AxisType
 import jpipe
 from jpipe.jax.flops import Flops, count_flops
 from jpipe.layers.adapt import as_layers
-from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
+from jpipe.partitioner.users_mesh import as_mesh
 from jpipe.planning.costs import layer_costs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from cases import assert_close
 from jpipe.jax.rewrites import row_additions_by_comparison, weight_products_as_they_lie
 from jpipe.jax.tracing import equations_in
-from jpipe.mesh.splits import WHOLE, Splits
+from jpipe.partitioner.splits import WHOLE, Splits
 
 NARROW, WIDE = (3, 5), (5, 3)
 

@@ -12,12 +12,12 @@ import pytest
 import jpipe
 from cases import assert_close, compilations
 from jpipe.layers.adapt import as_layers
-from jpipe.mesh.splits import WHOLE
 from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import init_key, key_shape
 from jpipe.model.remat import as_remat
 from jpipe.model.trace import trace_model
+from jpipe.partitioner.splits import WHOLE
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 BATCH = {"inputs": X, "scale": jax.ShapeDtypeStruct((2,), jnp.float32)}

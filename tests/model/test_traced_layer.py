@@ -12,13 +12,13 @@ import jpipe
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.memory.batches import default_inputs
-from jpipe.mesh.splits import Splits
 from jpipe.model.layer_function import LayerArguments, LayerFunction
 from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES, as_remat
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import in_two_parts, partition_layer, trace_layer
+from jpipe.partitioner.splits import Splits
 
 REMATS = [*MODES, jax.checkpoint_policies.dots_saveable]
 BATCH = {"inputs": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)}

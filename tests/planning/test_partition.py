@@ -136,38 +136,14 @@ def test_picture_of_chunks():
     ]
 
 
-def within_limit(costs, sizes, num_parts, objective, limit):
-    """`brute_force` among the partitions that keep to the limit; None if there is none."""
-
-    def rank(cuts):
-        stages = [sum(costs[start:stop]) for start, stop in pairwise((0, *cuts, len(costs)))]
-        squares = sum((num_parts * stage - sum(costs)) ** 2 for stage in stages)
-        return (max(stages) if objective == "max" else 0, squares, cuts[::-1])
-
-    keeps = lambda cuts: all(sum(sizes[a:b]) <= limit for a, b in pairwise((0, *cuts, len(costs))))
-    return min(filter(keeps, combinations(range(1, len(costs)), num_parts - 1)), key=rank, default=None)
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@given(
-    problem=problems(st.integers(0, 6)),
-    sizes=st.lists(st.integers(0, 9), min_size=10, max_size=10),
-    limit=st.integers(0, 40),
-    chunks=st.integers(1, 3),
-)
-def test_equals_brute_force_under_a_limit(objective, problem, sizes, limit, chunks):
+@given(problem=problems(st.integers(0, 6)), chunks=st.integers(1, 3))
+def test_chunks_equal_brute_force(objective, problem, chunks):
     costs, num_stages = problem
     num_stages = max(1, num_stages // chunks)
     chunks = min(chunks, len(costs) // num_stages)
-    sizes = sizes[: len(costs)]
-    expected = within_limit(costs, sizes, num_stages * chunks, objective, limit)
-    run = lambda: partition(costs, num_stages, objective, num_chunks=chunks, sizes=sizes, limit=limit)
-    if expected is None:
-        with pytest.raises(ValueError, match="no partition keeps to limit="):
-            run()
-        return
-    found = run()
-    assert found.cuts == expected
+    found = partition(costs, num_stages, objective, num_chunks=chunks)
+    assert found.cuts == brute_force(costs, num_stages * chunks, objective)
     assert (found.num_stages, found.num_chunks) == (num_stages, chunks)
 
 
@@ -216,18 +192,6 @@ def test_bad_arguments(arguments, error, message):
         ({"num_chunks": 0}, ValueError, "num_chunks=0 is less than 1; use 1 or more"),
         ({"num_chunks": 3}, ValueError, "num_chunks=3 with num_stages=2 and 5 layers; use 1 to 2"),
         ({"num_chunks": 1.5}, TypeError, "num_chunks=1.5 is no integer"),
-        ({"limit": 3}, ValueError, "sizes and limit go together"),
-        ({"sizes": [1] * 5}, ValueError, "sizes and limit go together"),
-        ({"sizes": [1] * 4, "limit": 9}, ValueError, "sizes has 4 entries but there are 5 layers"),
-        ({"sizes": [1, -1, 1, 1, 1], "limit": 9}, ValueError, "sizes[1]=-1 has to be at least 0"),
-        (
-            {"sizes": [1] * 5, "limit": 2},
-            ValueError,
-            "no partition keeps to limit=2 bytes a stage; with these",
-        ),
-        ({"sizes": [1] * 5, "limit": "16GB"}, TypeError, "limit='16GB' is no number"),
-        ({"sizes": 3, "limit": 9}, TypeError, "sizes=3 is no sequence; give one number for each layer"),
-        ({"sizes": [1] * 5, "limit": math.nan}, ValueError, "limit=nan has to be at least 0"),
     ],
 )
 def test_bad_options(options, error, message):

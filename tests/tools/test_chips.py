@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from gpu_program import needs_gpu_compiler
-from jpipe.mesh.users_mesh import Torus, make_mesh
+from jpipe.partitioner.users_mesh import Torus, make_mesh
 from jpipe.tools.chips import (
     CHIPS,
     HOSTS,

@@ -25,7 +25,7 @@ from compiled_transfers import (
     with_waits,
 )
 from gpu_program import compile_with_text, kernels, largest_copy, needs_gpu_compiler
-from jpipe.mesh.users_mesh import Torus
+from jpipe.partitioner.users_mesh import Torus
 from jpipe.tools.chips import CHIPS, Network, parse_topology
 from jpipe.tools.compiled_program import Loop, Operation, count_cycles, read
 from tpu_program import large_moves, largest_move, needs_tpu_compiler, num_bytes

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jpipe.mesh.axes import (
+from jpipe.partitioner.axes import (
     BATCH_AXES,
     check_batch_axes,
     gather_axes,
@@ -15,8 +15,8 @@ from jpipe.mesh.axes import (
     split_by,
     stage_axes,
 )
-from jpipe.mesh.users_mesh import as_mesh
 from jpipe.partitioner.shardings import REPLICATED, Axis, of_spec
+from jpipe.partitioner.users_mesh import as_mesh
 from parts import AXES, DEVICES, X, cut
 
 NAMES = ("model", "fsdp", "stage", "data", "expert")

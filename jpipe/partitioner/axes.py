@@ -3,7 +3,7 @@
 At each index along the axis `stage` are the layers of one stage. The other axes split the arrays of a stage: the data
 axes (`replica`, `data` and `fsdp`, unless the user names others) split the examples of a micro-batch, and any of them
 split weights as the layers' metadata asks. What a device does with its parts of arrays is decided by
-`jpipe.partitioner`. A mesh and its data axes together are `jpipe.mesh.splits.Splits`.
+`jpipe.partitioner`. A mesh and its data axes together are `jpipe.partitioner.splits.Splits`.
 
 Programs are manual over every axis (`on_stages`), so that no compiler adds a collective to them.
 """

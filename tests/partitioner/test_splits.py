@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.mesh.axes import BATCH_AXES
-from jpipe.mesh.splits import WHOLE, Splits, make_splits
+from jpipe.partitioner.axes import BATCH_AXES
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
+from jpipe.partitioner.splits import WHOLE, Splits, make_splits
 
 DATA = ("data", "fsdp")
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jpipe.mesh.axes import AXIS, check_batch_axes, spec_of, split_by, stage_axes
+from jpipe.partitioner.axes import AXIS, check_batch_axes, spec_of, split_by, stage_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shape, Sharding, names_in, of_spec
 from jpipe.types import Shapes
 

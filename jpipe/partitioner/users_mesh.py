@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jpipe.mesh.axes import AXIS, BATCH_AXES
+from jpipe.partitioner.axes import AXIS, BATCH_AXES
 from jpipe.partitioner.shardings import Shape
 from jpipe.types import Device
 from jpipe.users_numbers import as_integer

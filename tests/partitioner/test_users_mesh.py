@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jpipe
-from jpipe.mesh.users_mesh import Torus, as_mesh, check_context
+from jpipe.partitioner.users_mesh import Torus, as_mesh, check_context
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 
@@ -47,7 +47,7 @@ def imagined(monkeypatch):
             self.devices, self.axis_names, self.axis_types = devices, axis_names, axis_types
             self.shape = dict(zip(axis_names, devices.shape, strict=True))
 
-    monkeypatch.setattr("jpipe.mesh.users_mesh.Mesh", Mesh)
+    monkeypatch.setattr("jpipe.partitioner.users_mesh.Mesh", Mesh)
     return jpipe.make_mesh
 
 
