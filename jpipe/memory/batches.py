@@ -282,8 +282,8 @@ def lying_by_shapes(
         if len(growing) > 1 or any(twice[i].shape[d] != 2 * leaf.shape[d] for d in growing):
             raise ValueError(
                 f"{name} has the shape {leaf.shape}, of which {growing} grow with the batch: the model makes pairs of "
-                "the examples of a micro-batch alone. Return the embeddings, make pairs of them in the loss, and pass "
-                'loss_over="batch" to jpipe.Pipeline'
+                "the examples of a micro-batch alone, or adds some. Return the embeddings, make pairs of them in the "
+                'loss, and pass loss_over="batch" to jpipe.Pipeline'
             )
         if not (isinstance(at := lying[i], Shard) and [at.dim] == growing):
             by_halves = doubled.gives_at[i][:1]
