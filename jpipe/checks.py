@@ -173,7 +173,7 @@ def check_step(step: Step, key: jax.Array | None) -> None:
     """
     check_key(step.model, step.loss, key)
     request = step.plan.request
-    if (step.kept.away or request.options.offload.optimizer) and not is_apart(request.mesh):
+    if (step.kept.away or request.offload.optimizer) and not is_apart(request.mesh):
         warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
 
 
@@ -292,9 +292,10 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
     """
     request = plan.request
     schedule, mesh, splits = request.schedule, request.mesh, request.splits
-    settings = {**schedule.sizes, **{name: getattr(splits, name) for name in ("batch_axes", "shard_over", "gather")}}
+    lying = {name: getattr(splits, name) for name in ("batch_axes", "shard_over", "gather")}
+    settings = schedule.sizes | lying | {name: getattr(request, name) for name in ("ends", "offload", "loss_over")}
     words = {
-        **{name: str(value) for name, value in {**settings, **vars(request.options)}.items()},
+        **{name: str(value) for name, value in settings.items()},
         "schedule": f"{schedule.name} ({_digest(f'{schedule.actions}{schedule.slots}'.encode())})",
         "remat": remat_name(request.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",

@@ -31,7 +31,7 @@ from jpipe.partitioner.users_mesh import as_mesh
 from jpipe.planning.partition import Partition, as_balance
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
-from jpipe.planning.request import Options, Request, as_offload
+from jpipe.planning.request import Request, as_offload
 from jpipe.planning.step import Step
 from jpipe.processes.progress import first_call, task
 from jpipe.processes.tables import Table, Tabular
@@ -141,7 +141,9 @@ class Pipeline(Tabular):
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather),
-            options=Options(ends, as_offload(offload), loss_over),
+            ends=ends,
+            offload=as_offload(offload),
+            loss_over=loss_over,
         )
         self.planner = Planner(request)
         self.agreement = checks.Agreement(self.planner)

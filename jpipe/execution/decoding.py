@@ -149,7 +149,7 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: int)
         decoding needs other variables than training.
     """
     (tokens,) = jax.tree.leaves(plan.model.inputs)
-    plan = _with_own_ends(plan) if plan.shares_ends else plan
+    plan = _with_own_ends(plan) if plan.request.shares_ends else plan
     if plan.cut is not None:
         layers_for = cut_decoder(plan.cut, plan.model.inputs, size, length)
     else:
@@ -223,7 +223,7 @@ def _with_own_ends(plan: Plan) -> Plan:
             "generate: ends='shared' splits weights over stages and another mesh axis along one dimension; make one "
             "with ends='own' or 'spread', and pass pipe.from_layer_variables(trained.layer_variables(variables), batch)"
         )
-    return replace(plan, own_ends=True)
+    return replace(plan, request=replace(plan.request, ends="spread"))
 
 
 def _check_model(plan: Plan, model: Model, length: int) -> None:

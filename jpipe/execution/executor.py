@@ -50,8 +50,7 @@ from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry, s
 from jpipe.execution.sweep import Counts, Job
 from jpipe.jax.in_place import Index, put_row, take_row, when
 from jpipe.jax.trees import accumulator_dtype
-from jpipe.memory.boundaries import Boundaries
-from jpipe.memory.storage import Buffers, Row
+from jpipe.memory.storage import Boundaries, Buffers, Row
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.shardings import PARTIAL

@@ -7,7 +7,7 @@ layouts. `Pipeline` jits them; all are traceable, so that they run inside a user
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NoReturn
 
@@ -39,26 +39,18 @@ from jpipe.processes.progress import compiles
 from jpipe.types import Batch, PyTree
 
 
-@dataclass(frozen=True)
-class WeightUses:
-    """How the layers of a step use the buffers of parameters: whether they only cast them to a narrower type.
+def weight_uses(step: Step) -> dict[str, set[tuple[bool, np.dtype | None]]]:
+    """Finds how a step's layers use its parameters.
 
-    A narrow copy is made once a step. A TPU's compiler does so by itself, as it moves casts out of
-    loops. That for GPUs leaves a cast in the loop over layers, which takes up to half as long as the layer's products.
-    So there `run_step` makes the copies, ahead of the ticks.
+    A narrow copy of those that are only cast to a narrower type is made once a step. A TPU's compiler does so by
+    itself, as it moves casts out of loops. That for GPUs leaves a cast in the loop over layers, which takes up to half
+    as long as the layer's products. So there `run_step` makes the copies, ahead of the ticks.
 
-    Attributes:
-      casts: (buffer, whether its leaves are turned for the layer, dtype) of the parameters that are cast.
-      whole: the buffers with parameters that are used otherwise.
+    Returns:
+      For each buffer, (whether its leaves are turned for the layer, the dtype to which these are cast; None of those
+      that are used otherwise).
     """
-
-    casts: set[tuple[str, bool, np.dtype]] = field(default_factory=set)
-    whole: set[str] = field(default_factory=set)
-
-
-def weight_uses(step: Step) -> WeightUses:
-    """Finds how a step's layers use its parameters."""
-    storage, uses = step.storages["params"], WeightUses()
+    storage, uses = step.storages["params"], dict[str, set[tuple[bool, np.dtype | None]]]()
     for g, group in enumerate(step.model.groups):
         if (v := group.variable_set) is None:
             continue
@@ -67,10 +59,9 @@ def weight_uses(step: Step) -> WeightUses:
         buffers = [(name, storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
         for closed, params, num_results in _programs(step, g, len(buffers)):
             for i, dtype in _readers(closed, num_results):
-                if i in params and dtype is not None:
-                    uses.casts.add((*buffers[params[i]], dtype))
-                elif i in params:
-                    uses.whole.add(buffers[params[i]][0])
+                if i in params:
+                    name, is_turned = buffers[params[i]]
+                    uses.setdefault(name, set()).add((is_turned, dtype))
     return uses
 
 
@@ -94,12 +85,12 @@ def narrow_dtypes(step: Step) -> dict[str, np.dtype]:
     """
     if not step.plan.request.splits.on_gpu:
         return {}
-    uses, buffers, dtypes = weight_uses(step), step.storages["params"].buffers, dict[str, set[np.dtype]]()
-    for name, _, dtype in uses.casts:
-        dtypes.setdefault(name, set()).add(dtype)
-    is_narrower = lambda name, found: found.itemsize < buffers[name].dtype.itemsize
-    alone = {name: found.pop() for name, found in dtypes.items() if len(found) == 1}
-    return {n: dtype for n, dtype in alone.items() if n not in uses.whole and is_narrower(n, dtype)}
+    buffers, narrow = step.storages["params"].buffers, dict[str, np.dtype]()
+    for name, uses in weight_uses(step).items():
+        dtype, *others = {dtype for _, dtype in uses}
+        if dtype is not None and not others and dtype.itemsize < buffers[name].dtype.itemsize:
+            narrow[name] = dtype
+    return narrow
 
 
 def _programs(step: Step, g: int, num_params: int) -> Iterator[tuple[ClosedJaxpr, dict[int, int], int]]:

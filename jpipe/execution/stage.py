@@ -22,9 +22,8 @@ import jax.numpy as jnp
 
 from jpipe.execution.sweep import Job, sweep
 from jpipe.jax.in_place import Index, look_up, put_row, take_row, when
-from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import compact_order, in_order
-from jpipe.memory.storage import Buffers
+from jpipe.memory.storage import Boundaries, Buffers
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.layer_function import LayerArguments
 from jpipe.model.random_keys import Key, layer_key

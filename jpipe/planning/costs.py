@@ -80,33 +80,32 @@ def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Me
       ValueError: unit is "time", and there is no device like those of the mesh.
     """
     if unit == "time":
-        return timed_costs([(model, layers)], mesh)[0][0]  # of process 0: all have to cut alike
+        return timed_costs(model, [layers], mesh)[0]
     return _by_layer(model, list(map(_counted, layers)))
 
 
-def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: Mesh) -> list[list[list[Cost]]]:
-    """The seconds of each layer, `[P, variants, N]`, as each of P processes took them; all processes call it.
-
-    Variants are of one model: for micro-batches of other sizes, or with another remat.
+def timed_costs(model: Model, variants: Sequence[Sequence[TracedLayer]], mesh: Mesh) -> list[list[Cost]]:
+    """The seconds of each layer, `[variants, N]`, as process 0 took them; all processes call it, and find the same.
 
     A layer's variants are timed by turns, so that a machine that gets slower slows all of them.
 
     Args:
-      variants: of each the traced layers, and the same of their groups as for `layer_costs`.
+      model: the traced layers.
+      variants: those of each group in training, as for `layer_costs`; each time with another remat.
       mesh: the devices; times are taken on one of them, or on another of the same kind.
 
     Raises:
       ValueError: there is no device like those of the mesh.
     """
     device, seconds = _device_like(mesh), []
-    with task("measuring costs", total=len(variants[0][1]), unit="groups of layers") as advance:
-        for same in zip(*(layers for _, layers in variants), strict=True):
+    with task("measuring costs", total=len(variants[0]), unit="groups of layers") as advance:
+        for same in zip(*variants, strict=True):
             seconds.append(_seconds(same, device))
             advance()
     cost = lambda layer, times: Cost(times[0], times[1], *_bytes(layer))
-    of_variant = lambda variant, times: _by_layer(variant[0], list(map(cost, variant[1], times)))
-    by_process = multihost_utils.process_allgather(np.asarray(seconds)).tolist()  # [P, groups, variants, 2]
-    return [list(map(of_variant, variants, zip(*of_process, strict=True))) for of_process in by_process]
+    of_first = multihost_utils.process_allgather(np.asarray(seconds))[0].tolist()  # [groups, variants, 2]
+    by_variant = zip(variants, zip(*of_first, strict=True), strict=True)
+    return [_by_layer(model, list(map(cost, layers, times))) for layers, times in by_variant]
 
 
 def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
@@ -211,7 +210,8 @@ def _bytes(layer: TracedLayer) -> tuple[int, int, int]:
 MUCH = 0.1
 """The share of a layer's operations from which on it is worth a warning."""
 NEGLIGIBLE = 1e6
-"""Floating-point operations of a layer for one micro-batch that take next to nothing: no warning."""
+"""Floating-point operations for one micro-batch that take next to nothing, so that nobody is warned of them: a CPU core
+does so many in about a tenth of a millisecond, no more than a tick takes whatever it computes."""
 FELT = 1e-3
 """The share of the model's operations from which on it is worth a warning."""
 

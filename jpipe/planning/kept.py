@@ -124,7 +124,7 @@ def residuals_that_go(request: Request, trained: Sequence[TracedLayer], layers: 
     if trained:
         equations = (equation for layer in trained for equation in equations_in(layer.forward.jaxpr.eqns))
         check_names(request.remat.policy, {e.params["name"] for e in equations if e.primitive.name == "name"})
-    goes, offload = [list(layer.offloaded) for layer in trained], request.options.offload
+    goes, offload = [list(layer.offloaded) for layer in trained], request.offload
     counts = [len(layer.function.group.indices) for layer in trained]
     for share, wanted in (
         (offload.residuals, [[True] * len(layer.residuals) for layer in layers]),
@@ -238,7 +238,7 @@ def lay_out_rows(
             places = storage.record_types, storage.named_buffers, storage.num_devices
             storages[name] = away[name] = AwayStorage(*places, on_host, moves=is_apart(request.mesh))
     if layers and not keep_inputs and not away:
-        _warn_if_none_go(request.options.offload, goes, schedule)
+        _warn_if_none_go(request.offload, goes, schedule)
     # The executor moves the rows that hold something, and no others.
     slots = tuple(replace(slot, away={name: slot.away[name] for name in away}) for slot in table.slots)
     return replace(table, slots=slots), KeptStorage(storages, away, tuple(rows_of))
@@ -290,7 +290,7 @@ def _warn_if_none_go(offload: Offload, goes: Going, schedule: Schedule) -> None:
         why = f"under {schedule.name!r} with {sizes} none waits long enough to leave"
         warn_once(f"offload= moves no residuals: {why}")
     elif offload.residuals or offload.boundaries:
-        shares = {word: share for word, share in offload.shares.items() if word != "optimizer"}
+        shares = {word: share for word, share in vars(offload).items() if share and word != "optimizer"}
         warn_once(
             f"offload={shares} moves no residuals: each of the layers' residuals is a larger share (those of equal "
             "layers go together); use a larger one"

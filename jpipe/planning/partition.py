@@ -15,12 +15,12 @@ import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple, SupportsFloat
+from typing import SupportsFloat
 
 import numpy as np
 
-from jpipe.planning.costs import Cost
 from jpipe.processes.tables import Table
+from jpipe.schedules.actions import Orders
 from jpipe.users_numbers import as_integer, as_number, integer_or_none
 
 OBJECTIVES = ("max", "variance")
@@ -73,11 +73,6 @@ class Partition:
         costs = self.costs
         total = math.fsum(costs)
         return max(costs) * len(costs) / total if total else 1.0
-
-    @property
-    def variance(self) -> float:
-        """The variance of `costs`, which the paper minimises."""
-        return float(np.var(self.costs))
 
     def __repr__(self) -> str:
         return f"<Partition of {len(self.layer_costs)} layers into {reprlib.repr(self.counts)}; {self._slowest}>"
@@ -246,32 +241,9 @@ Balance = str | tuple[int, ...] | tuple[float, ...]
 """A name, the number of layers of each virtual stage, or the cost of each layer."""
 
 
-class Measure(NamedTuple):
-    """A quantity that a measured balance makes equal on all stages.
-
-    Attributes:
-      of: a layer's cost -> the number to be shared out evenly.
-      unit: what `layer_costs` measures forward and backward in: "flops" or "time".
-      counts: whether the number follows from FLOPs, so that users are warned of layers whose can't be counted.
-      negligible: the cost of a whole model for a micro-batch up to which nobody is warned that no cut balances it.
-    """
-
-    of: Callable[[Cost], float]
-    unit: str = "flops"
-    counts: bool = False
-    negligible: float = 0.0
-
-
-# A CPU core does a million operations in about a tenth of a millisecond, no more than a tick takes whatever it
-# computes, so that no balance could be felt.
-MEASURES = {
-    "flops": Measure(lambda cost: cost.total, counts=True, negligible=1e6),
-    "time": Measure(lambda cost: cost.total, unit="time"),
-    "size": Measure(lambda cost: cost.size, negligible=1e6),
-}
-"""The balances that are measured, by name."""
-
-BALANCES = (*MEASURES, "even")
+UNITS = {"flops": "flops", "time": "time", "size": "flops"}
+"""The balances for which layers are measured -> the unit of their forward and backward (`layer_costs`)."""
+BALANCES = (*UNITS, "even")
 
 
 def as_balance(balance: object, num_layers: int | None, num_parts: int) -> Balance:
@@ -320,10 +292,9 @@ def _counts(balance: Balance) -> tuple[int, ...] | None:
     return counts or None
 
 
-def measure_of(balance: Balance) -> Measure | None:
-    """The quantity measured of the layers; None if none is. If the user counted layers out, FLOPs are shown."""
-    name = balance if isinstance(balance, str) else "flops" if _counts(balance) else ""
-    return MEASURES.get(name)
+def unit_of(balance: Balance) -> str | None:
+    """The unit in which layers are measured; None if they aren't. If the user counted layers out, FLOPs are shown."""
+    return UNITS.get(balance) if isinstance(balance, str) else "flops" if _counts(balance) else None
 
 
 def unmeasured_costs(balance: Balance, num_layers: int) -> tuple[float, ...]:
@@ -335,16 +306,14 @@ def unmeasured_costs(balance: Balance, num_layers: int) -> tuple[float, ...]:
     return (1.0,) * num_layers if isinstance(balance, str) or _counts(balance) else tuple(map(float, balance))
 
 
-def cut_layers(balance: Balance, costs: Sequence[float], num_stages: int, num_chunks: int) -> Partition:
+def cut_layers(balance: Balance, costs: Sequence[float], schedule: Orders) -> Partition:
     """The cuts for a balance: the best for these costs, or where the user wants them.
 
     Args:
       balance: as checked by `as_balance`.
       costs: `[N]`, what is to be shared out evenly.
-      num_stages: K.
-      num_chunks: V.
+      schedule: for how many virtual stages.
     """
-    counts = _counts(balance)
-    if counts:
-        return partition_from_counts(counts, costs, num_chunks)
-    return partition(costs, num_stages, num_chunks=num_chunks)
+    if counts := _counts(balance):
+        return partition_from_counts(counts, costs, schedule.num_chunks)
+    return partition(costs, schedule.num_stages, num_chunks=schedule.num_chunks)

@@ -22,8 +22,8 @@ from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
 from jpipe.model.traced_layer import TracedLayer
-from jpipe.planning.costs import Cost, layer_costs
-from jpipe.planning.partition import MEASURES, Partition, cut_layers, measure_of, unmeasured_costs
+from jpipe.planning.costs import NEGLIGIBLE, Cost, layer_costs
+from jpipe.planning.partition import UNITS, Partition, cut_layers, unit_of, unmeasured_costs
 from jpipe.planning.request import Request
 from jpipe.processes.progress import warn_user
 from jpipe.types import Shapes
@@ -41,24 +41,19 @@ class Plan:
       model: the layers, traced at the shapes of one micro-batch of the first batch.
       loss: what follows them; None if the pipeline only applies and generates.
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
+      layouts: where the variables lie between steps, by collection.
       costs: what each layer takes; empty if `balance` is "even" or gives costs. Where it gives counts of layers, their
         FLOPs, to be shown.
       cut: of a model that is one module, where it is cut.
-      own_ends: the first and the last layer run on their own stages, though in training all share them.
     """
 
     request: Request
     model: Model
     loss: TracedLoss | None
     partition: Partition
+    layouts: dict[str, Layout]
     costs: tuple[Cost, ...]
     cut: CutModel | None = None
-    own_ends: bool = False
-
-    @property
-    def shares_ends(self) -> bool:
-        """Whether all stages compute the first and the last layer together."""
-        return self.request.shares_ends and not self.own_ends
 
     @property
     def batch(self) -> Shapes:
@@ -68,24 +63,10 @@ class Plan:
         return jax.tree.map(whole, self.model.batch)
 
     @cached_property
-    def layouts(self) -> dict[str, Layout]:
-        """Where the variables lie, by collection."""
-        request, options, bounds = self.request, self.request.options, self.partition.bounds
-        placement, mesh = request.schedule.placement, request.mesh
-        layouts = make_layouts(self.model, bounds, placement, mesh, ends=options.ends)
-        if options.offload.optimizer:
-            layouts["params"] = replace(layouts["params"], state_on_hosts=True)
-        if self.cut is None:
-            return layouts
-        tree_of = self.cut.model_tree
-        return {name: replace(layout, model_tree=tree_of(name, layout.users)) for name, layout in layouts.items()}
-
-    @cached_property
     def at_work(self) -> dict[str, WorkLayout]:
         """Where they lie in a step, by collection."""
-        splits = self.request.splits
+        splits, joins = self.request.splits, self.request.ends == "spread"
         gathers = splits.batch_axes if splits.gather == "step" else ()
-        joins = self.request.options.ends == "spread" or self.own_ends
         return {name: WorkLayout(layout, gathers, joins) for name, layout in self.layouts.items()}
 
     @cached_property
@@ -138,9 +119,9 @@ def early_partition(request: Request) -> Partition | None:
 
     For layer counts and "even" every layer's cost is given as 1.0, since costs aren't known.
     """
-    if request.balance in MEASURES or not request.layers:
+    if request.balance in UNITS or not request.layers:
         return None
-    return _cut(request, unmeasured_costs(request.balance, len(request.layers)))
+    return cut_layers(request.balance, unmeasured_costs(request.balance, len(request.layers)), request.schedule)
 
 
 def make_plan(
@@ -167,18 +148,24 @@ def make_plan(
         _check_ends(model)
     _warn_of_untied(request, model)
     _warn_of_idle_axes(request, model, loss)
-    measure = measure_of(request.balance)
-    costs = layer_costs(model, layers, measure.unit, request.mesh) if measure else []
-    measured = [measure.of(cost) for cost in costs] if measure else None
+    unit = unit_of(request.balance)
+    costs = layer_costs(model, layers, unit, request.mesh) if unit else []
+    measured = [cost.size if request.balance == "size" else cost.total for cost in costs]
     if measured and request.shares_ends:
         measured[0] = measured[-1] = 0.0  # which stage they are cut to makes no difference
-    partition = _cut(request, measured or unmeasured_costs(request.balance, model.num_layers))
+    shared_out = measured or unmeasured_costs(request.balance, model.num_layers)
+    partition = cut_layers(request.balance, shared_out, request.schedule)
     if partition.objective != "counts":  # where cuts are the user's own, costs are only shown
-        if measure and measure.counts:
+        if request.balance == "flops":
             _warn_of_unknown(model, costs)
-        if math.fsum(partition.layer_costs) >= (measure.negligible if measure else 0.0):
+        if unit != "flops" or math.fsum(partition.layer_costs) >= NEGLIGIBLE:
             _warn_of_heavy_layers(model, partition)
-    return Plan(request, model, loss, partition, tuple(costs), cut)
+    layouts = make_layouts(model, partition.bounds, request.schedule.placement, request.mesh, ends=request.ends)
+    if request.offload.optimizer:
+        layouts["params"] = replace(layouts["params"], state_on_hosts=True)
+    if cut is not None:
+        layouts = {n: replace(layout, model_tree=cut.model_tree(n, layout.users)) for n, layout in layouts.items()}
+    return Plan(request, model, loss, partition, layouts, tuple(costs), cut)
 
 
 def _check_ends(model: Model) -> None:
@@ -187,10 +174,6 @@ def _check_ends(model: Model) -> None:
         changing = [name for name in group.variables if role_of(name, group.rules) not in WEIGHTS]
         if changing:
             raise ValueError(f"ends='shared': {group.in_words} has {changing}, which changes; use ends='spread'")
-
-
-def _cut(request: Request, costs: Sequence[float]) -> Partition:
-    return cut_layers(request.balance, costs, request.schedule.num_stages, request.schedule.num_chunks)
 
 
 def _warn_of_untied(request: Request, model: Model) -> None:

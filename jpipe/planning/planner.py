@@ -52,7 +52,7 @@ from jpipe.partitioner.axes import AXIS, shapes_only
 from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard
 from jpipe.partitioner.splits import Splits
 from jpipe.partitioner.users_mesh import check_context
-from jpipe.planning.partition import Partition, as_balance, measure_of
+from jpipe.planning.partition import Partition, as_balance, unit_of
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
@@ -106,7 +106,7 @@ class Planner:
         """Forgets what was traced and laid out, but for the plan; other planners keep what they took over of it."""
         self.model, self.output_axes = cache(self._model), cache(self._output_axes)
         self.examples = cache(lambda micro: follow_examples(self.model(micro)))
-        self.outputs_lie = cache(self._outputs_lie)
+        self.outputs_lie, self._doubled = cache(self._outputs_lie), cache(self._twice)
         self.loss, self.loss_in_evaluation = (cache(partial(self._loss, train=train)) for train in (True, False))
         self.layers, self.programs = cache(self._layers), DevicePrograms()
         self.traces: Traces | None = None
@@ -213,17 +213,22 @@ class Planner:
 
     def _outputs_lie(self, micro: MicroBatch) -> list[AxisSharding]:
         """How a micro-batch lies in each leaf of the outputs of all of them, replicated where examples have no axis."""
-        found, outputs = self.examples(micro), self.model(micro).groups[-1].gives
-        if found.is_certain and not any(map(_is_number, found.outputs, found.follows)):
-            return found.outputs
-        doubled, lying = self._doubled(micro), found.outputs
-        if not found.is_certain:
-            lying = lying_by_shapes(outputs, doubled and doubled.groups[-1], lying, micro.size)
-        twice = None if doubled is None else follow_examples(doubled)
+        found, lying = self.examples(micro), self._lying(micro)
+        if not any(map(_is_number, lying, found.follows)):
+            return lying
+        twice = None if (doubled := self._doubled(micro)) is None else follow_examples(doubled)
         return [
             self._of_number(found, twice, i) if _is_number(at, follows) else at
             for i, (at, follows) in enumerate(zip(lying, found.follows, strict=True))
         ]
+
+    def _lying(self, micro: MicroBatch) -> list[AxisSharding]:
+        """How examples lie in each leaf of the outputs, by the layers' operations, or by shapes where these couple."""
+        found, last = self.examples(micro), self.model(micro).groups[-1]
+        if found.is_certain:
+            return found.outputs
+        doubled = self._doubled(micro)
+        return lying_by_shapes(last.gives, doubled and doubled.groups[-1], found.outputs, micro.size)
 
     def _of_number(self, found: ExamplesInLayers, twice: ExamplesInLayers | None, leaf: int) -> AxisSharding:
         """How micro-batches have a number of the model's own: parts of a sum or of a mean.
@@ -241,11 +246,13 @@ class Planner:
         return PARTIAL if is_sum else AVERAGED
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
-        found, outputs, doubled = self.examples(micro), self.model(micro).groups[-1].gives, self._doubled(micro)
-        lying = found.outputs if found.is_certain else None
-        return output_axes(outputs, doubled and doubled.groups[-1], micro.size, lying)
+        if not self.examples(micro).is_certain and self._doubled(micro) is None:
+            raise ValueError(
+                f"the model can't be traced for {2 * micro.size} examples; let it take batches of any size"
+            )
+        return output_axes(self.model(micro).groups[-1].gives, self._lying(micro), micro.size)
 
-    def _doubled(self, micro: MicroBatch) -> Model | None:
+    def _twice(self, micro: MicroBatch) -> Model | None:
         """The model for twice as many examples, `in_halves` if that can be; None if it can't take them."""
         halves = in_halves(self.request.mesh)
         # Layers that need this mesh (`shard_map`) are traced over it, and then where halves lie isn't known. A model
@@ -260,7 +267,7 @@ class Planner:
         return None
 
     def _loss(self, micro: MicroBatch, *, train: bool) -> TracedLoss | None:
-        loss_fn, over, training = self.request.loss_fn, self.request.options.loss_over, None
+        loss_fn, over, training = self.request.loss_fn, self.request.loss_over, None
         if loss_fn is None:
             return None
         if not train and ((training := self.loss(micro)) is None or not training.takes_key):
@@ -379,7 +386,7 @@ class Planner:
             model, loss = self.model(micro), self.loss(micro)
             self._check_state(micro, model)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
-            layers = self.layers(micro, key_shape()) if measure_of(self.request.balance) else ()
+            layers = self.layers(micro, key_shape()) if unit_of(self.request.balance) else ()
             if loss is not None and micro.count > 1:
                 for line in self.examples(micro).in_words(model, statistics=False):
                     warn_once(f"{line}; with num_microbatches={micro.count} it sees {micro.size}, not the mini-batch")

@@ -35,16 +35,7 @@ class Offload:
     boundaries: float = 0
     optimizer: float = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.shares)
 
-    @property
-    def shares(self) -> dict[str, float]:
-        """The shares that aren't 0, by word."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name)}
-
-
-ON_DEVICES = Offload()
 WORDS = tuple(field.name for field in fields(Offload))
 
 
@@ -79,32 +70,6 @@ ENDS = ("own", "spread", "shared")
 """Where the weights of the first and the last layers lie, and who computes with them."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """How steps are carried out.
-
-    Attributes:
-      ends: weights that only the first or only the last stage holds lie there, and all stages have room for them
-        ("own"), or are split over all stages at rest ("spread"). Or those of the first and the last layer alone are,
-        and all stages compute these layers together ("shared").
-      offload: what lies in the memory of the hosts.
-      loss_over: what a loss of one number is taken over (`jpipe.model.loss.OVER`).
-
-    Raises:
-      ValueError: an unknown word.
-    """
-
-    ends: str = "own"
-    offload: Offload = ON_DEVICES
-    loss_over: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.ends not in ENDS:
-            raise ValueError(f"ends={self.ends!r} is unknown; use one of {list(ENDS)}")
-        if self.loss_over not in OVER:
-            raise ValueError(f"loss_over={self.loss_over!r} is unknown; use 'batch' or 'microbatch', or leave it out")
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
     """The arguments of `jpipe.Pipeline`, checked and adapted.
@@ -121,11 +86,15 @@ class Request:
       schedule: who does what in which order, in training.
       mesh: the devices, K of them along `stage`.
       splits: over which mesh axes besides `stage` weights and examples are split.
-      options: how steps are carried out.
+      ends: weights that only the first or only the last stage holds lie there, and all stages have room for them
+        ("own"), or are split over all stages at rest ("spread"). Or those of the first and the last layer alone are,
+        and all stages compute these layers together ("shared").
+      offload: what lies in the memory of the hosts.
+      loss_over: what a loss of one number is taken over (`jpipe.model.loss.OVER`).
 
     Raises:
-      ValueError: a split backward of which nothing is kept, an R where all is; shared ends with a schedule that doesn't
-        suit them.
+      ValueError: an unknown word; a split backward of which nothing is kept, an R where all is; shared ends with a
+        schedule that doesn't suit them.
     """
 
     layers: tuple[AnyLayer, ...]
@@ -138,14 +107,20 @@ class Request:
     schedule: Schedule
     mesh: Mesh
     splits: Splits
-    options: Options
+    ends: str
+    offload: Offload
+    loss_over: str | None
 
     def __post_init__(self) -> None:
+        if self.ends not in ENDS:
+            raise ValueError(f"ends={self.ends!r} is unknown; use one of {list(ENDS)}")
+        if self.loss_over not in OVER:
+            raise ValueError(f"loss_over={self.loss_over!r} is unknown; use 'batch' or 'microbatch', or leave it out")
         if self.schedule.splits and self.remat.keep_inputs:
             raise ValueError(
                 f'schedule={self.schedule.name!r} has actions W; use remat="none" or "layer", or a schedule without W'
             )
-        if self.remat.keep_inputs and (self.options.offload.residuals or self.options.offload.boundaries):
+        if self.remat.keep_inputs and (self.offload.residuals or self.offload.boundaries):
             raise ValueError(
                 'remat="stage" or "full" leaves no residuals or boundaries to offload; use remat="none" or "layer"'
             )
@@ -165,7 +140,7 @@ class Request:
     @property
     def shares_ends(self) -> bool:
         """Whether all stages compute the first and the last layer together."""
-        return self.options.ends == "shared" and self.schedule.num_stages > 1
+        return self.ends == "shared" and self.schedule.num_stages > 1
 
     def known_layers(self) -> tuple[AnyLayer, ...]:
         """The layers of a list, which are modules of their own; for a model that is one module a ValueError."""

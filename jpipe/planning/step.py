@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from jpipe.jax.trees import is_float
-from jpipe.memory.boundaries import Boundaries, make_boundaries
-from jpipe.memory.storage import Storage
+from jpipe.memory.storage import Boundaries, Storage, make_boundaries
 from jpipe.model.groups import Model, role_of
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss
@@ -211,7 +210,7 @@ def build_step(
     """
     request, bounds, programs = plan.request, plan.partition.bounds, programs or DevicePrograms()
     splits, stores_residuals = request.splits, schedule.trains and not request.remat.keep_inputs
-    crossed, over_stages = [stop - 1 for _, stop in bounds[:-1]], plan.shares_ends
+    crossed, over_stages = [stop - 1 for _, stop in bounds[:-1]], request.shares_ends
     if over_stages:
         functions, trained = as_they_lie(model, plan.layouts, functions, trained, programs)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.

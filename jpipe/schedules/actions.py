@@ -117,8 +117,8 @@ class Placement:
     >>> placement = Placement(num_stages=3, num_chunks=2)
     >>> [(placement.stage_of(s), placement.chunk_of(s)) for s in range(placement.num_virtual_stages)]
     [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
-    >>> placement.hops(+1), placement.hops(-1)
-    ([(0, 1), (1, 2), (2, 0)], [(0, 2), (1, 0), (2, 1)])
+    >>> placement.routes(+1), placement.routes(-1)
+    ([[(0, 1), (1, 2), (2, 0)]], [[(0, 2), (1, 0), (2, 1)]])
     >>> there_and_back = Placement(num_stages=3, num_chunks=2, style="v")
     >>> [(there_and_back.stage_of(s), there_and_back.chunk_of(s)) for s in range(6)]
     [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
@@ -168,23 +168,17 @@ class Placement:
         return place + (chunk % 2) * (self.num_stages - 1 - 2 * place) if self.style == "v" else place
 
     def routes(self, flow: int) -> list[list[tuple[int, int]]]:
-        """Divides `hops` into lists, the routes, by each of which a stage receives from one stage at most.
+        """The hops by which values of this flow cross boundaries, (from stage, to stage): `jax.lax.ppermute`'s pairs.
 
-        In a loop they are one list. In a "v" a stage receives from both sides, and the last one from itself where the
-        chain turns: the first route goes up the stages, the second goes down, and the last is the turn.
+        They are in lists, the routes, by each of which a stage receives from one stage at most. Each pair is there
+        once, in sorted order. In a loop of one chunk the pairs are a line. With more chunks they are a ring, since the
+        last stage then sends to the first. In a "v" a stage receives from both sides, and the last one from itself
+        where the chain turns: the first route goes up the stages, the second goes down, and the last is the turn.
         """
-        hops = self.hops(flow)
+        hops = sorted({(source, stage) for (way, stage, _), (source, _) in self.sources.items() if way == flow})
         if self.style == "loop":
             return [hops] if hops else []
         return [route for way in (1, -1, 0) if (route := [(a, b) for a, b in hops if np.sign(b - a) == way])]
-
-    def hops(self, flow: int) -> list[tuple[int, int]]:
-        """All (from stage, to stage) between which values of this flow cross a boundary: `jax.lax.ppermute`'s pairs.
-
-        Each pair is there once, in sorted order. In a loop of one chunk the pairs are a line. With more chunks they are
-        a ring, since the last stage then sends to the first.
-        """
-        return sorted({(source, stage) for (way, stage, _), (source, _) in self.sources.items() if way == flow})
 
 
 # --- when actions run -------------------------------------------------------------------------------------------------

@@ -215,14 +215,6 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     return schedule
 
 
-def has_its_name(schedule: Schedule) -> bool:
-    """Whether a schedule is the one that `make_schedule` makes of its name; one's own may be called anything."""
-    try:
-        return make_schedule(schedule.name, **schedule.sizes) == schedule
-    except ValueError:
-        return False
-
-
 # --- any schedule with its bubble filled ------------------------------------------------------------------------------
 
 

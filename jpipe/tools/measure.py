@@ -213,12 +213,11 @@ def measure_layers(planner: Planner, batch: Batch) -> LayerTimes:
     """Times each layer alone, in micro-batches of this batch `[B, ...]`."""
     micro = cut_batch(batch, planner.request.schedule.num_microbatches * planner.request.splits.num_shards)
     model, layers = planner.model(micro), planner.layers(micro, key_shape())
-    variants = [(model, layers)]
+    variants = [layers]
     if planner.request.remat is not MODES["none"]:
         with planner.tracing():
-            kept = tuple(trace_layer(replace(one.function, remat=MODES["none"])) for one in layers)
-            variants.append((model, kept))
-    times = timed_costs(variants, planner.request.mesh)[0]  # of process 0: all have to reach the same findings
+            variants.append(tuple(trace_layer(replace(one.function, remat=MODES["none"])) for one in layers))
+    times = timed_costs(model, variants, planner.request.mesh)
     return LayerTimes(planner, times[0], times[-1])
 
 

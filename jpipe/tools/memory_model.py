@@ -326,7 +326,9 @@ def _narrow_copies(step: Step) -> tuple[int, set[str]]:
         narrow = narrow_dtypes(step)
         return sum(params[name].size * dtype.itemsize for name, dtype in narrow.items()), params.keys() - narrow.keys()
     uses = weight_uses(step)
-    return sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts), uses.whole
+    casts = [(name, dtype) for name, of_buffer in uses.items() for _, dtype in of_buffer]
+    whole = {name for name, dtype in casts if dtype is None}
+    return sum(params[name].size * dtype.itemsize for name, dtype in casts if dtype is not None), whole
 
 
 def _brought(layout: WorkLayout, used: set[str] | None) -> int:

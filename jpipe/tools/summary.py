@@ -198,10 +198,10 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
 
 def remedies(request: Request) -> dict[str, list[str]]:
     """The settings that make each part of a device's memory smaller and aren't chosen yet, the cheapest first."""
-    schedule, splits, ends = request.schedule, request.splits, request.options.ends
+    schedule, splits, ends = request.schedule, request.splits, request.ends
     mode = next((name for name, mode in MODES.items() if mode == request.remat), "none")
     in_flight = ['schedule="1f1b"'] * (schedule.name == "gpipe")
-    offload, stores = request.options.offload, not request.remat.keep_inputs
+    offload, stores = request.offload, not request.remat.keep_inputs
     hosted = {"residuals": stores and not (offload.residuals or offload.boundaries), "optimizer": not offload.optimizer}
     hosts = {word: [f'offload="{word}"'] * (goes and not splits.on_cpu) for word, goes in hosted.items()}
     remat = [LESS[mode]] * bool(LESS[mode]) * (mode == "none" or not schedule.splits)
