@@ -13,10 +13,7 @@ from jpipe.jax.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe
 from jpipe.memory.batches import default_inputs
-from jpipe.model.examples_in_layers import follow_examples
-from jpipe.model.layer_function import trace_call
 from jpipe.model.loss import LossFn
-from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import trace_model
 from jpipe.processes.tables import Table, Tabular
 from jpipe.types import Batch, PyTree, Shapes
@@ -34,7 +31,6 @@ class FoundLayer:
       gives: the shapes of what crosses out of it; of the last one the model's outputs.
       flops: the FLOPs of its forward.
       same_as: the index of the first layer that is the same function; its own if it is the first.
-      couples: what looks at several examples of a micro-batch in it, in words; empty if nothing does.
     """
 
     name: str
@@ -43,7 +39,6 @@ class FoundLayer:
     gives: Shapes
     flops: float
     same_as: int
-    couples: str = ""
 
 
 class FoundLayers(list[FoundLayer], Tabular):
@@ -69,9 +64,7 @@ class FoundLayers(list[FoundLayer], Tabular):
             )
             for index, layer in enumerate(self)
         ]
-        marks = {index: "couples examples" for index, layer in enumerate(self) if layer.couples}
-        notes = list(dict.fromkeys(layer.couples for layer in self if layer.couples))
-        return Table(self._title, ("layer", "name", "function", "arrays", "FLOPs", "gives"), rows, marks, notes)
+        return Table(self._title, ("layer", "name", "function", "arrays", "FLOPs", "gives"), rows, {})
 
 
 def layers_of(
@@ -103,21 +96,18 @@ def layers_of(
     whole, modes = whole.read_by(loss_fn, whole.trace(read, shapes), shapes)
     cut = cut_model(whole, modes, wanted)
     traced = trace_model(cut.layers(modes), read, shapes)
-    examples = follow_examples(traced)
-    couples = {g: line for g, line in zip(examples.couplings, examples.in_words(traced), strict=True)}
     found = []
     for index in range(traced.num_layers):
         group = traced.group_at(index)
-        jaxpr, _ = trace_call(group.layer, group.variables, group.takes, shapes, key_shape())
+        assert group.trace is not None
         found.append(
             FoundLayer(
                 name=cut.names[index],
                 parameters=tuple(cut.parameter_names(index)),
                 takes=group.takes,
                 gives=group.gives,
-                flops=count_flops(jaxpr).flops,
+                flops=count_flops(group.trace.jaxpr).flops,
                 same_as=group.indices[0],
-                couples=couples.get(traced.group_of[index], ""),
             )
         )
     return FoundLayers(f"{layer.name}: {len(found)} layers, {len(traced.groups)} functions", found)

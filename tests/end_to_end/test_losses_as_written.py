@@ -439,7 +439,7 @@ class Balanced(nn.Module):
 
 
 def test_layers_that_couple_examples_are_named():
-    """By a notice, by `print(pipe)`, by `layers_of` and by `check_gradients`, which agreed with them."""
+    """By a notice, by `print(pipe)` and by `check_gradients`, which agreed with them."""
     model = nn.Sequential([nn.Dense(4, param_dtype=jnp.float64), Balanced(), nn.Dense(V, param_dtype=jnp.float64)])
     batch, line = data(), r"looks? at several examples of a micro-batch: \w+ at test_losses_as_written.py:\d+"
     pipe = jpipe.Pipeline([*model.layers], EXACT["mean"], num_stages=2, num_microbatches=4)
@@ -448,16 +448,6 @@ def test_layers_that_couple_examples_are_named():
     assert "layer 1 (Balanced) looks at several examples" in str(pipe)
     found = pipe.check_gradients(variables, batch)
     assert not found.agrees and "layer 1 (Balanced) looks at several examples" in str(found)
-
-    class Whole(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for layer in (nn.Dense(4), Balanced(), nn.Dense(V)):
-                x = jpipe.cut(layer(x))
-            return x
-
-    table = jpipe.layers_of(Whole(), {"inputs": np.zeros((2, T, 4))})
-    assert "couples examples" in str(table) and any(layer.couples for layer in table)
 
 
 def test_batchnorm_is_marked_without_a_notice():
