@@ -18,7 +18,7 @@ from jpipe.layers.connections import Marked, connect
 from jpipe.layers.frozen import Frozen, frozen_layer
 from jpipe.layers.linen import linen_layer
 from jpipe.layers.nnx import layer_of_factory, layer_of_module
-from jpipe.layers.plain import Layer, layer_of_function, layer_of_functions
+from jpipe.layers.plain import Layer, layer_of_functions
 from jpipe.layers.same_value import values_within
 
 
@@ -184,7 +184,7 @@ def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
     if isinstance(layer, nnx.Module):
         return layer_of_module(layer, index, method)
     if isinstance(layer, Layer):
-        return layer_of_functions(replace(layer, apply=_called_function(layer.apply, method, layer.name, index)))
+        return layer_of_functions(layer.name, _called_function(layer.apply, method, layer.name, index), layer.init)
     # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
         return layer_of_factory(layer, index, method)
@@ -196,7 +196,7 @@ def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
     if callable(layer):
         _check_no_method(layer, index)
         name = getattr(function, "__name__", type(function).__name__)
-        return layer_of_function(_called_function(layer, method, name, index), name)
+        return layer_of_functions(name, _called_function(layer, method, name, index), None)
     raise TypeError(f"layers[{index}] is a {type(layer).__name__}; use a module, function or jpipe.Layer(init, apply)")
 
 

@@ -36,49 +36,30 @@ class Layer:
                 raise TypeError(f"jpipe.Layer: {what}={getattr(self, what)!r} is not callable; pass a function")
 
 
-def layer_of_functions(layer: Layer) -> AnyLayer:
-    """Adapts a `Layer`; its item is its bare parameters."""
-
-    def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        positional, keywords = both_of(inputs)
-        return from_item(layer.init(key, *positional, **keywords))
-
-    def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        options: dict[str, object] = {**mode_arguments(layer.apply, context.train)}
-        if "key" in signature_of(layer.apply):
-            options["key"] = context.key if context.train else None
-        positional, keywords = both_of(inputs)
-        return layer.apply(variables["params"], *positional, **{**options, **keywords}), {}
+def layer_of_functions(name: str, apply: Callable[..., Activation], init: Callable[..., PyTree] | None) -> AnyLayer:
+    """Adapts the functions of a `Layer`, whose item is its bare parameters; or a function without any (no `init`)."""
 
     def from_item(item: Item) -> LayerVariables:
-        return {"params": item}
+        return {} if init is None else {"params": item}
 
-    return AnyLayer(
-        name=layer.name,
-        made_of=("two functions", layer.init, layer.apply),
-        init=init,
-        apply=apply,
-        bind=bind_by_call(apply, from_item),
-        to_item=lambda variables: variables.get("params"),
-        from_item=from_item,
-    )
-
-
-def layer_of_function(function: Callable[..., Activation], name: str) -> AnyLayer:
-    """Adapts a function of the activations, which has no parameters."""
-
-    def no_variables(*_: object) -> LayerVariables:
-        return {}
-
-    def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+    def new(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         positional, keywords = both_of(inputs)
-        return function(*positional, **{**mode_arguments(function, context.train), **keywords}), {}
+        return {} if init is None else from_item(init(key, *positional, **keywords))
+
+    def call(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+        options: dict[str, object] = {**mode_arguments(apply, context.train)}
+        if init is not None and "key" in signature_of(apply):
+            options["key"] = context.key if context.train else None
+        positional, keywords = both_of(inputs)
+        own = () if init is None else (variables["params"],)
+        return apply(*own, *positional, **{**options, **keywords}), {}
 
     return AnyLayer(
         name=name,
-        made_of=("one function", function),
-        init=no_variables,
-        apply=apply,
-        bind=bind_by_call(apply, no_variables),
-        from_item=no_variables,
+        made_of=("functions", init, apply),
+        init=new,
+        apply=call,
+        bind=bind_by_call(call, from_item),
+        to_item=lambda variables: {} if init is None else variables.get("params"),
+        from_item=from_item,
     )
