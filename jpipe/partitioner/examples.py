@@ -34,7 +34,7 @@ from jpipe.jax.inside import carry_out, line_of, needed_part, standing_alone
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.jax.tracing import interpret
 from jpipe.partitioner.choice import Chooser
-from jpipe.partitioner.handlers import HANDLERS
+from jpipe.partitioner.per_device import HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, is_possible, part_shape
 from jpipe.partitioner.way import Axes, Way, way_by_rule

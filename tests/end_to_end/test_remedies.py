@@ -1062,7 +1062,7 @@ ELSEWHERE = {
     "move it: state = pipe.place_state(state, tx)": "training/test_by_slices.py",
     "x = jpipe.cut(x)": "end_to_end/test_whole_models.py",
     "pipe.communication(batch) lists them": "tools/test_communication.py",
-    "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_handlers.py",
+    "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_per_device.py",
 }
 """Proposals that are followed in tests of their own, which need several processes, trained models or time."""
 NO_PROPOSALS = {

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner.choice import cheapest_plan
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
-from jpipe.partitioner.handlers import HANDLERS
+from jpipe.partitioner.per_device import HANDLERS
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard, summed
 
 P = 4

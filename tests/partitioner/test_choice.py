@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner.choice import Chooser, along_sub_axes, along_whole_axes, cheapest_plan, with_sub_axes
 from jpipe.partitioner.conversions import bytes_sent, hops, sent_in
-from jpipe.partitioner.handlers import HANDLERS
+from jpipe.partitioner.per_device import HANDLERS
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, summed
 from partitioned import array, on_mesh
 from planned import AXES, COLUMNS, ROWS, WHOLE, P, norm, plan_of, sent

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-import test_handlers
+import test_per_device
 import test_rule
 from jax import lax
 from jax.extend.core import subjaxprs
@@ -207,7 +207,7 @@ def primitives(jaxpr):
 
 
 def test_every_rule_is_of_an_operation_that_is_compared():
-    files = (test_handlers, test_rule)
+    files = (test_per_device, test_rule)
     cases = [known for each in (CASES, *[file.CASES for file in files]) for known in each.values()]
     found = set().union(*[primitives(traced(known).jaxpr) for known in cases])
     elsewhere = {"device_put", "select_and_gather_add"}  # does nothing here; of forward-mode derivatives alone
