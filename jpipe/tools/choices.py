@@ -1,4 +1,4 @@
-"""Settings that `jpipe.plan` chooses among, what is predicted of them, the table of the best, advice on the first."""
+"""Settings that `jpipe.plan` chooses among, what is predicted of them, the table of the best."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -53,11 +53,6 @@ def word_of(value: object) -> str:
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
-
-
-LARGE_BUBBLE = 0.1
-FELT = 0.01
-"""The part of what the first choice gains on the second from which on a part of the step is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ class Choices(Tabular, Sequence[Choice]):
     Attributes:
       title: what the plans are for.
       choices: the choices.
-      advice: remarks on the first choice.
+      advice: the warnings that planning the first choice gave.
     """
 
     title: str
@@ -179,24 +174,3 @@ def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
         if not kept or choice.total_bytes < kept[-1].total_bytes:
             kept.append(choice)
     return kept
-
-
-def advice_on(chosen: Sequence[Choice]) -> tuple[str, ...]:
-    """Notes on the first choice: why it is ahead of the second, a large bubble, what planning it warned of."""
-    first, setting = chosen[0], chosen[0].setting
-    advice = [_ahead(first, second) for second in chosen[1:2]]
-    if first.bubble_fraction > LARGE_BUBBLE:
-        advice.append(
-            f"stages wait {first.bubble_fraction:.0%} of the time at M={setting.num_microbatches} on "
-            f"{setting.num_stages} stages; a larger batch of more micro-batches would have them wait less"
-        )
-    return tuple(dict.fromkeys([*advice, *first.cost.notes]))
-
-
-def _ahead(first: Choice, second: Choice) -> str:
-    """Why the first choice is ahead of the second: the parts of the step that are shorter or longer, by how much."""
-    gain, names = second.seconds - first.seconds, {**first.time, **second.time}
-    gains = {name: second.time.get(name, 0.0) - first.time.get(name, 0.0) for name in names}
-    felt = sorted((name for name in gains if abs(gains[name]) > FELT * gain), key=lambda name: -abs(gains[name]))
-    words = [f"{ms_in_words(abs(gains[name]))} ms {'less' if gains[name] > 0 else 'more'} {name}" for name in felt]
-    return f"1. takes {ms_in_words(gain)} ms less than 2.: {', '.join(words)}"

@@ -25,7 +25,7 @@ from jpipe.processes.progress import task
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.chips import Chip, check_one, chip_of, measure_chip, mesh_of_nowhere, parse_topology, stand_ins_of
-from jpipe.tools.choices import PINNED, Choice, Choices, Setting, advice_on, sorted_out, word_of
+from jpipe.tools.choices import PINNED, Choice, Choices, Setting, sorted_out, word_of
 from jpipe.tools.communication import words_of
 from jpipe.tools.time_model import layer_seconds, predict_time
 from jpipe.types import Batch, Device, Shapes
@@ -94,12 +94,11 @@ def plan(
     chosen = sorted_out(choice for choice in rated if choice.fits)[:SHOWN]
     if not chosen:
         raise ValueError(search.nothing_fits(where))
-    advice = advice_on(chosen)
     makes = partial(make_mesh, devices=at_hand[:number], axis_types=None)
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
     chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]
     title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
-    return Choices(title, tuple(chosen), advice)
+    return Choices(title, tuple(chosen), chosen[0].cost.notes)
 
 
 def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) -> tuple[str, int, Chip, list[Device]]:
@@ -391,7 +390,7 @@ class Search:
             except (ValueError, TypeError) as error:
                 self._rated[setting], self._refusal = None, self._refusal or error
                 return None
-            cost = replace(cost, notes=tuple(str(warning.message) for warning in caught))
+            cost = replace(cost, notes=tuple(dict.fromkeys(str(warning.message) for warning in caught)))
             fits = cost.bytes.total <= self.room and (not host or cost.host.total <= SURE * host)
             options = {**setting.options, "balance": list(pipe.partition.counts)}
             self._rated[setting] = Choice(setting, options, cost, fits)

@@ -14,7 +14,7 @@ import jpipe
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.simulate import Work, in_time
 from jpipe.tools.chips import CHIPS
-from jpipe.tools.choices import Choice, Choices, Setting, advice_on
+from jpipe.tools.choices import Choice, Choices, Setting
 from jpipe.tools.forecaster import Forecast
 from jpipe.tools.measure import SLICES, StageTimes
 from jpipe.tools.memory_model import predict_memory
@@ -70,7 +70,7 @@ def test_a_plan(pipe, odd):
         ),
         fits=True,
     )
-    found = Choices("plans", (choice, choice), advice_on([choice]))
+    found = Choices("plans", (choice, choice), ())
     forecast = Forecast("a step", True, compiled, odd)
     for text in (str(found), found._repr_html_(), str(forecast)):
         assert "ms: computation" in text
@@ -83,7 +83,7 @@ def test_a_timeline_of_actions_that_take_no_time():
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_a_profile(pipe, odd):
-    times = StageTimes((1e-3, 0.0), (1e-3, 1e-3), (0.0, 0.0))
+    times = StageTimes(*np.array([[1e-3, 0.0], [1e-3, 1e-3], [0.0, 0.0], [0.0, 0.0]]))
     found = Profile(
         schedule=SCHEDULE,
         partition=jpipe.partition([1.0, 0.0, 0.0], 2),
@@ -112,4 +112,4 @@ def test_layers_that_cost_nothing(chip):
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])[0]
     setting = Setting((("stage", 2),), 2)
     choice = Choice(setting, setting.options | {"balance": [2, 1]}, replace(cost, bytes=held), fits=True)
-    assert "ms a step" in str(Choices("plans", (choice,), advice_on([choice])))
+    assert "ms a step" in str(Choices("plans", (choice,), ()))

@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from jpipe.tools.chips import CHIPS
-from jpipe.tools.choices import PINNED, Choice, Choices, Setting, advice_on, sorted_out
+from jpipe.tools.choices import PINNED, Choice, Choices, Setting, sorted_out
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import predict_time
@@ -65,19 +65,6 @@ def test_milliseconds_of_small_models_and_of_large_ones(choice):
     assert (small["ms a step"], small["ms: computation"], small["ms: bubble"]) == ("0.00205", "0.00200", "5.00e-05")
     large = but(choice, computation=12.3456, **dict.fromkeys((*REST, "bubble"), 0.0)).column()
     assert (large["ms a step"], large["ms: bubble"]) == ("12,346", "0.00")
-
-
-def test_notes_on_the_bubble_and_on_what_planning_warned_of(choice):
-    assert choice.bubble_fraction > 0.1
-    idle, said = advice_on([replace(choice, cost=replace(choice.cost, notes=("said", "said")))])
-    assert "stages wait" in idle and "of the time at M=2 on 2 stages" in idle
-    assert said == "said"
-
-
-def test_it_says_why_the_first_is_ahead_of_the_second(choice):
-    second = but(choice, computation=choice.time.computation + 3e-3, bubble=choice.time.bubble - 1e-3)
-    (said,) = advice_on([replace(choice, setting=Setting((("stage", 1),), 1)), second])[:1]
-    assert said == "1. takes 2.00 ms less than 2.: 3.00 ms less computation, 1.00 ms more bubble"
 
 
 def test_what_shared_ends_compute_is_no_waiting(choice):
