@@ -11,7 +11,7 @@ import pytest
 
 import jpipe
 from jpipe.tools.chips import CHIPS, parse_topology
-from jpipe.tools.memory_model import Amount, holdings, predict_memory, working_bytes
+from jpipe.tools.memory_model import Amount, held_by_device, held_by_stages, predict_memory, working_bytes
 from tpu_program import needs_tpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -103,7 +103,7 @@ def test_dead_code_is_free():
     assert of(lambda x: (x @ x, x)[1], X) == 0
 
 
-# --- holdings -------------------------------------------------------------------------------------------------
+# --- what stages have -----------------------------------------------------------------------------------------
 
 
 TOKENS = np.ones((8, 5), np.int32)
@@ -142,19 +142,18 @@ def sizes(trees) -> tuple[int, int]:
 def test_own_and_held_are_what_arrays_have(make_mesh, axes, options):
     pipe = make(num_stages=2, mesh=make_mesh(tuple(axes.values()), tuple(axes)), **options)
     variables = pipe.init(jax.random.key(0), TOKENS)
-    found = holdings(pipe.plan)
-    assert set(found.own) == set(found.device) == {"params", "batch_stats"}
+    held = held_by_device(pipe.plan)
+    assert set(held) == {"params", "batch_stats"}
     for name, tree in variables.items():
         for device in pipe.mesh.devices.flat:
             parts = [s.data for a in tree.values() for s in a.addressable_shards if s.device == device]
-            assert found.device[name] == sizes(parts), f"{name} on {device}"
+            assert held[name] == sizes(parts), f"{name} on {device}"
     # The layers' own trees, the table once though layers 0 and 5 use it.
     trees = pipe.layer_variables(variables)
     for s, (start, stop) in enumerate(pipe.partition.bounds):
         for name in variables:
             own = [tree[name] for tree in trees[start : min(stop, 5)] if name in tree]
-            assert found.own[name][s] == sizes(own), f"{name} of virtual stage {s}"
-    assert found.shared == ((0, 5),)
+            assert held_by_stages(pipe.plan, name)[s] == sizes(own), f"{name} of virtual stage {s}"
 
 
 def test_devices_hold_the_most_of_each_type_of_leaf():
@@ -162,10 +161,8 @@ def test_devices_hold_the_most_of_each_type_of_leaf():
     layers = [*[nn.Dense(4, use_bias=False) for _ in range(5)], nn.Dense(100, use_bias=False)]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, balance=[5, 1])
     jax.eval_shape(pipe.init, jax.random.key(0), np.ones((2, 4), np.float32))
-    found = holdings(pipe.plan)
-    assert found.own["params"] == (Amount(80, 320), Amount(400, 1600))
-    assert found.device["params"] == Amount(480, 1920)
-    assert found.shared == ()
+    assert held_by_stages(pipe.plan, "params") == [Amount(80, 320), Amount(400, 1600)]
+    assert held_by_device(pipe.plan) == {"params": Amount(480, 1920)}
 
 
 # --- predicted and compiled ------------------------------------------------------------------------------------------
