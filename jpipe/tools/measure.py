@@ -335,4 +335,4 @@ def memory_of(program: Program, state: TrainState) -> Parts[int]:
     held = bytes_at_rest(state)
     analysis = program.compiled.memory_analysis()  # None where the compiler doesn't say
     temporaries = int(analysis.temp_size_in_bytes) if analysis else 0
-    return Parts(held, gradients=held.parameters, temporaries=temporaries)  # gradients lie as parameters do
+    return Parts(held, gradients=held["parameters"], temporaries=temporaries)  # gradients lie as parameters do

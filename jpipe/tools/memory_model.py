@@ -213,7 +213,7 @@ def held_by_stages(plan: Plan, collection: str) -> list[Amount]:
 
 
 def held_by_device(plan: Plan) -> dict[str, Amount]:
-    """By collection, what each device holds at rest.
+    """The elements and bytes that each device holds at rest, by collection.
 
     The arrays of all stages have one shape, so every device holds as much, whatever its stage has: room for the most of
     each type of leaf that any stage has (`jpipe.memory.storage`).
@@ -270,10 +270,12 @@ def predict_memory(
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, chip) for g in range(len(step.layers)))
     device = Parts(
-        parameters=at_rest.parameters,
-        optimizer=at_rest.optimizer,
+        parameters=at_rest["parameters"],
+        optimizer=at_rest["optimizer"],
         gradients=sums["params"],
-        other_variables=at_rest.other_variables + brought + sum(sums[n] for n in step.collections("state", GRADIENT)),
+        other_variables=at_rest["other_variables"]
+        + brought
+        + sum(sums[n] for n in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * micro,
         boundaries=boundary_bytes(step, chip),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),

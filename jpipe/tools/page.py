@@ -100,18 +100,18 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         "forward": forward.tolist(),
         "backward": backward.tolist(),
         "recompute": [0.0] * K,
-        "parameters": _held(plan, ["params"], memory.parameters),
-        "gradients": memory.gradients,
+        "parameters": _held(plan, ["params"], memory["parameters"]),
+        "gradients": memory["gradients"],
         "optimizer": None,
-        "other": _held(plan, others, memory.other_variables + memory.casts + memory.batch),
+        "other": _held(plan, others, memory["other_variables"] + memory["casts"] + memory["batch"]),
         "residuals": [
             (AWAY.get(name, name), [entry(buffer) * row for row in (buffer.strides * K)[:K]])
             for name, storage in step.kept.storages.items()
             for _, buffer in storage.named_buffers
         ],
         **waiting,
-        "passing": memory.boundaries - sum(size * step.table.rows_written(name) for name, size in waiting.items()),
-        "work": memory.work,
+        "passing": memory["boundaries"] - sum(size * step.table.rows_written(name) for name, size in waiting.items()),
+        "work": memory["work"],
     }
 
 
@@ -132,9 +132,8 @@ def _held(plan: Plan, names: Sequence[str], room: int) -> PipelineFacts:
     own = np.full(placement.num_stages, float(room))
     for name in names:
         device, whole = held[name].bytes, bytes_of(plan.shapes[name]) / placement.num_stages
-        of_stages = np.bincount(
-            stage_of, [amount.bytes * device / max(whole, 1) for amount in held_by_stages(plan, name)]
-        )
+        shares = [amount.bytes / max(whole, 1) for amount in held_by_stages(plan, name)]
+        of_stages = device * np.bincount(stage_of, shares)
         own += np.minimum(of_stages, device) - device  # less where others hold a part of its own
     return {"own": own.tolist(), "room": room}
 

@@ -157,7 +157,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5)
         "forward": in_ms.forward.tolist(),
         "backward": (in_ms.backward + in_ms.recompute).tolist(),
         "recompute": in_ms.recompute.tolist(),
-        "optimizer": cost.bytes.optimizer,
+        "optimizer": cost.bytes["optimizer"],
     }
     return Profile(
         schedule=pipe.schedule,

@@ -311,7 +311,7 @@ class Search:
         least = min(self._found, key=lambda choice: choice.total_bytes)
         held = least.cost.bytes
         part = max(held, key=lambda part: held[part])
-        with_others = 2 + held.optimizer / max(1, held.parameters)  # gradients, and the optimiser's
+        with_others = 2 + held["optimizer"] / max(1, held["parameters"])  # gradients, and the optimiser's
         size, layer = self._largest
         remedy = "pass more devices, offload=, or a batch that can be cut into smaller micro-batches"
         if (alone := int(size * with_others)) > self.room:
@@ -369,9 +369,9 @@ class Search:
     def _is_far(self, one: Choice, best: Choice) -> bool:
         """Whether a choice takes much longer than the best so far, or on its mesh nothing fits, nor on that one's."""
         if best.fits:
-            return one.seconds - one.time.bubble > FAR * best.seconds
+            return one.seconds - one.time["bubble"] > FAR * best.seconds
         held = one.cost.bytes
-        least = held.parameters + held.gradients + held.optimizer
+        least = held["parameters"] + held["gradients"] + held["optimizer"]
         return one.setting.axes != best.setting.axes and least > self.room
 
     @property

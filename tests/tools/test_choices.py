@@ -30,7 +30,7 @@ def but(choice, **seconds):
 
 
 def slower(choice, factor, bytes_):
-    slow = but(choice, computation=choice.time.computation + factor)
+    slow = but(choice, computation=choice.time["computation"] + factor)
     return replace(slow, cost=replace(slow.cost, bytes=Parts(choice.cost.bytes, residuals=bytes_)))
 
 
@@ -70,7 +70,7 @@ def test_milliseconds_of_small_models_and_of_large_ones(choice):
 def test_what_shared_ends_compute_is_no_waiting(choice):
     own = choice.cost.timeline.bubble_fraction
     assert choice.bubble_fraction == pytest.approx(own)
-    assert but(choice, computation=2 * choice.time.computation).bubble_fraction == pytest.approx(own / (2 - own))
+    assert but(choice, computation=2 * choice.time["computation"]).bubble_fraction == pytest.approx(own / (2 - own))
 
 
 def test_options_are_the_pipelines():
