@@ -8,7 +8,7 @@ from jpipe.model.remat import Policy
 from jpipe.partitioner.axes import AXIS
 from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
 from jpipe.schedules.schedule import Schedule
-from jpipe.tools.step_cost import Parts, StepCost
+from jpipe.tools.step_cost import Parts, Predicted
 
 PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over")
 """The pipeline's arguments that a search varies; where one is given, it stays as it is."""
@@ -56,7 +56,7 @@ def word_of(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Predicted):
     """A setting, and what the models predict of it.
 
     Attributes:
@@ -69,8 +69,6 @@ class Choice:
 
     setting: Setting
     options: dict[str, object]
-    cost: StepCost
-    fits: bool
 
     @property
     def time(self) -> Parts[float]:
@@ -86,21 +84,6 @@ class Choice:
     def bubble_fraction(self) -> float:
         """The share of the time in which a stage waits for others, predicted."""
         return self.cost.bubble_fraction
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """The predicted bytes on a device, by part."""
-        return dict(self.cost.bytes)
-
-    @property
-    def total_bytes(self) -> int:
-        """The predicted bytes on a device."""
-        return self.cost.bytes.total
-
-    @property
-    def limit(self) -> str:
-        """The part that takes longest, "compute", "bubble", "links" or "update"; "memory" if it doesn't fit."""
-        return self.cost.limit if self.fits else "memory"
 
     @property
     def words(self) -> str:
@@ -121,7 +104,7 @@ class Choice:
         rows |= {"layers": _of_stages(self.options["balance"])}
         rows |= {"ms a step": ms_in_words(self.seconds), "bubble": f"{self.bubble_fraction:.1%}"}
         rows |= {name: text for name, text, _ in cost.rows_of_seconds()[:-1]}
-        rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
+        rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit or "-"}
         rows |= {name: text for name, text, _ in [*cost.rows_of_bytes()[:-1], *cost.rows_on_host()]}
         return rows
 

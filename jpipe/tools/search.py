@@ -393,7 +393,7 @@ class Search:
             cost = replace(cost, notes=tuple(dict.fromkeys(str(warning.message) for warning in caught)))
             fits = cost.bytes.total <= self.room and (not host or cost.host.total <= SURE * host)
             options = {**setting.options, "balance": list(pipe.partition.counts)}
-            self._rated[setting] = Choice(setting, options, cost, fits)
+            self._rated[setting] = Choice(fits, cost, setting, options)
         return self._rated[setting]
 
     def _predicted_costs(self, setting: Setting) -> list[float]:

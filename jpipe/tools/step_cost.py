@@ -88,6 +88,39 @@ class StepCost(Tabular):
         return self.table()
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """A step that wasn't run.
+
+    Attributes:
+      fits: whether its devices, and their hosts, have room for it.
+      cost: seconds of the step and bytes of a device, by part.
+    """
+
+    fits: bool
+    cost: StepCost
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The bytes on a device, by part."""
+        return {name.replace("_", " "): size for name, size in self.cost.bytes.items()}
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes on a device, all parts together."""
+        return self.cost.bytes.total
+
+    @property
+    def limit(self) -> str | None:
+        """The part that takes longest, as "compute", "bubble", "links" or "update"; "memory" if it doesn't fit.
+
+        None where it fits, and seconds aren't known.
+        """
+        if not self.fits:
+            return "memory"
+        return self.cost.limit if self.cost.seconds else None
+
+
 def _rows(name: str, parts: Parts, in_words: Callable[[float], str], total: str = "") -> list[Row]:
     """A row for each part, and one for all of them, if that has a name."""
     amounts = {**parts, total: parts.total} if total and parts else parts

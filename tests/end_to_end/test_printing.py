@@ -62,16 +62,11 @@ def test_a_plan(pipe, odd):
     slices = dict.fromkeys(["computation", "bubble", "between layers", "update", "collectives"], odd)
     held = Parts(dict.fromkeys(["parameters", "optimizer", "residuals"], odd))
     compiled = StepCost("compiled", Parts(slices), Parts(batch=odd), idle)
-    choice = Choice(
-        setting,
-        setting.options | {"balance": [2, 1]},
-        StepCost(
-            "predicted", Parts(dict.fromkeys(["computation", "bubble", "collectives", "update"], odd)), held, idle
-        ),
-        fits=True,
-    )
+    seconds = Parts(dict.fromkeys(["computation", "bubble", "collectives", "update"], odd))
+    options = setting.options | {"balance": [2, 1]}
+    choice = Choice(True, StepCost("predicted", seconds, held, idle), setting, options)
     found = Choices("plans", (choice, choice), ())
-    forecast = Forecast("a step", True, compiled, odd)
+    forecast = Forecast(True, compiled, "a step", odd)
     for text in (str(found), found._repr_html_(), str(forecast)):
         assert "ms: computation" in text
 
@@ -111,5 +106,5 @@ def test_layers_that_cost_nothing(chip):
     cost = predict_time(pipe.planner, batch, CHIPS[chip])
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])[0]
     setting = Setting((("stage", 2),), 2)
-    choice = Choice(setting, setting.options | {"balance": [2, 1]}, replace(cost, bytes=held), fits=True)
+    choice = Choice(True, replace(cost, bytes=held), setting, setting.options | {"balance": [2, 1]})
     assert "ms a step" in str(Choices("plans", (choice,), ()))

@@ -21,7 +21,7 @@ def choice():
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1))[0]
     cost = replace(predict_time(pipe.planner, batch, CHIPS["v5e"]), bytes=held)
     setting = Setting((("stage", 2),), 2)
-    return Choice(setting, setting.options | {"balance": [2, 1]}, cost, fits=True)
+    return Choice(True, cost, setting, setting.options | {"balance": [2, 1]})
 
 
 def but(choice, **seconds):
