@@ -328,7 +328,7 @@ def check_losses(losses: dict[str, float], tolerance: float = 2e-3) -> None:
 
 def chosen_settings(parser: argparse.ArgumentParser, kind: type, table: Sequence[Any]) -> tuple[list[Any], Any]:
     """(the settings that the command line asks for, its options): all combinations of what is given, else `table`."""
-    parser.epilog = "All combinations of what is given are compiled; if nothing is, the table of docs/numbers.md."
+    parser.epilog = "All combinations of what is given are compiled; if nothing is, the table in benchmarks/results."
     for field in fields(kind):
         parser.add_argument(f"--{field.name}", nargs="+", type=type(field.default), help=f"(default {field.default})")
     options = parser.parse_args()

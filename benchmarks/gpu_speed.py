@@ -147,7 +147,7 @@ TABLE = [
     *[Setting("b200", schedule=name, remat="none", **more) for name, more in SCHEDULES.items()],
     *[Setting("b200", attention="cudnn", remat="none"), Setting("b200", data=2, fsdp="use", remat="none")],
 ]
-"""What docs/numbers.md shows."""
+"""What benchmarks/results/gpu_speed.md shows."""
 
 
 # --- plain JAX ---
@@ -310,7 +310,7 @@ def _measure(setting: Setting) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--table", action="store_true", help="print the rows as docs/numbers.md has them")
+    parser.add_argument("--table", action="store_true", help="print the rows of benchmarks/results/gpu_speed.md")
     settings, options = chosen_settings(parser, Setting, TABLE)
     on_cpu()
     rows = []

@@ -209,7 +209,7 @@ def other_cuts() -> Iterator[str]:
 
 def main(arguments: Any = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--markdown", action="store_true", help="as docs/paper.md has them")
+    parser.add_argument("--markdown", action="store_true", help="as benchmarks/results/paper_tables.md has them")
     options = parser.parse_args(arguments)
     on_cpu()
     for table in (table_2(), own_table(), table_3(), breakdown()):

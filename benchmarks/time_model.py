@@ -4,7 +4,7 @@
     python benchmarks/time_model.py counted --chip h100 b200      # the same for GPUs
     python benchmarks/time_model.py measured --first 0 --count 7
     python benchmarks/time_model.py rates                         # what `CHIPS` calls counted
-    python benchmarks/time_model.py page                          # the tables of docs/time-model.md
+    python benchmarks/time_model.py page                          # the tables of benchmarks/results/time_model.md
 
 All keep rows in `benchmarks/data`. A predicted step is compared without links: the compiler estimates none.
 """

@@ -126,7 +126,7 @@ TABLE = [
     Setting("v5p", 8, **LARGE, microbatch=4),
     *[Setting("v5p", 32, **LARGE, remat=remat) for remat in ("layer", "none")],
 ]
-"""What docs/numbers.md shows."""
+"""What benchmarks/results/tpu_speed.md shows."""
 
 
 @dataclass(frozen=True)

@@ -107,16 +107,24 @@ def as_readable(app, what, name, obj, options, signature, returned):
     return signature, returned
 
 
-def take_notebooks(app, config):
-    """Copies the repository's notebooks to where Sphinx reads, with links as they are from there."""
-    folder = Path(__file__).with_name("notebooks")
+def take_pages(app, config):
+    """Copies notebooks and the benchmarks' figures to where Sphinx reads, with their links as seen from there."""
+    take(ROOT / "notebooks", "*.ipynb", {"](../": "](../../", "](../../docs/": "](../"})
+    take(ROOT / "benchmarks" / "results", "*.md", {"](../../docs/": "](../"})
+
+
+def take(source, pattern, links):
+    """Copies the files of a folder to the folder of the same name here, and removes those that are no longer there."""
+    folder = Path(__file__).with_name(source.name)
     folder.mkdir(exist_ok=True)
-    wanted = {path.name: path.read_text() for path in (ROOT / "notebooks").glob("*.ipynb")}
-    for path in folder.glob("*.ipynb"):
+    wanted = {path.name: path.read_text() for path in source.glob(pattern)}
+    for path in folder.glob(pattern):
         if path.name not in wanted:
             path.unlink(missing_ok=True)
     for name, text in wanted.items():
-        path, text = folder / name, text.replace("](../", "](../../").replace("](../../docs/", "](../")
+        path = folder / name
+        for there, here in links.items():
+            text = text.replace(there, here)
         if not path.is_file() or path.read_text() != text:  # what hasn't changed isn't built again
             new = folder / f"{name}.{os.getpid()}"  # several builds may run at a time
             new.write_text(text)
@@ -129,15 +137,15 @@ def add_page(app, exception):
         write_page(Path(app.outdir) / "page.html")
 
 
-def link_notebooks(app, docname, source):
-    """Links to the repository's notebooks lead to their pages here."""
-    source[0] = re.sub(r"\]\((?:\.\./)+notebooks/", "](/notebooks/", source[0])
+def link_pages(app, docname, source):
+    """Links to the repository's notebooks and to the benchmarks' figures lead to their pages here."""
+    source[0] = re.sub(r"\]\((?:\.\./)+(?:benchmarks/)?(notebooks|results)/", r"](/\1/", source[0])
 
 
 def setup(app):
     """Docstrings come before napoleon, which has the priority 500."""
-    app.connect("config-inited", take_notebooks)
-    app.connect("source-read", link_notebooks)
+    app.connect("config-inited", take_pages)
+    app.connect("source-read", link_pages)
     app.connect("build-finished", add_page)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)
     app.connect("autodoc-process-signature", as_readable)

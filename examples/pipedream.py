@@ -5,7 +5,7 @@ weights after every backward. A micro-batch's backward has to use the weights of
 ("weight stashing"). Here that is played through event by event, and counted: weight versions held, how many updates
 late a gradient comes, how busy stages are. 1F1B updates once all micro-batches of a batch are through.
 
-    python examples/pipedream.py [picture.png]      # the table, and the picture of docs/asynchronous.md
+    python examples/pipedream.py [picture.png]      # the table, and the picture of benchmarks/results/pipedream.md
     python examples/pipedream.py --train            # what late gradients do to a small regression
 
 Needs `pip install 'jpipe[plot,demo]'`, and no devices. K is the number of stages, F takes 1 and B takes 2.

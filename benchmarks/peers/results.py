@@ -100,7 +100,7 @@ def tables(rows: list[Row]) -> list[list[str]]:
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """The lines of a table of each peer's best pipelined step in each run, for docs/comparison.md."""
+    """The lines of a table of each peer's best pipelined step in each run, for benchmarks/results/peers.md."""
     lines = [
         "| run | peer | its best step of one device, s | two stages, s | speed-up | over jpipe's |",
         "|---|---|---|---|---|---|",

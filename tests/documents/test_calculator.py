@@ -16,6 +16,7 @@ def calculator(tmp_path_factory) -> Iterator[Page]:
     path = find()
     source = re.search(r"```\{raw\} html\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
     page = tmp_path_factory.mktemp("calculator") / "page.html"
+    source = re.sub(r'src="(.*?)"', lambda script: f'src="{(PAGE.parent / script[1]).as_uri()}"', source)
     page.write_text(source + "<script>window.jpipe = {}</script>")
     with chromium(path) as browser:
         browser.open(page.as_uri())

@@ -1,4 +1,4 @@
-"""The largest models of `benchmarks/capacity.py`: how they are searched, and what docs/numbers.md says of them."""
+"""The largest models of `benchmarks/capacity.py`: how they are searched, and what their page of results says."""
 
 import csv
 import re
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import capacity
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "docs" / "numbers.md").read_text().partition("### The largest models")[2].partition("\n### ")[0]
+SECTION = (ROOT / "benchmarks" / "results" / "capacity.md").read_text()
 with (ROOT / "tests" / "data" / "capacity.csv").open() as file:
     FOUND = [(what, *map(int, row)) for what, *row in csv.reader(file)]
 """What `--csv` wrote: which model, and `capacity.figures`."""

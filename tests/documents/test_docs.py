@@ -2,7 +2,7 @@
 
 Blocks marked `python` are run, those marked `py` are not: other libraries' code, and the five lines of the first
 screen. A `text` block that follows a Python block at once is what that one prints. The how-to pages go on from the
-lines that their index begins with.
+lines that their index begins with, and the first page from the example of the README.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from view_chromium import chromium, find
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-START = DOCS / "start.md"
-PAGES = sorted(DOCS.rglob("*.md"))
+README, START = ROOT / "README.md", DOCS / "start.md"
+PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")])
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
 SLOW = {
     "plan",
     "slow-step",
-    "encoder-decoder",
     "packed-sequences",
     "ahead-of-time",
     "your-model",
@@ -44,7 +44,6 @@ SLOW = {
     "fine-tuning",
     "start",
     "api",
-    "cheat-sheet",
     "losses",
     "numerics",
     "optimizers",
@@ -52,7 +51,7 @@ SLOW = {
     "custom-schedule",
 }
 """Run by `make test-notebooks`, with the notebooks."""
-BY_FLOPS = {"balance", "slow-step", "start"}
+BY_FLOPS = {"balance", "slow-step", "start", "README"}
 """Their figures follow from FLOPs, and were made with JAX 0.10."""
 TRACING = {"slow-step"}
 """Run in a process of their own: JAX's profiler crashes one that has loaded the TPU's compiler without a TPU."""
@@ -119,6 +118,8 @@ def test_a_page_runs_and_prints_what_it_shows(page, as_started, request):
         assert done.returncode == 0, done.stdout
         return
     names = {"__name__": "page"}
+    if page == START:
+        run(README, names)
     if page.parent.name == "howto" and page.name != "index.md":
         run(DOCS / "howto" / "index.md", names)
     run(page, names)
@@ -138,13 +139,7 @@ def test_the_settings_of_out_of_memory_take_what_its_table_says(as_started):
         assert [f"{number:.1f}" for number in eval(f"takes({options})", names)] == shown, options
 
 
-def test_the_readme_shows_the_example_that_start_runs_and_what_it_prints():
-    shown, executed = ({code: printed for _, code, printed in blocks(page)} for page in (ROOT / "README.md", START))
-    assert len(executed.keys() & shown.keys()) == 3
-    assert {code: printed for code, printed in shown.items() if printed or code in executed}.items() <= executed.items()
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name)
+@pytest.mark.parametrize("page", [README, *PAGES, *RESULTS], ids=name)
 def test_links_lead_to_files_and_headings(page):
     for target in LINK.findall(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)):
         if "://" not in target:
@@ -163,7 +158,7 @@ def anchors(text):
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=name)
 def test_tests_and_scripts_that_are_named_are_there(page):
     text = page.read_text()
     for script in set(re.findall(r"\b(?:tests|benchmarks|examples)/[\w/]+\.py\b", text)):
@@ -187,35 +182,37 @@ def code_of(page):
     return "\n".join(code for _, code, _ in blocks(page))
 
 
-def test_every_public_name_is_on_the_page_of_the_api_with_an_example():
+def test_the_page_of_the_api_has_every_public_name_and_all_that_one_calls():
     page = DOCS / "api.md"
     shown = re.findall(r"auto(?:class|function):: (\w+)$", page.read_text(), re.MULTILINE)
     assert sorted(shown) == sorted(jpipe.__all__)
-    assert not [name for name in jpipe.__all__ if not re.search(rf"\b{GIVEN_BY.get(name, name)}\(", code_of(page))]
-
-
-def test_the_cheat_sheet_has_all_that_one_calls():
-    code = code_of(DOCS / "cheat-sheet.md")
+    code = code_of(page)
     assert not [name for name in jpipe.__all__ if name not in GIVEN_BY and f"jpipe.{name}(" not in code]
+    assert not [name for name in GIVEN_BY.values() if f"{name}(" not in code]
     for kind in (jpipe.Pipeline, jpipe.Checkpointer, jpipe.Profile, jpipe.Shared, jpipe.Timeline):
         fields, for_tools = set(kind.__annotations__), {"plan", "in_numbers", "bars"}
         for name in {name for name in vars(kind) if name[0] != "_"} - fields - for_tools:
             assert f".{name}" in code, f"{kind.__name__}.{name}"
 
 
-def test_headline_numbers_are_those_of_the_sections_that_they_link_to():
-    text = (DOCS / "numbers.md").read_text()
-    sections = {anchors(part)[0]: part for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]}
-    row = r"^\| \*\*([\d.]+)[^|]*\|[^|]*\| `([\w/.]+)`, \[below\]\(#([\w-]+)\) \|$"
-    found = re.findall(row, text, re.MULTILINE)
-    assert len(found) == 4
-    for figure, script, section in found:
-        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", sections[section]), figure
-        assert script in sections[section]
+def test_headline_numbers_are_those_of_the_files_that_they_link_to():
+    row = r"^\| \*\*([\d.]+)[^|]*\|[^|]*\| `([\w/.]+)`, \[rows\]\(../([\w/.]+)\) \|$"
+    found = re.findall(row, (DOCS / "numbers.md").read_text(), re.MULTILINE)
+    assert len(found) == 8
+    for figure, script, file in found:
+        text = (ROOT / file).read_text()
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", text), figure
+        assert script in text
+
+
+@pytest.mark.parametrize("name", ["time-model", "memory-model"])
+def test_the_models_rows_are_those_of_all_rows(name):
+    kept = (ROOT / "benchmarks" / "results" / f"{name.replace('-', '_')}.md").read_text().splitlines()
+    assert {line for line in (DOCS / f"{name}.md").read_text().splitlines() if line[:1] == "|"} <= set(kept)
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+    assert len(README.read_text().splitlines()) <= 150
 
 
 @pytest.fixture(scope="module")

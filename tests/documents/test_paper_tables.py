@@ -1,4 +1,4 @@
-"""Tables of the GPipe paper, what `benchmarks/paper_tables.py` predicts beside them, and what docs/paper.md says."""
+"""The GPipe paper's tables, what `benchmarks/paper_tables.py` predicts beside them, what its page of results says."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ import paper_tables as tables
 
 from jpipe.tools.measure import StageTimes
 
-PAGE = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
+PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "paper_tables.md").read_text()
 TRANSFORMERS = ("Transformer-48",)
 
 

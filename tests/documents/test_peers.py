@@ -165,4 +165,4 @@ def test_the_page_says_what_was_kept(lines):
 
 
 def test_the_comparison_says_the_same():
-    assert "\n".join(results.summary(results.read())) in (ROOT / "docs" / "comparison.md").read_text()
+    assert "\n".join(results.summary(results.read())) in (ROOT / "benchmarks" / "results" / "peers.md").read_text()

@@ -1,4 +1,4 @@
-"""What docs/time-model.md says of `benchmarks/time_model.py`, and the rows that it keeps."""
+"""What benchmarks/results/time_model.md says of `benchmarks/time_model.py`, and the rows that it keeps."""
 
 import sys
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tpu_program import needs_tpu_compiler
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import time_model
 
-PAGE = (Path(__file__).parents[2] / "docs" / "time-model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "time_model.md").read_text()
 KEPT = {row["step"]: row for name in ("tpu", "gpu") for row in time_model.kept_rows(name)}
 FEW = [
     time_model.Setting("v5p"),

@@ -333,7 +333,7 @@ def test_its_call_compiles_for_tpus_with_the_clock():
 
 def test_the_page_shows_what_is_simulated():
     """What follows from shapes, and from the measured seconds of one request alone, which can't be had again."""
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "stream.md").read_text()
+    page = (Path(__file__).parents[2] / "benchmarks" / "results" / "dit_stream.md").read_text()
     found = [re.findall(r"[\d.]+", line) for line in re.findall(r"^\| \d+ .*$", page, re.MULTILINE)]
     assert [len(cells) for cells in found] == [7] * 6 + [9] * 3
     costs = {stages: costs_of(stages) for stages in (2, 4, 8)}

@@ -138,7 +138,7 @@ def test_bad_input(monkeypatch, arguments, message):
 
 
 def test_the_page_shows_what_runs_gave():
-    page = (ROOT / "docs" / "learning.md").read_text()
+    page = (ROOT / "benchmarks" / "results" / "learning.md").read_text()
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     for title, rows in translation_study.tables(translation_study.kept()).items():
         for row in rows:

@@ -11,7 +11,7 @@ import jpipe
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import pipedream
 
-PAGE = (Path(__file__).parents[2] / "docs" / "asynchronous.md").read_text()
+PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "pipedream.md").read_text()
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

@@ -45,7 +45,7 @@ def test_descriptions_agree_with_data_sheets():
 # --- chips ------------------------------------------------------------------------------------------------------------
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "time-model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "time_model.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["v5x:2x2", "v5p:4x4", "v5e", "v5e:0x2", "v5e:2x", ""])

@@ -171,7 +171,7 @@ def test_devices_hold_the_most_of_each_type_of_leaf():
 WIDTH = 16
 KEPT = against_compilers.kept()
 ON_HOSTS = {point: row for point, row in KEPT.items() if against_compilers.on_host(row)[1]}
-PAGE = (Path(__file__).parents[2] / "docs" / "memory-model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.md").read_text()
 
 
 def dense_pipeline(num_layers, num_stages, num_microbatches, **options):
