@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from common import on_cpu, show
 
 import jpipe
@@ -90,9 +91,9 @@ def cut(costs: Sequence[Cost], num_stages: int, objective: str = "max") -> jpipe
 def stage_times(costs: Sequence[Cost], partition: jpipe.Partition) -> StageTimes:
     """FLOPs of each stage of a model with the remat "stage", whose backward computes its forward once more."""
     stages = [costs[start:stop] for start, stop in partition.bounds]
-    forward = tuple(sum(cost.forward for cost in stage) for stage in stages)
-    total = [sum(cost.total for cost in stage) for stage in stages]
-    return StageTimes(forward, tuple(t - 2 * f for t, f in zip(total, forward, strict=True)), recompute=forward)
+    forward = np.array([sum(cost.forward for cost in stage) for stage in stages])
+    total = np.array([sum(cost.total for cost in stage) for stage in stages])
+    return StageTimes(forward, total - 2 * forward, recompute=forward, weight=np.zeros(len(stages)))
 
 
 def gpipe(times: StageTimes, num_microbatches: int) -> jpipe.Schedule:

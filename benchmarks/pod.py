@@ -25,7 +25,7 @@ from axes_programs import loss_fn
 from common import console, lowered_step, on_cpu, settings, show, tpu_devices
 
 import jpipe
-from jpipe.tools.memory_model import holdings
+from jpipe.tools.memory_model import held_by_stages
 from tpu_program import compile_with_text
 
 SEQUENCES = 8
@@ -87,7 +87,7 @@ def make_pipeline(
 
 def room(pipe: jpipe.Pipeline) -> str:
     """What all stages have room for, as a multiple of the model's parameters."""
-    own = sum(amount.elements for amount in holdings(pipe.plan).own["params"])
+    own = sum(amount.elements for amount in held_by_stages(pipe.plan, "params"))
     return f"{sum(a.size for a in jax.tree.leaves(pipe.plan.shapes['params'])) / own:.3f}"
 
 

@@ -1,4 +1,4 @@
-"""Settings that `jpipe.plan` chooses among, what is predicted of them, the table of the best, advice on the first."""
+"""Settings that `jpipe.plan` chooses among, what is predicted of them, the table of the best."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from jpipe.model.remat import Policy
 from jpipe.partitioner.axes import AXIS
 from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
 from jpipe.schedules.schedule import Schedule
-from jpipe.tools.step_cost import Parts, StepCost
+from jpipe.tools.step_cost import Parts, Predicted
 
 PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over")
 """The pipeline's arguments that a search varies; where one is given, it stays as it is."""
@@ -55,13 +55,8 @@ def word_of(value: object) -> str:
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
-LARGE_BUBBLE = 0.1
-FELT = 0.01
-"""The part of what the first choice gains on the second from which on a part of the step is worth a word."""
-
-
 @dataclass(frozen=True)
-class Choice:
+class Choice(Predicted):
     """A setting, and what the models predict of it.
 
     Attributes:
@@ -74,8 +69,6 @@ class Choice:
 
     setting: Setting
     options: dict[str, object]
-    cost: StepCost
-    fits: bool
 
     @property
     def time(self) -> Parts[float]:
@@ -91,21 +84,6 @@ class Choice:
     def bubble_fraction(self) -> float:
         """The share of the time in which a stage waits for others, predicted."""
         return self.cost.bubble_fraction
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """The predicted bytes on a device, by part."""
-        return dict(self.cost.bytes)
-
-    @property
-    def total_bytes(self) -> int:
-        """The predicted bytes on a device."""
-        return self.cost.bytes.total
-
-    @property
-    def limit(self) -> str:
-        """The part that takes longest, "compute", "bubble", "links" or "update"; "memory" if it doesn't fit."""
-        return self.cost.limit if self.fits else "memory"
 
     @property
     def words(self) -> str:
@@ -126,7 +104,7 @@ class Choice:
         rows |= {"layers": _of_stages(self.options["balance"])}
         rows |= {"ms a step": ms_in_words(self.seconds), "bubble": f"{self.bubble_fraction:.1%}"}
         rows |= {name: text for name, text, _ in cost.rows_of_seconds()[:-1]}
-        rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
+        rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit or "-"}
         rows |= {name: text for name, text, _ in [*cost.rows_of_bytes()[:-1], *cost.rows_on_host()]}
         return rows
 
@@ -138,7 +116,7 @@ class Choices(Tabular, Sequence[Choice]):
     Attributes:
       title: what the plans are for.
       choices: the choices.
-      advice: remarks on the first choice.
+      advice: the warnings that planning the first choice gave.
     """
 
     title: str
@@ -179,24 +157,3 @@ def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
         if not kept or choice.total_bytes < kept[-1].total_bytes:
             kept.append(choice)
     return kept
-
-
-def advice_on(chosen: Sequence[Choice]) -> tuple[str, ...]:
-    """Notes on the first choice: why it is ahead of the second, a large bubble, what planning it warned of."""
-    first, setting = chosen[0], chosen[0].setting
-    advice = [_ahead(first, second) for second in chosen[1:2]]
-    if first.bubble_fraction > LARGE_BUBBLE:
-        advice.append(
-            f"stages wait {first.bubble_fraction:.0%} of the time at M={setting.num_microbatches} on "
-            f"{setting.num_stages} stages; a larger batch of more micro-batches would have them wait less"
-        )
-    return tuple(dict.fromkeys([*advice, *first.cost.notes]))
-
-
-def _ahead(first: Choice, second: Choice) -> str:
-    """Why the first choice is ahead of the second: the parts of the step that are shorter or longer, by how much."""
-    gain, names = second.seconds - first.seconds, {**first.time, **second.time}
-    gains = {name: second.time.get(name, 0.0) - first.time.get(name, 0.0) for name in names}
-    felt = sorted((name for name in gains if abs(gains[name]) > FELT * gain), key=lambda name: -abs(gains[name]))
-    words = [f"{ms_in_words(abs(gains[name]))} ms {'less' if gains[name] > 0 else 'more'} {name}" for name in felt]
-    return f"1. takes {ms_in_words(gain)} ms less than 2.: {', '.join(words)}"

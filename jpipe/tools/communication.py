@@ -9,10 +9,8 @@ import jax
 
 from jpipe.execution import programs
 from jpipe.model.groups import LayerGroup
-from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.conversions import Sent, sent_in
-from jpipe.planning.costs import WholeOperation, unsplit_in
 from jpipe.planning.layer_loops import IdleWork
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
@@ -68,12 +66,10 @@ class Communication(Tabular):
     Attributes:
       title: the pipeline in a line.
       transfers: all transfers, in the order of the loops.
-      whole: (layer, operation) of what every device of a stage computes whole, though an operand is split.
     """
 
     title: str
     transfers: tuple[Transfer, ...]
-    whole: tuple[tuple[str, WholeOperation], ...]
 
     def __repr__(self) -> str:
         return f"<Communication of {self.title}: {len(self.transfers)} transfers>"
@@ -89,11 +85,6 @@ class Communication(Tabular):
             sizes = str(t.devices), t.array, f"{t.count:g}", f"{t.bytes / MIB:.3f}"
             rows.append((t.loop, t.layer, t.collective, ", ".join(t.axes), *sizes, t.line))
         notes = [f"{loop}: {often}" for loop, often in HOW_OFTEN.items() if any(t.loop == loop for t in self.transfers)]
-        notes += [
-            f"{layer}: {one.operation} ({one.line or 'of no line'}) is computed whole on every device, "
-            f"{one.share:.0%} of the layer's operations"
-            for layer, one in self.whole
-        ]
         return Table(f"What a device sends in a step of {self.title}", header, rows, {}, notes)
 
 
@@ -106,7 +97,7 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
       title: the pipeline in a line.
     """
     micro = planner.for_training(batch)
-    step, layers = _as_one_run(planner.training_step(micro)), planner.layers(micro, key_shape())
+    step = _as_one_run(planner.training_step(micro))
     variables = {name: layout.shapes for name, layout in step.plan.layouts.items()}
     traced = jax.make_jaxpr(partial(programs.value_and_grad, step))(variables, batch, None)
     names = {group.scope(g): words_of(group) for g, group in enumerate(step.model.groups)}
@@ -119,9 +110,7 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
         kind = sent.collective, sent.axes, sent.devices
         counts[Transfer(loop, layer, *kind, array, sent.bytes, 1.0, sent.line)] += times
     transfers = [replace(one, bytes=one.bytes * count, count=count) for one, count in counts.items()]
-    groups = zip(step.model.groups, layers, step.layers, strict=True)
-    unsplit = [(words_of(group), one) for group, traced, layer in groups for one in unsplit_in(traced, layer)]
-    return Communication(title, tuple(sorted(transfers, key=lambda one: [*HOW_OFTEN].index(one.loop))), tuple(unsplit))
+    return Communication(title, tuple(sorted(transfers, key=lambda one: [*HOW_OFTEN].index(one.loop))))
 
 
 def _as_one_run(step: Step) -> Step:

@@ -26,7 +26,7 @@ from jpipe.schedules.simulate import Timeline
 from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, check_one, chip_of, parse_topology
 from jpipe.tools.compiled_program import compile_with_text, count_cycles, read
 from jpipe.tools.memory_model import bytes_at_rest
-from jpipe.tools.step_cost import Parts, StepCost
+from jpipe.tools.step_cost import Parts, Predicted, StepCost
 from jpipe.tools.summary import note, room_on
 from jpipe.tools.time_model import predict_time
 from jpipe.types import Batch, Device
@@ -35,7 +35,7 @@ ROOFLINE = "seconds are predicted by a roofline, as by jpipe.plan: this compiler
 
 
 @dataclass(frozen=True)
-class Forecast(Tabular):
+class Forecast(Predicted, Tabular):
     """The result of `jpipe.forecast`. Printed, or shown in a notebook, it is a table.
 
     Attributes:
@@ -43,28 +43,19 @@ class Forecast(Tabular):
       fits: whether there is room for the step: a TPU's compiler says so; on GPUs the bytes are compared with the memory
         that JAX may be given, and with `offload=` those on the host with its own.
       cost: seconds of the step by what they go into, as `jpipe.plan` predicts them; on TPUs computation, bubble, update
-        and what ticks take "between layers" are the compiler's cycles at the chip's clock. Bytes on a device and on its
-        host (the "optimizer", and the residuals that wait, "temporaries"), and the schedule with what stages take.
+        and what ticks take "between layers" are the compiler's cycles at the chip's clock. Bytes on a device:
+        "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients, residuals, activations); of a
+        step that the compiler refuses the first three. Bytes on its host: the "optimizer", and the residuals that wait,
+        "temporaries". The schedule with what stages take.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
       message: what there is to say of memory: the compiler's message if the step doesn't fit; of GPUs jpipe's own.
       advice: what takes most bytes if it doesn't fit, by the model of memory, and settings that would help.
     """
 
     title: str
-    fits: bool
-    cost: StepCost
     flops: float
     message: str = ""
     advice: tuple[str, ...] = ()
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """The bytes on a device, by part.
-
-        They are "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients, residuals,
-        activations); of a step that the compiler refuses the first three.
-        """
-        return {name.replace("_", " "): size for name, size in self.cost.bytes.items()}
 
     @property
     def slices(self) -> dict[str, float] | None:
@@ -75,11 +66,6 @@ class Forecast(Tabular):
     def timeline(self) -> Timeline | None:
         """The schedule in seconds, to `plot`; None if they aren't known."""
         return self.cost.timeline
-
-    @property
-    def total_bytes(self) -> int:
-        """The bytes on a device, all parts together."""
-        return self.cost.bytes.total
 
     @property
     def bubble_fraction(self) -> float | None:
@@ -95,13 +81,6 @@ class Forecast(Tabular):
         compiler's estimates are left out. On GPUs all seconds are those that `jpipe.plan` predicts.
         """
         return self.cost.step if self.cost.seconds else None
-
-    @property
-    def limit(self) -> str | None:
-        """The word "memory" if it doesn't fit, else what takes longest, as "compute", "bubble" or "links"; or None."""
-        if not self.fits:
-            return "memory"
-        return self.cost.limit if self.cost.seconds else None
 
     def _table(self) -> Table:
         held = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host()]
@@ -145,7 +124,7 @@ def forecast(
     device, planner = there.mesh.devices.flat[0], there.planner
     state, where = there.abstract_state(shapes, tx), topology or device.device_kind
     title, cost = f"A step of {pipe!r} on {where}", StepCost("compiled", Parts(), bytes_at_rest(state))
-    known = Forecast(title, True, cost, _flops(planner, shapes))
+    known = Forecast(True, cost, title, _flops(planner, shapes))
     with task(f"compiling for {where}"):
         lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
         try:

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,50 +51,39 @@ SLICES = ("computation", "recomputation", "bubble", "imbalance", "transfer and s
 """What a step's time goes into (GPipe, NeurIPS version, section 3: the breakdown of the time step)."""
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Seconds for one micro-batch, `[K]` each, by stage, all its chunks together.
 
     Attributes:
       forward: the forward.
       backward: the backward, without what it computes anew.
       recompute: the part of the backward that computes the forward anew (remat).
-      weight: the part of the backward that W takes, where it is split; else empty.
+      weight: the part of the backward that W takes, where it is split; else 0.
     """
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    recompute: tuple[float, ...]
-    weight: tuple[float, ...] = ()
+    forward: np.ndarray
+    backward: np.ndarray
+    recompute: np.ndarray
+    weight: np.ndarray
 
     @property
-    def total(self) -> tuple[float, ...]:
+    def total(self) -> np.ndarray:
         """Seconds by stage, forward and backward."""
-        return tuple(map(sum, zip(self.forward, self.backward, self.recompute, strict=True)))
+        return self.forward + self.backward + self.recompute
 
     @property
     def even(self) -> StageTimes:
         """The same work, shared equally among the stages."""
-        return self.each(lambda times: [float(np.mean(times))] * len(times))
+        return StageTimes(*(np.full_like(times, times.mean()) for times in self))
 
-    def each(self, function: Callable[[tuple[float, ...]], Sequence[float]]) -> StageTimes:
-        """Applies a function to the times of forwards, of backwards, of recomputation and of W."""
-        parts = (self.forward, self.backward, self.recompute, self.weight)
-        return StageTimes(*(tuple(function(times)) if times else () for times in parts))
-
-    def scaled(self, factors: Sequence[float] | np.ndarray) -> StageTimes:
-        """Times multiplied by a factor for each stage, `[K]`."""
-        return self.each(lambda times: (np.asarray(times) * np.asarray(factors)).tolist())
-
-    @property
-    def in_ms(self) -> StageTimes:
-        """The same in milliseconds."""
-        return self.scaled([1e3] * len(self.forward))
+    def scaled(self, factors: float | np.ndarray) -> StageTimes:
+        """Times multiplied by a factor, or by one for each stage, `[K]`."""
+        return StageTimes(*(times * factors for times in self))
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """The schedule with these times."""
-        weight = (schedule.splits and self.weight) or None
-        return simulate(schedule, self.forward, self.backward, weight=weight, recompute=self.recompute)
+        forward, backward, recompute, weight = (times.tolist() for times in self)
+        return simulate(schedule, forward, backward, weight=weight, recompute=recompute)
 
     def makespan(self, schedule: Schedule) -> float:
         """How long the schedule takes with these times."""
@@ -187,9 +177,8 @@ class LayerTimes:
 
     def with_recomputation(self, stages: StageTimes) -> StageTimes:
         """The stages' times as measured, with recomputation apart from the rest of the backward."""
-        backward = np.asarray(stages.backward)
-        again = backward * np.clip(1.0 - self.over_here(self.kept, "backward"), 0.0, 1.0)
-        return replace(stages, backward=tuple((backward - again).tolist()), recompute=tuple(again.tolist()))
+        again = stages.backward * np.clip(1.0 - self.over_here(self.kept, "backward"), 0.0, 1.0)
+        return stages._replace(backward=stages.backward - again, recompute=again)
 
     def best_cut(self, stages: StageTimes) -> tuple[Partition, StageTimes]:
         """The best cut for the times of single layers, and what stages that take this now would take with it.
@@ -200,13 +189,13 @@ class LayerTimes:
         schedule, on = self.planner.request.schedule, self.stage_of_layers()
         cut = partition([cost.total for cost in self.here], schedule.num_stages, num_chunks=schedule.num_chunks)
 
-        def moved(seconds: Sequence[float], part: str) -> tuple[float, ...]:
+        def moved(seconds: np.ndarray, part: str) -> np.ndarray:
             alone = np.asarray([getattr(cost, part) for cost in self.here])
             sums = self.by_stage(alone)[on]
-            return tuple(self.by_stage(alone * np.asarray(seconds)[on] / np.where(sums, sums, 1.0), cut).tolist())
+            return self.by_stage(alone * seconds[on] / np.where(sums, sums, 1.0), cut)
 
-        pairs = (stages.forward, "forward"), (stages.backward, "backward"), (stages.recompute, "backward")
-        return cut, StageTimes(*(moved(*pair) for pair in pairs))
+        parts = "forward", "backward", "backward", "backward"
+        return cut, StageTimes(*map(moved, stages, parts))
 
 
 def measure_layers(planner: Planner, batch: Batch) -> LayerTimes:
@@ -281,18 +270,18 @@ def measure_step(pipe: Pipeline, program: Program, state: TrainState, rounds: in
         runs[f"{kinds}{k}"] = partial(program.run, program.only(kinds, k))
     seconds = _in_rounds(runs, rounds)
 
-    def of_stages(kinds: str) -> tuple[float, ...]:
+    def of_stages(kinds: str) -> np.ndarray:
         """Seconds of these actions of one micro-batch on each stage, `[K]`."""
-        above_idle = [float(np.median(seconds[f"{kinds}{k}"] - seconds["idle"])) for k in range(num_stages)]
-        return tuple(max(SHORTEST, total / num_microbatches) for total in above_idle)
+        above_idle = np.array([np.median(seconds[f"{kinds}{k}"] - seconds["idle"]) for k in range(num_stages)])
+        return np.maximum(SHORTEST, above_idle / num_microbatches)
 
     step, update, idle = (float(np.median(seconds[name])) for name in ("step", "update", "idle"))
     whole = {"measured": step, "update": update, "idle": idle, "noise": noise_of(seconds["step"])}
-    none = (0.0,) * num_stages
-    stages = StageTimes(of_stages("F"), of_stages("RBIW"), none, of_stages("W") if pipe.schedule.splits else ())
+    none = np.zeros(num_stages)
+    stages = StageTimes(of_stages("F"), of_stages("RBIW"), none, of_stages("W") if pipe.schedule.splits else none)
     # All processes go on with the times of the first: they have to reach the same findings.
-    stages, whole = jax.tree.map(float, multihost_utils.broadcast_one_to_all((asdict(stages), whole)))
-    return StepModel(pipe.schedule, StageTimes(**stages), **whole)
+    stages, whole = multihost_utils.broadcast_one_to_all((stages, whole))
+    return StepModel(pipe.schedule, stages, **{name: float(value) for name, value in whole.items()})
 
 
 def noise_of(seconds: Sequence[float] | np.ndarray) -> float:
@@ -345,4 +334,4 @@ def memory_of(program: Program, state: TrainState) -> Parts[int]:
     held = bytes_at_rest(state)
     analysis = program.compiled.memory_analysis()  # None where the compiler doesn't say
     temporaries = int(analysis.temp_size_in_bytes) if analysis else 0
-    return Parts(held, gradients=held.parameters, temporaries=temporaries)  # gradients lie as parameters do
+    return Parts(held, gradients=held["parameters"], temporaries=temporaries)  # gradients lie as parameters do

@@ -8,7 +8,7 @@ reads it, such as a product on CPU. Until then its operands live on.
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, Ja
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
-from jpipe.memory.layout import Layout
 from jpipe.model.groups import GRADIENT
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.random_keys import key_shape
@@ -187,25 +186,6 @@ class Amount(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """Variables by stage and by device. K is the number of stages, V of chunks a stage.
-
-    The arrays of all stages have one shape, so every device holds as much, whatever its stage has: room for the most of
-    each type of leaf that any stage has (`jpipe.memory.storage`).
-
-    Attributes:
-      own: by collection `[K*V]`, what each virtual stage's layers have, before mesh axes split it. What layers share
-        counts once, where it lies: with the first of them.
-      device: by collection, what each device holds at rest.
-      shared: the indices of the layers that share variables, those of each set in order.
-    """
-
-    own: dict[str, tuple[Amount, ...]]
-    device: dict[str, Amount]
-    shared: tuple[tuple[int, ...], ...]
-
-
 def bytes_at_rest(state: TrainState) -> Parts[int]:
     """The bytes of each device's parts of a training state, or of its shapes and shardings; not of those on hosts."""
     params, others = state.variables["params"], {n: tree for n, tree in state.variables.items() if n != "params"}
@@ -220,21 +200,25 @@ def _parts(tree: PyTree, *, on_hosts: bool = False) -> list[Leaf]:
     return [part(a) for a in jax.tree.leaves(tree) if is_there(a)]
 
 
-def holdings(plan: Plan) -> Holdings:
-    """Counts the variables that the stages of a plan have, and that their devices hold."""
-    return Holdings(
-        own={name: _own(plan, layout) for name, layout in plan.layouts.items()},
-        device={name: _amount(_parts(tree)) for name, tree in plan.shapes.items()},
-        shared=tuple(variables.users[0] for variables in plan.model.variable_sets if variables.shared),
-    )
+def held_by_stages(plan: Plan, collection: str) -> list[Amount]:
+    """`[K*V]`, what the layers of each virtual stage have in a collection, before mesh axes split it.
 
-
-def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
-    """Counts what the layers of each virtual stage have in a collection, `[K*V]`."""
+    What layers share counts once, where it lies: with the first of them.
+    """
+    layout = plan.layouts[collection]
     records = zip(layout.storage.record_types, layout.users, strict=True)
     leaves_of = {users[0]: record.leaves for record, instances in records for users in instances}
     bounds = plan.partition.bounds
-    return tuple(_amount(leaf for i in range(*bound) for leaf in leaves_of.get(i, ())) for bound in bounds)
+    return [_amount(leaf for i in range(*bound) for leaf in leaves_of.get(i, ())) for bound in bounds]
+
+
+def held_by_device(plan: Plan) -> dict[str, Amount]:
+    """The elements and bytes that each device holds at rest, by collection.
+
+    The arrays of all stages have one shape, so every device holds as much, whatever its stage has: room for the most of
+    each type of leaf that any stage has (`jpipe.memory.storage`).
+    """
+    return {name: _amount(_parts(tree)) for name, tree in plan.shapes.items()}
 
 
 def _amount(arrays: Iterable[Leaf]) -> Amount:
@@ -286,10 +270,12 @@ def predict_memory(
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, chip) for g in range(len(step.layers)))
     device = Parts(
-        parameters=at_rest.parameters,
-        optimizer=at_rest.optimizer,
+        parameters=at_rest["parameters"],
+        optimizer=at_rest["optimizer"],
         gradients=sums["params"],
-        other_variables=at_rest.other_variables + brought + sum(sums[n] for n in step.collections("state", GRADIENT)),
+        other_variables=at_rest["other_variables"]
+        + brought
+        + sum(sums[n] for n in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * micro,
         boundaries=boundary_bytes(step, chip),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),

@@ -33,7 +33,7 @@ from jpipe.schedules.orders import SCHEDULES
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import crossings_of
 from jpipe.schedules.ticks import AWAY, TickTable, lower
-from jpipe.tools.memory_model import holdings, predict_memory
+from jpipe.tools.memory_model import held_by_device, held_by_stages, predict_memory
 from jpipe.tools.summary import summarize
 from jpipe.types import Batch
 
@@ -100,18 +100,18 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         "forward": forward.tolist(),
         "backward": backward.tolist(),
         "recompute": [0.0] * K,
-        "parameters": _held(plan, ["params"], memory.parameters),
-        "gradients": memory.gradients,
+        "parameters": _held(plan, ["params"], memory["parameters"]),
+        "gradients": memory["gradients"],
         "optimizer": None,
-        "other": _held(plan, others, memory.other_variables + memory.casts + memory.batch),
+        "other": _held(plan, others, memory["other_variables"] + memory["casts"] + memory["batch"]),
         "residuals": [
             (AWAY.get(name, name), [entry(buffer) * row for row in (buffer.strides * K)[:K]])
             for name, storage in step.kept.storages.items()
             for _, buffer in storage.named_buffers
         ],
         **waiting,
-        "passing": memory.boundaries - sum(size * step.table.rows_written(name) for name, size in waiting.items()),
-        "work": memory.work,
+        "passing": memory["boundaries"] - sum(size * step.table.rows_written(name) for name, size in waiting.items()),
+        "work": memory["work"],
     }
 
 
@@ -127,12 +127,13 @@ def _held(plan: Plan, names: Sequence[str], room: int) -> PipelineFacts:
       own: `[K]`, a device's part of the bytes that each stage has.
       room: the bytes that every device holds, whatever its stage.
     """
-    amounts, placement = holdings(plan), plan.request.schedule.placement
+    held, placement = held_by_device(plan), plan.request.schedule.placement
     stage_of = placement.stage_of(np.arange(placement.num_virtual_stages))
     own = np.full(placement.num_stages, float(room))
     for name in names:
-        device, whole = amounts.device[name].bytes, bytes_of(plan.shapes[name]) / placement.num_stages
-        of_stages = np.bincount(stage_of, [amount.bytes * device / max(whole, 1) for amount in amounts.own[name]])
+        device, whole = held[name].bytes, bytes_of(plan.shapes[name]) / placement.num_stages
+        shares = [amount.bytes / max(whole, 1) for amount in held_by_stages(plan, name)]
+        of_stages = device * np.bincount(stage_of, shares)
         own += np.minimum(of_stages, device) - device  # less where others hold a part of its own
     return {"own": own.tolist(), "room": room}
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
 from jpipe.checks import check_complete, check_state
 from jpipe.model.remat import MODES
@@ -151,14 +150,14 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5)
         model = replace(model, stages=stages)
         cost = replace(model.what_if(), bytes=measure.memory_of(program, state))
         facts = facts_of(planner, repr(pipe), batch)
-    in_ms = stages.in_ms
+    in_ms = stages.scaled(1e3)
     measured = {
         "unit": "ms",
         "times": "Times are measured, of each stage alone.",
-        "forward": in_ms.forward,
-        "backward": list(map(sum, zip(in_ms.backward, in_ms.recompute, strict=True))),
-        "recompute": in_ms.recompute,
-        "optimizer": cost.bytes.optimizer,
+        "forward": in_ms.forward.tolist(),
+        "backward": (in_ms.backward + in_ms.recompute).tolist(),
+        "recompute": in_ms.recompute.tolist(),
+        "optimizer": cost.bytes["optimizer"],
     }
     return Profile(
         schedule=pipe.schedule,
@@ -175,7 +174,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5)
 
 def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes) -> Table:
     """A row for each stage: its layers, and its milliseconds for one micro-batch."""
-    total, stage_of = np.asarray(stages.total), schedule.placement.stage_of
+    total, stage_of = stages.total, schedule.placement.stage_of
     in_ms = lambda seconds: f"{seconds * 1e3:.3g}" if seconds >= 5e-7 else "0"
     layers = lambda stage: ", ".join(text for s, text in enumerate(cut.ranges) if stage_of(s) == stage)
     columns = zip(stages.forward, stages.backward, stages.recompute, total, strict=True)
@@ -249,7 +248,7 @@ def _percent(promise: float) -> str:
 
 def _balance(model: StepModel, times: LayerTimes, worth: float) -> Iterator[Finding]:
     """Advises another cut, or other layers, if stages that take equally long would gain enough."""
-    total = np.asarray(model.stages.total)
+    total = model.stages.total
     if model.what_if(model.stages.even).step / model.measured > 1 - worth:
         return
     cut, stages = times.best_cut(model.stages)

@@ -25,7 +25,7 @@ from jpipe.processes.progress import task
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.chips import Chip, check_one, chip_of, measure_chip, mesh_of_nowhere, parse_topology, stand_ins_of
-from jpipe.tools.choices import PINNED, Choice, Choices, Setting, advice_on, sorted_out, word_of
+from jpipe.tools.choices import PINNED, Choice, Choices, Setting, sorted_out, word_of
 from jpipe.tools.communication import words_of
 from jpipe.tools.time_model import layer_seconds, predict_time
 from jpipe.types import Batch, Device, Shapes
@@ -94,12 +94,11 @@ def plan(
     chosen = sorted_out(choice for choice in rated if choice.fits)[:SHOWN]
     if not chosen:
         raise ValueError(search.nothing_fits(where))
-    advice = advice_on(chosen)
     makes = partial(make_mesh, devices=at_hand[:number], axis_types=None)
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
     chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]
     title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
-    return Choices(title, tuple(chosen), advice)
+    return Choices(title, tuple(chosen), chosen[0].cost.notes)
 
 
 def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) -> tuple[str, int, Chip, list[Device]]:
@@ -312,7 +311,7 @@ class Search:
         least = min(self._found, key=lambda choice: choice.total_bytes)
         held = least.cost.bytes
         part = max(held, key=lambda part: held[part])
-        with_others = 2 + held.optimizer / max(1, held.parameters)  # gradients, and the optimiser's
+        with_others = 2 + held["optimizer"] / max(1, held["parameters"])  # gradients, and the optimiser's
         size, layer = self._largest
         remedy = "pass more devices, offload=, or a batch that can be cut into smaller micro-batches"
         if (alone := int(size * with_others)) > self.room:
@@ -370,9 +369,9 @@ class Search:
     def _is_far(self, one: Choice, best: Choice) -> bool:
         """Whether a choice takes much longer than the best so far, or on its mesh nothing fits, nor on that one's."""
         if best.fits:
-            return one.seconds - one.time.bubble > FAR * best.seconds
+            return one.seconds - one.time["bubble"] > FAR * best.seconds
         held = one.cost.bytes
-        least = held.parameters + held.gradients + held.optimizer
+        least = held["parameters"] + held["gradients"] + held["optimizer"]
         return one.setting.axes != best.setting.axes and least > self.room
 
     @property
@@ -391,10 +390,10 @@ class Search:
             except (ValueError, TypeError) as error:
                 self._rated[setting], self._refusal = None, self._refusal or error
                 return None
-            cost = replace(cost, notes=tuple(str(warning.message) for warning in caught))
+            cost = replace(cost, notes=tuple(dict.fromkeys(str(warning.message) for warning in caught)))
             fits = cost.bytes.total <= self.room and (not host or cost.host.total <= SURE * host)
             options = {**setting.options, "balance": list(pipe.partition.counts)}
-            self._rated[setting] = Choice(setting, options, cost, fits)
+            self._rated[setting] = Choice(fits, cost, setting, options)
         return self._rated[setting]
 
     def _predicted_costs(self, setting: Setting) -> list[float]:

@@ -1,8 +1,7 @@
 """`StepCost`: what a step of training takes, seconds by slice and bytes by part, and the table that shows it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TypeVar, cast
 
 from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
@@ -11,36 +10,13 @@ from jpipe.schedules.simulate import Timeline
 Number = TypeVar("Number", int, float)
 
 
-class Parts(Mapping[str, Number]):
-    """Amounts by part, which add up. A part is an attribute too.
+class Parts(dict[str, Number]):
+    """Amounts by part, which add up.
 
     >>> held = Parts(parameters=4, residuals=2)
-    >>> held.parameters, held.total, dict(held)
+    >>> held["parameters"], held.total, held
     (4, 6, {'parameters': 4, 'residuals': 2})
     """
-
-    _parts: Mapping[str, Number] = MappingProxyType({})
-    """Empty while a copy is made, which asks for attributes that there aren't."""
-
-    def __init__(self, parts: Mapping[str, Number] = MappingProxyType({}), **more: Number):
-        self._parts = {**parts, **more}
-
-    def __getitem__(self, name: str) -> Number:
-        return self._parts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __repr__(self) -> str:
-        return f"Parts({self._parts})"
-
-    def __getattr__(self, name: str) -> Number:
-        if name in self:
-            return self[name]
-        raise AttributeError(f"there is no part {name!r}; the parts are {', '.join(self) or 'none'}")
 
     @property
     def total(self) -> Number:
@@ -82,7 +58,7 @@ class StepCost(Tabular):
     @property
     def bubble_fraction(self) -> float:
         """The share of the time in which a stage waits for others; ends that all stages compute together are work."""
-        return self.seconds.bubble / ((self.seconds.bubble + self.seconds.computation) or 1.0)
+        return self.seconds["bubble"] / ((self.seconds["bubble"] + self.seconds["computation"]) or 1.0)
 
     @property
     def limit(self) -> str:
@@ -110,6 +86,39 @@ class StepCost(Tabular):
 
     def _table(self) -> Table:
         return self.table()
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A step that wasn't run.
+
+    Attributes:
+      fits: whether its devices, and their hosts, have room for it.
+      cost: seconds of the step and bytes of a device, by part.
+    """
+
+    fits: bool
+    cost: StepCost
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The bytes on a device, by part."""
+        return {name.replace("_", " "): size for name, size in self.cost.bytes.items()}
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes on a device, all parts together."""
+        return self.cost.bytes.total
+
+    @property
+    def limit(self) -> str | None:
+        """The part that takes longest, as "compute", "bubble", "links" or "update"; "memory" if it doesn't fit.
+
+        None where it fits, and seconds aren't known.
+        """
+        if not self.fits:
+            return "memory"
+        return self.cost.limit if self.cost.seconds else None
 
 
 def _rows(name: str, parts: Parts, in_words: Callable[[float], str], total: str = "") -> list[Row]:

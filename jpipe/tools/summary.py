@@ -4,7 +4,7 @@ The error of a step that finds no room gets a note: what the step holds, and wha
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 
@@ -23,7 +23,7 @@ from jpipe.processes.runtime import found_no_room
 from jpipe.processes.tables import Table, bytes_in_words
 from jpipe.schedules.simulate import simulate
 from jpipe.tools.chips import chip_of
-from jpipe.tools.memory_model import Holdings, holdings, predict_memory
+from jpipe.tools.memory_model import held_by_device, held_by_stages, predict_memory
 from jpipe.types import Batch, PyTree
 
 SHOWN_DEVICES = 4
@@ -55,9 +55,9 @@ def summarize(title: str, planner: Planner) -> Table:
             columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]
     bubble = f"{even.bubble_fraction:.1%} if stages take equally long, and a backward twice a forward"
     if plan is not None:
-        held = holdings(plan)
-        columns["parameters"] = _parameters(plan, held)
-        notes += [_held(held), *_memory(planner, plan), *_shared(plan, held)]
+        shared = [variables.users[0] for variables in plan.model.variable_sets if variables.shared]
+        columns["parameters"] = _parameters(plan, shared)
+        notes += [_held(plan), *_memory(planner, plan), *_shared(plan, shared)]
         notes += follow_examples(plan.model).in_words(plan.model)
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} by the layers' costs; {bubble}"
@@ -82,19 +82,20 @@ def in_words(names: list[str]) -> str:
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in runs)
 
 
-def _parameters(plan: Plan, held: Holdings) -> list[str]:
+def _parameters(plan: Plan, shared: Sequence[Sequence[int]]) -> list[str]:
     """How many parameters each virtual stage has, and whether its layers use others, which lie on another."""
     texts = []
-    for amount, (start, stop) in zip(held.own["params"], plan.partition.bounds, strict=True):
-        elsewhere = any(first < start <= layer < stop for first, *others in held.shared for layer in others)
+    for amount, (start, stop) in zip(held_by_stages(plan, "params"), plan.partition.bounds, strict=True):
+        elsewhere = any(first < start <= layer < stop for first, *others in shared for layer in others)
         texts.append(f"{amount.elements:,}" + " + shared" * elsewhere)
     return texts
 
 
-def _held(held: Holdings) -> str:
+def _held(plan: Plan) -> str:
     """A line on what each device holds, whatever its stage has."""
     name = lambda collection: "parameters" if collection == "params" else collection
-    texts = [f"{device.elements:,} {name(c)} ({bytes_in_words(device.bytes)})" for c, device in held.device.items()]
+    amounts = held_by_device(plan).items()
+    texts = [f"{amount.elements:,} {name(c)} ({bytes_in_words(amount.bytes)})" for c, amount in amounts]
     return f"each device holds {' and '.join(texts)}: of each type of array the most that a stage has"
 
 
@@ -117,13 +118,13 @@ def _largest(parts: Mapping[str, int]) -> list[tuple[int, str]]:
     return sorted(((size, name) for name, size in parts.items() if size), key=lambda part: -part[0])
 
 
-def _shared(plan: Plan, held: Holdings) -> list[str]:
+def _shared(plan: Plan, shared: Sequence[Sequence[int]]) -> list[str]:
     """Notes on what all stages compute together, and on which layers share parameters, and where these lie."""
     placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
     last, notes = plan.model.num_layers - 1, []
     if plan.request.shares_ends:
         notes.append(f"ends='shared': all stages compute layers 0 and {last}, and have parts of their parameters")
-    for users in held.shared:
+    for users in shared:
         stage = placement.stage_of(int(np.searchsorted(starts, users[0], "right")) - 1)
         verb = "count" if plan.request.shares_ends and {*users} <= {0, last} else "lie and count"
         notes.append(f"layers {', '.join(map(str, users))} share parameters, which {verb} on stage {stage} alone")
@@ -181,7 +182,7 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
     """
     smaller = remedies(planner.request)
     if batch is None:
-        held = {name: amount.bytes for name, amount in holdings(planner.known_plan()).device.items()}
+        held = {name: amount.bytes for name, amount in held_by_device(planner.known_plan()).items()}
         parts, what = {"parameters": held.pop("params"), **held}, "The variables take"
         rest = [f"  and the batch, the outputs, activations, caches; smaller by {', '.join(smaller['boundaries'])}"]
     else:

@@ -79,7 +79,7 @@ def predict_time(
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, waited = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
     hosted = hosts.get("optimizer", 0)
-    moved = _update_passes(step) * held.parameters + 2 * (held.optimizer + hosted)
+    moved = _update_passes(step) * held["parameters"] + 2 * (held["optimizer"] + hosted)
     seconds = Parts(
         computation=busy - waited + schedule.num_microbatches * ends_compute,
         bubble=alone.makespan - busy,
@@ -88,7 +88,7 @@ def predict_time(
     )
     of_state = _on_link(hosted, chip)
     if any(moves) or of_state:
-        waits = timeline.makespan - alone.makespan + max(0.0, of_state - seconds.update)
+        waits = timeline.makespan - alone.makespan + max(0.0, of_state - seconds["update"])
         seconds = Parts(seconds, host=waits)
     return StepCost("predicted", seconds, held, timeline, host=hosts)
 

@@ -14,7 +14,7 @@ import jpipe
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.simulate import Work, in_time
 from jpipe.tools.chips import CHIPS
-from jpipe.tools.choices import Choice, Choices, Setting, advice_on
+from jpipe.tools.choices import Choice, Choices, Setting
 from jpipe.tools.forecaster import Forecast
 from jpipe.tools.measure import SLICES, StageTimes
 from jpipe.tools.memory_model import predict_memory
@@ -62,16 +62,11 @@ def test_a_plan(pipe, odd):
     slices = dict.fromkeys(["computation", "bubble", "between layers", "update", "collectives"], odd)
     held = Parts(dict.fromkeys(["parameters", "optimizer", "residuals"], odd))
     compiled = StepCost("compiled", Parts(slices), Parts(batch=odd), idle)
-    choice = Choice(
-        setting,
-        setting.options | {"balance": [2, 1]},
-        StepCost(
-            "predicted", Parts(dict.fromkeys(["computation", "bubble", "collectives", "update"], odd)), held, idle
-        ),
-        fits=True,
-    )
-    found = Choices("plans", (choice, choice), advice_on([choice]))
-    forecast = Forecast("a step", True, compiled, odd)
+    seconds = Parts(dict.fromkeys(["computation", "bubble", "collectives", "update"], odd))
+    options = setting.options | {"balance": [2, 1]}
+    choice = Choice(True, StepCost("predicted", seconds, held, idle), setting, options)
+    found = Choices("plans", (choice, choice), ())
+    forecast = Forecast(True, compiled, "a step", odd)
     for text in (str(found), found._repr_html_(), str(forecast)):
         assert "ms: computation" in text
 
@@ -83,7 +78,7 @@ def test_a_timeline_of_actions_that_take_no_time():
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_a_profile(pipe, odd):
-    times = StageTimes((1e-3, 0.0), (1e-3, 1e-3), (0.0, 0.0))
+    times = StageTimes(*np.array([[1e-3, 0.0], [1e-3, 1e-3], [0.0, 0.0], [0.0, 0.0]]))
     found = Profile(
         schedule=SCHEDULE,
         partition=jpipe.partition([1.0, 0.0, 0.0], 2),
@@ -111,5 +106,5 @@ def test_layers_that_cost_nothing(chip):
     cost = predict_time(pipe.planner, batch, CHIPS[chip])
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])[0]
     setting = Setting((("stage", 2),), 2)
-    choice = Choice(setting, setting.options | {"balance": [2, 1]}, replace(cost, bytes=held), fits=True)
-    assert "ms a step" in str(Choices("plans", (choice,), advice_on([choice])))
+    choice = Choice(True, replace(cost, bytes=held), setting, setting.options | {"balance": [2, 1]})
+    assert "ms a step" in str(Choices("plans", (choice,), ()))

@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from jpipe.tools.chips import CHIPS
-from jpipe.tools.choices import PINNED, Choice, Choices, Setting, advice_on, sorted_out
+from jpipe.tools.choices import PINNED, Choice, Choices, Setting, sorted_out
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import predict_time
@@ -21,7 +21,7 @@ def choice():
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1))[0]
     cost = replace(predict_time(pipe.planner, batch, CHIPS["v5e"]), bytes=held)
     setting = Setting((("stage", 2),), 2)
-    return Choice(setting, setting.options | {"balance": [2, 1]}, cost, fits=True)
+    return Choice(True, cost, setting, setting.options | {"balance": [2, 1]})
 
 
 def but(choice, **seconds):
@@ -30,7 +30,7 @@ def but(choice, **seconds):
 
 
 def slower(choice, factor, bytes_):
-    slow = but(choice, computation=choice.time.computation + factor)
+    slow = but(choice, computation=choice.time["computation"] + factor)
     return replace(slow, cost=replace(slow.cost, bytes=Parts(choice.cost.bytes, residuals=bytes_)))
 
 
@@ -67,23 +67,10 @@ def test_milliseconds_of_small_models_and_of_large_ones(choice):
     assert (large["ms a step"], large["ms: bubble"]) == ("12,346", "0.00")
 
 
-def test_notes_on_the_bubble_and_on_what_planning_warned_of(choice):
-    assert choice.bubble_fraction > 0.1
-    idle, said = advice_on([replace(choice, cost=replace(choice.cost, notes=("said", "said")))])
-    assert "stages wait" in idle and "of the time at M=2 on 2 stages" in idle
-    assert said == "said"
-
-
-def test_it_says_why_the_first_is_ahead_of_the_second(choice):
-    second = but(choice, computation=choice.time.computation + 3e-3, bubble=choice.time.bubble - 1e-3)
-    (said,) = advice_on([replace(choice, setting=Setting((("stage", 1),), 1)), second])[:1]
-    assert said == "1. takes 2.00 ms less than 2.: 3.00 ms less computation, 1.00 ms more bubble"
-
-
 def test_what_shared_ends_compute_is_no_waiting(choice):
     own = choice.cost.timeline.bubble_fraction
     assert choice.bubble_fraction == pytest.approx(own)
-    assert but(choice, computation=2 * choice.time.computation).bubble_fraction == pytest.approx(own / (2 - own))
+    assert but(choice, computation=2 * choice.time["computation"]).bubble_fraction == pytest.approx(own / (2 - own))
 
 
 def test_options_are_the_pipelines():

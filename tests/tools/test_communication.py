@@ -90,18 +90,15 @@ def test_it_is_shown(found):
     assert "What a device sends in a step of Pipeline(6 layers" in text
     assert "forward: for each layer and micro-batch" in text and "between stages: in each tick" in text
     cells = [cell.text for cell in ElementTree.fromstring(found._repr_html_()).iter("td")]
-    assert "FeedForward 1-4" in cells and found.whole == ()
+    assert "FeedForward 1-4" in cells
 
 
-def test_what_is_computed_whole_is_told_and_warned_of(make_mesh):
+def test_what_is_computed_whole_is_warned_of(make_mesh):
     mesh = make_mesh((2, 2), ("stage", "model"))
     pipe = make([nn.Dense(WIDTH), Whole(), nn.Dense(4)], mesh, balance="even")
     message = r"layer 1 \(Whole\): conv_general_dilated \(test_communication.py:\d+\) has to see whole arrays"
     with pytest.warns(UserWarning, match=message):
-        found = pipe.communication(X)
-    assert {layer for layer, _ in found.whole} == {"Whole 1"}
-    assert "conv_general_dilated (test_communication.py:" in str(found)
-    assert "is computed whole on every device" in str(found)
+        pipe.communication(X)
 
 
 def test_a_mesh_of_stages_alone_sends_between_stages(make_mesh):

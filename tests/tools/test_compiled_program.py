@@ -242,8 +242,8 @@ def test_loops_count_as_often_as_they_turn(step):
     program = loop("", 1000, loop(ticks, 5, action("F", 10), action("B", 20, scan)))
     work, cost = count_cycles(step, program)
     assert work.times == {"F": [31.0, 31.0], "B": [1 + 3 * 27, 1 + 3 * 27]}
-    assert (cost.seconds["between layers"], cost.seconds.update) == (5 * step.table.num_ticks, 1000)
-    assert cost.timeline.makespan == cost.seconds.computation + cost.seconds.bubble == (4 + 1) * (31 + 82)
+    assert (cost.seconds["between layers"], cost.seconds["update"]) == (5 * step.table.num_ticks, 1000)
+    assert cost.timeline.makespan == cost.seconds["computation"] + cost.seconds["bubble"] == (4 + 1) * (31 + 82)
     assert count_cycles(step, program, clock=2.0)[1].seconds == {n: s / 2 for n, s in cost.seconds.items()}
 
 

@@ -16,13 +16,12 @@ from jpipe.tools.measure import (
     SLICES,
     LayerTimes,
     Program,
-    StageTimes,
     StepModel,
     measure_layers,
     memory_of,
     noise_of,
 )
-from wide import make
+from wide import make, stage_times
 
 
 def counted(calls, index, x):
@@ -105,12 +104,12 @@ def test_sums_over_stages_and_their_chunks():
 def test_the_part_of_a_backward_that_is_recomputed():
     cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
     times = LayerTimes(planned().planner, [cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
-    apart = times.with_recomputation(StageTimes((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
+    apart = times.with_recomputation(stage_times((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
     assert apart.recompute == pytest.approx([1.0, 0.0])  # never less than nothing
     assert apart.backward == pytest.approx([3.0, 4.0])
 
 
-STAGES = StageTimes((2.0, 6.0), (4.0, 12.0), (0.0, 3.0))
+STAGES = stage_times((2.0, 6.0), (4.0, 12.0), (0.0, 3.0))
 """Of layers of 6 seconds each, and 3 of recomputation on the second stage."""
 
 
@@ -146,7 +145,7 @@ def gpipe(num_stages=4, num_microbatches=8):
 
 def test_equal_stages_wait_for_the_bubble_alone():
     """K=4, M=8 leaves 3/11 of the stages' time (GPipe, section 2.3)."""
-    stages = StageTimes((1.0,) * 4, (2.0,) * 4, (1.0,) * 4)
+    stages = stage_times((1.0,) * 4, (2.0,) * 4, (1.0,) * 4)
     model = StepModel(gpipe(), stages, idle=5.0, update=3.0, measured=52.0)
     assert model.contention == pytest.approx(1.0)  # (8 + 3) * 4 = 44
     expected = {"computation": 24, "recomputation": 8, "bubble": 12, "imbalance": 0}
@@ -157,7 +156,7 @@ def test_equal_stages_wait_for_the_bubble_alone():
 def test_unequal_stages_wait_more():
     """Sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b."""
     forward, backward = (1.0, 2.0, 4.0, 1.0), (3.0, 2.0, 5.0, 2.0)
-    stages = StageTimes(forward, backward, (0.0,) * 4)
+    stages = stage_times(forward, backward, (0.0,) * 4)
     total = sum(forward) + 7 * 4 + sum(backward) + 7 * 5
     model = StepModel(gpipe(), stages, idle=1.0, update=1.0, measured=2.0 + 3 * total)
     assert model.contention == pytest.approx(3.0)
@@ -175,7 +174,7 @@ def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbat
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     made = jpipe.make_schedule(schedule, **sizes, num_chunks=2 if schedule == "interleaved" else 1)
     random = np.random.default_rng(num_stages * num_microbatches)
-    stages = StageTimes(*(tuple(random.uniform(0.1, 2.0, num_stages).tolist()) for _ in range(3)))
+    stages = stage_times(*(random.uniform(0.1, 2.0, num_stages) for _ in range(3)))
     timeline = stages.timeline(made)
     computed = sum(span.end - span.start - span.recompute for span in timeline.spans)
     recomputed = sum(span.recompute for span in timeline.spans)
@@ -191,7 +190,7 @@ def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbat
 
 
 def test_a_step_too_short_to_be_taken_apart_is_an_error():
-    stages = StageTimes((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
+    stages = stage_times((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
     with pytest.raises(ValueError, match="too short to be taken apart"):
         StepModel(gpipe(), stages, idle=5.0, update=3.0, measured=7.0).what_if()
 
@@ -199,7 +198,7 @@ def test_a_step_too_short_to_be_taken_apart_is_an_error():
 def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
     """M=2, a first stage whose backward is the longer: 11 units, where equal stages take 12, to which they added up."""
     schedule = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
-    stages = StageTimes((2.0, 2.0), (3.0, 1.0), (0.0, 0.0))
+    stages = stage_times((2.0, 2.0), (3.0, 1.0), (0.0, 0.0))
     assert (stages.makespan(schedule), stages.even.makespan(schedule)) == pytest.approx((11, 12))
     model = StepModel(schedule, stages, idle=0.5, update=0.25, measured=0.75 + 11)
     assert list(model.what_if().seconds.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])

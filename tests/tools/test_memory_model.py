@@ -11,7 +11,7 @@ import pytest
 
 import jpipe
 from jpipe.tools.chips import CHIPS, parse_topology
-from jpipe.tools.memory_model import Amount, holdings, predict_memory, working_bytes
+from jpipe.tools.memory_model import Amount, held_by_device, held_by_stages, predict_memory, working_bytes
 from tpu_program import needs_tpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -103,7 +103,7 @@ def test_dead_code_is_free():
     assert of(lambda x: (x @ x, x)[1], X) == 0
 
 
-# --- holdings -------------------------------------------------------------------------------------------------
+# --- what stages have -----------------------------------------------------------------------------------------
 
 
 TOKENS = np.ones((8, 5), np.int32)
@@ -142,19 +142,18 @@ def sizes(trees) -> tuple[int, int]:
 def test_own_and_held_are_what_arrays_have(make_mesh, axes, options):
     pipe = make(num_stages=2, mesh=make_mesh(tuple(axes.values()), tuple(axes)), **options)
     variables = pipe.init(jax.random.key(0), TOKENS)
-    found = holdings(pipe.plan)
-    assert set(found.own) == set(found.device) == {"params", "batch_stats"}
+    held = held_by_device(pipe.plan)
+    assert set(held) == {"params", "batch_stats"}
     for name, tree in variables.items():
         for device in pipe.mesh.devices.flat:
             parts = [s.data for a in tree.values() for s in a.addressable_shards if s.device == device]
-            assert found.device[name] == sizes(parts), f"{name} on {device}"
+            assert held[name] == sizes(parts), f"{name} on {device}"
     # The layers' own trees, the table once though layers 0 and 5 use it.
     trees = pipe.layer_variables(variables)
     for s, (start, stop) in enumerate(pipe.partition.bounds):
         for name in variables:
             own = [tree[name] for tree in trees[start : min(stop, 5)] if name in tree]
-            assert found.own[name][s] == sizes(own), f"{name} of virtual stage {s}"
-    assert found.shared == ((0, 5),)
+            assert held_by_stages(pipe.plan, name)[s] == sizes(own), f"{name} of virtual stage {s}"
 
 
 def test_devices_hold_the_most_of_each_type_of_leaf():
@@ -162,10 +161,8 @@ def test_devices_hold_the_most_of_each_type_of_leaf():
     layers = [*[nn.Dense(4, use_bias=False) for _ in range(5)], nn.Dense(100, use_bias=False)]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, balance=[5, 1])
     jax.eval_shape(pipe.init, jax.random.key(0), np.ones((2, 4), np.float32))
-    found = holdings(pipe.plan)
-    assert found.own["params"] == (Amount(80, 320), Amount(400, 1600))
-    assert found.device["params"] == Amount(480, 1920)
-    assert found.shared == ()
+    assert held_by_stages(pipe.plan, "params") == [Amount(80, 320), Amount(400, 1600)]
+    assert held_by_device(pipe.plan) == {"params": Amount(480, 1920)}
 
 
 # --- predicted and compiled ------------------------------------------------------------------------------------------
@@ -196,9 +193,9 @@ def rows(count):
 def test_parts_by_hand(remat):
     parts = predict_memory(dense_pipeline(4, 2, 2, remat=remat).planner, rows(8), optax.adam(1e-3))[0]
     stage = 2 * (WIDTH + 1) * WIDTH * 4  # two layers, in float32
-    assert parts.parameters == parts.gradients == stage
-    assert parts.optimizer == 2 * stage + 4  # and a step count
-    assert (parts.batch, parts.other_variables, parts.casts) == (8 * WIDTH * 4, 0, 0)
+    assert parts["parameters"] == parts["gradients"] == stage
+    assert parts["optimizer"] == 2 * stage + 4  # and a step count
+    assert (parts["batch"], parts["other_variables"], parts["casts"]) == (8 * WIDTH * 4, 0, 0)
     assert parts.total == sum(parts.values())
 
 
@@ -206,7 +203,7 @@ def test_narrow_copies_of_weights_are_counted():
     layers = [nn.Dense(WIDTH, dtype=jnp.bfloat16) for _ in range(4)]
     sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2]}
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes)
-    assert predict_memory(pipe.planner, rows(8), optax.sgd(1e-3))[0].casts == 2 * (WIDTH + 1) * WIDTH * 2
+    assert predict_memory(pipe.planner, rows(8), optax.sgd(1e-3))[0]["casts"] == 2 * (WIDTH + 1) * WIDTH * 2
 
 
 def test_what_gpus_have_gathered_is_narrow():
@@ -215,7 +212,7 @@ def test_what_gpus_have_gathered_is_narrow():
     sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2], "mesh": mesh, "shard_over": "data"}
     planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes).planner
     parts = predict_memory(planner, rows, optax.sgd(1e-3))[0]
-    assert (parts.casts, parts.other_variables) == (2 * 128 * 129 * 2, 0)  # biases are whole anyway
+    assert (parts["casts"], parts["other_variables"]) == (2 * 128 * 129 * 2, 0)  # biases are whole anyway
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
@@ -225,7 +222,7 @@ def test_arguments_are_the_compilers(remat):
     parts = predict_memory(pipe.planner, rows(8), tx)[0]
     small = 64  # the step's number and its random key
     found = compiled.memory_analysis().argument_size_in_bytes
-    assert abs(parts.parameters + parts.optimizer + parts.batch - found) < small
+    assert abs(parts["parameters"] + parts["optimizer"] + parts["batch"] - found) < small
 
 
 ACTIVATION = WIDTH * 4
@@ -241,23 +238,23 @@ def test_the_papers_example():
     """L=40, N=128, K=4, M=8: N L = 5120 activations with neither, N + L/K N/M = 128 + 160 with both."""
     neither, stages, remat = papers_parts(1, 1, "layer"), papers_parts(4, 8, "layer"), papers_parts(1, 8, "full")
     # The first layer's input is the batch itself.
-    assert neither.residuals + neither.batch == 5120 * ACTIVATION
-    assert stages.residuals == 1280 * ACTIVATION  # N L / K
-    assert remat.residuals == (640 - 16) * ACTIVATION  # L N/M, the first of them of the batch
+    assert neither["residuals"] + neither["batch"] == 5120 * ACTIVATION
+    assert stages["residuals"] == 1280 * ACTIVATION  # N L / K
+    assert remat["residuals"] == (640 - 16) * ACTIVATION  # L N/M, the first of them of the batch
     both = papers_parts(4, 8, "full")
-    assert both.residuals == 160 * ACTIVATION
+    assert both["residuals"] == 160 * ACTIVATION
     # On the boundary all 128 wait; two rows of cotangents; one of each under way through the layers, one on its way.
-    assert both.boundaries == (128 + 2 * 16 + 4 * 16) * ACTIVATION
+    assert both["boundaries"] == (128 + 2 * 16 + 4 * 16) * ACTIVATION
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (4, 4), (4, 16), (8, 8)])
 def test_activations_follow_the_papers_formula(num_stages, num_microbatches):
     """With re-materialisation O(N + L/K N/M), without O(N L) over K stages (GPipe, section 2.3)."""
-    of = lambda remat: papers_parts(num_stages, num_microbatches, remat).residuals
+    of = lambda remat: papers_parts(num_stages, num_microbatches, remat)["residuals"]
     examples = 128 // num_microbatches
     assert of("full") == 40 // num_stages * examples * ACTIVATION
     assert of("layer") == of("full") * num_microbatches
-    waiting = papers_parts(num_stages, num_microbatches, "full").boundaries // ACTIVATION
+    waiting = papers_parts(num_stages, num_microbatches, "full")["boundaries"] // ACTIVATION
     assert 128 <= waiting <= 128 + 6 * examples  # all inputs, and a few micro-batches on their way, whatever M is
 
 
@@ -266,7 +263,7 @@ def test_a_tpu_holds_a_table_and_a_head_apart_once_they_are_cast():
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[1, 1])
     batch = {"inputs": jax.ShapeDtypeStruct((8,), "int32")}
     parts = predict_memory(pipe.planner, batch, optax.sgd(1e-3), CHIPS["v5e"])[0]
-    assert (parts.parameters, parts.casts) == (64 * WIDTH * 4, 2 * 64 * WIDTH * 2)
+    assert (parts["parameters"], parts["casts"]) == (64 * WIDTH * 4, 2 * 64 * WIDTH * 2)
 
 
 def test_the_page_shows_what_is_kept():
@@ -303,16 +300,16 @@ def test_rows_that_wait_are_on_the_host():
         planner = dense_pipeline(8, 4, 8, remat="none", offload=offload, mesh=tpus(4)).planner
         held[offload] = predict_memory(planner, rows(8), ADAM, V5E)[0]
         hosted[offload] = predict_memory(planner, rows(8), ADAM, V5E)[1]
-    assert held[()].residuals == 5 * 2 * ACTIVATION and hosted[()] == {}
-    assert held["residuals"].residuals == (2 + 2 + 2) * ACTIVATION
+    assert held[()]["residuals"] == 5 * 2 * ACTIVATION and hosted[()] == {}
+    assert held["residuals"]["residuals"] == (2 + 2 + 2) * ACTIVATION
     assert hosted["residuals"] == {"residuals": 6 * 2 * ACTIVATION}
     assert {**held[()], "residuals": 0} == {**held["residuals"], "residuals": 0}
 
 
 def test_an_optimisers_state_is_on_the_host_but_for_its_count():
     own, gone = (dense_pipeline(4, 2, 2, offload=offload, mesh=tpus(2)).planner for offload in ((), "optimizer"))
-    assert predict_memory(gone, rows(8), ADAM, V5E)[0].optimizer == 4
-    moments = predict_memory(own, rows(8), ADAM, V5E)[0].optimizer - 4
+    assert predict_memory(gone, rows(8), ADAM, V5E)[0]["optimizer"] == 4
+    moments = predict_memory(own, rows(8), ADAM, V5E)[0]["optimizer"] - 4
     assert predict_memory(gone, rows(8), ADAM, V5E)[1] == {"optimizer": moments}
 
 

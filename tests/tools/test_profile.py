@@ -15,9 +15,9 @@ import pytest
 import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
-from jpipe.tools.measure import LayerTimes, StageTimes, StepModel
+from jpipe.tools.measure import LayerTimes, StepModel
 from jpipe.tools.profile import find, stage_table
-from wide import WIDTH, Wide, loss_fn, make
+from wide import WIDTH, Wide, loss_fn, make, stage_times
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 KINDS = ("forward", "backward")
@@ -60,7 +60,7 @@ def test_it_finds_the_layers_to_move(unbalanced, monkeypatch):
     layers = [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in (1e-6, 0.001, 0.008, 0.008, 0.008, 0.008, 0.001)]
     stages = [[sum(getattr(cost, name) for cost in part) for part in (layers[:2], layers[2:])] for name in KINDS]
     seconds = {"measured": 0.14, "update": 0.001, "idle": 0.002, "noise": 0.01}
-    measured = StepModel(pipe.schedule, StageTimes(*map(tuple, stages), (0.0, 0.0)), **seconds)
+    measured = StepModel(pipe.schedule, stage_times(*stages, (0.0, 0.0)), **seconds)
     monkeypatch.setattr("jpipe.tools.measure.measure_step", lambda *_: measured)
     monkeypatch.setattr("jpipe.tools.measure.measure_layers", lambda *_: LayerTimes(pipe.planner, layers, layers))
     found = jpipe.profile(pipe, state, batch)
@@ -83,9 +83,9 @@ def test_memory_is_that_of_the_arrays(unbalanced, found):
         if shard.device == device
     )
     memory = found.memory
-    assert memory.parameters == memory.gradients == size(state.variables["params"])
-    assert memory.optimizer == size(state.opt_state)
-    assert memory.temporaries > 0
+    assert memory["parameters"] == memory["gradients"] == size(state.variables["params"])
+    assert memory["optimizer"] == size(state.opt_state)
+    assert memory["temporaries"] > 0
     assert memory.total == sum(memory.values())
 
 
@@ -111,7 +111,7 @@ def test_its_page_has_what_was_measured(unbalanced, found, tmp_path):
     assert facts["unit"] == "ms" and facts["forward"] == pytest.approx([1e3 * time for time in found.stages.forward])
     total = np.add(facts["forward"], facts["backward"])
     assert total == pytest.approx([1e3 * time for time in found.stages.total])
-    assert (facts["parameters"]["room"], facts["optimizer"]) == (found.memory.parameters, found.memory.optimizer)
+    assert (facts["parameters"]["room"], facts["optimizer"]) == (found.memory["parameters"], found.memory["optimizer"])
 
 
 def test_a_trace_names_ticks_slots_actions_layers_and_the_update(tmp_path):
@@ -204,11 +204,11 @@ def test_errors(unbalanced):
 def test_stages_with_their_layers_and_the_slowest():
     schedule = jpipe.make_schedule("interleaved", num_stages=2, num_microbatches=4, num_chunks=2)
     cut = jpipe.partition([1.0] * 6, 2, num_chunks=2)
-    table = stage_table(schedule, cut, StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3)))
+    table = stage_table(schedule, cut, stage_times((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3)))
     assert table.rows[0][1].count(",") == 1, "two chunks"
     assert [row[2:] for row in table.rows] == [("1", "2", "0", "3", "0.50"), ("2", "4", "3", "9", "1.50")]
     assert table.marks == {1: "slowest"}
-    even = stage_table(schedule, cut, StageTimes((1e-3,) * 2, (2e-3,) * 2, (0.0,) * 2))
+    even = stage_table(schedule, cut, stage_times((1e-3,) * 2, (2e-3,) * 2, (0.0,) * 2))
     assert even.marks == {}
 
 
@@ -251,7 +251,7 @@ def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1
     schedule, total = pipe.schedule, np.zeros(pipe.schedule.num_stages)
     for virtual_stage, (start, stop) in enumerate(pipe.partition.bounds):
         total[schedule.placement.stage_of(virtual_stage)] += sum(of_layers[start:stop])
-    stages = StageTimes(tuple(total / 3), tuple(2 * total / 3), (0.0,) * len(total))
+    stages = stage_times(total / 3, 2 * total / 3, 0 * total)
     step = contention * stages.makespan(schedule) + idle + update
     model = StepModel(schedule, stages, idle=idle, update=update, measured=step, noise=noise)
     times = LayerTimes(pipe.planner, costs(of_layers), costs(of_layers, kept))

@@ -264,9 +264,9 @@ def test_what_goes_to_the_hosts_is_what_the_user_says():
     planned = lambda **options: jpipe.plan(layers_of(8), loss_fn, words(), TX, topology="h100:4", **ONE_WAY, **options)
     (own,), (gone,) = planned(), planned(offload="optimizer")
     assert "offload" not in own.options and gone.options["offload"] == "optimizer"
-    assert own.cost.host == {} and gone.cost.host == {"optimizer": own.cost.bytes.optimizer}
-    assert "on the host: optimizer" in str(planned(offload="optimizer")) and gone.time.host > 0
-    less = own.total_bytes - own.cost.bytes.optimizer / 2
+    assert own.cost.host == {} and gone.cost.host == {"optimizer": own.cost.bytes["optimizer"]}
+    assert "on the host: optimizer" in str(planned(offload="optimizer")) and gone.time["host"] > 0
+    less = own.total_bytes - own.cost.bytes["optimizer"] / 2
     assert planned(memory=less, offload="optimizer")[0].cost == gone.cost
     with pytest.raises(ValueError, match=r"no plan fits .*; pass more devices, offload=, or a batch"):
         planned(memory=less)

@@ -7,13 +7,11 @@ import pytest
 from jpipe.tools.step_cost import Parts, StepCost
 
 
-def test_parts_add_up_and_are_attributes():
+def test_parts_add_up():
     held = Parts(parameters=16, other_variables=28)
-    assert held.other_variables == held["other_variables"] == 28 and held.total == 44
-    with pytest.raises(AttributeError, match="no part 'residuals'; the parts are parameters, other_variables"):
-        held.residuals  # noqa: B018
+    assert held["other_variables"] == 28 and held.total == 44
     assert Parts().total == 0 and Parts(held, work=1) == {**held, "work": 1}
-    assert copy.deepcopy(held) == held and Parts(update=0.5).update == 0.5, "no method of a dictionary is in the way"
+    assert copy.deepcopy(held) == held and isinstance(copy.deepcopy(held), Parts)
 
 
 def test_a_row_for_each_part_and_its_share():

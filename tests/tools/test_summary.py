@@ -81,7 +81,7 @@ def test_what_a_device_holds_and_what_is_shared():
     assert f"each device holds {sum(a.size for a in held)} parameters ({sum(a.nbytes for a in held)} bytes): " in words
     memory = predict_memory(pipe.planner, np.ones((4, 3), np.int32), optax.sgd(1.0))[0]
     assert f"a training step holds {bytes_in_words(memory.total)} a device (predicted, without the" in words
-    assert f"gradients {bytes_in_words(memory.gradients)}" in words
+    assert f"gradients {bytes_in_words(memory['gradients'])}" in words
     assert "layers 0, 6 share parameters, which lie and count on stage 0 alone" in words
     after = cells(pipe._repr_html_())
     parameters = [row[after[0].index("parameters")] for row in after[1:]]
@@ -183,10 +183,10 @@ def test_the_first_step_that_finds_no_room_says_what_it_holds(terminal, soon):
         pipe.train_step(state, ROWS)
     (text,) = notes_of(caught.value)
     held = predict_memory(pipe.planner, ROWS, TX)[0]
-    assert held.work > 2**45
+    assert held["work"] > 2**45
     first, largest, *_, last = text.splitlines()
     assert first == f"By jpipe's model of memory a step of training takes {bytes_in_words(held.total)} of each device:"
-    assert largest.startswith(f"  work {bytes_in_words(held.work)}; smaller by more than 2 micro-batches, ends=")
+    assert largest.startswith(f"  work {bytes_in_words(held['work'])}; smaller by more than 2 micro-batches, ends=")
     assert last == f"What each of these costs: {PAGE}"
 
 

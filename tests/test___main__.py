@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jpipe import command
+from jpipe import __main__ as command
 from jpipe.tools import page
 
 ROOT = Path(__file__).parents[1]
@@ -90,4 +90,4 @@ def test_help_names_the_command_and_its_options():
 
 def test_the_command_is_installed_by_this_name():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"jpipe": "jpipe.command:main"}
+    assert scripts == {"jpipe": "jpipe.__main__:main"}
