@@ -1,4 +1,4 @@
-"""Settings that `jpipe.plan` chooses among, what is predicted of them, the table of the best."""
+"""The settings that `jpipe.plan` chooses among, what is predicted of them, their table, why the first is ahead."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -53,6 +53,10 @@ def word_of(value: object) -> str:
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
+
+
+FELT = 0.01
+"""The part of what the first choice gains on the second from which on a part of the step is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Choices(Tabular, Sequence[Choice]):
     Attributes:
       title: what the plans are for.
       choices: the choices.
-      advice: the warnings that planning the first choice gave.
+      advice: why the first choice is ahead of the second, and the warnings that planning it gave.
     """
 
     title: str
@@ -157,3 +161,12 @@ def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
         if not kept or choice.total_bytes < kept[-1].total_bytes:
             kept.append(choice)
     return kept
+
+
+def ahead(first: Choice, second: Choice) -> str:
+    """Why the first choice is ahead of the second: the parts of the step that are shorter or longer, by how much."""
+    gain, names = second.seconds - first.seconds, {**first.time, **second.time}
+    gains = {name: second.time.get(name, 0.0) - first.time.get(name, 0.0) for name in names}
+    felt = sorted((name for name in gains if abs(gains[name]) > FELT * gain), key=lambda name: -abs(gains[name]))
+    words = [f"{ms_in_words(abs(gains[name]))} ms {'less' if gains[name] > 0 else 'more'} {name}" for name in felt]
+    return f"1. takes {ms_in_words(gain)} ms less than 2.: {', '.join(words)}"

@@ -25,7 +25,7 @@ from jpipe.processes.progress import task
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.chips import Chip, check_one, chip_of, measure_chip, mesh_of_nowhere, parse_topology, stand_ins_of
-from jpipe.tools.choices import PINNED, Choice, Choices, Setting, sorted_out, word_of
+from jpipe.tools.choices import PINNED, Choice, Choices, Setting, ahead, sorted_out, word_of
 from jpipe.tools.communication import words_of
 from jpipe.tools.time_model import layer_seconds, predict_time
 from jpipe.types import Batch, Device, Shapes
@@ -98,7 +98,8 @@ def plan(
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
     chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]
     title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
-    return Choices(title, tuple(chosen), chosen[0].cost.notes)
+    why = [ahead(chosen[0], second) for second in chosen[1:2]]
+    return Choices(title, tuple(chosen), (*why, *chosen[0].cost.notes))
 
 
 def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) -> tuple[str, int, Chip, list[Device]]:
