@@ -258,5 +258,5 @@ def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer
             worst = max(operations, key=lambda one: one.share)
             warn_once(
                 f"{traced.function.group.in_words}: {worst.operation} ({worst.line or 'of no line'}) has to see whole "
-                f"arrays on each device, like {share:.0%} of its operations; pipe.communication(batch) shows what that sends"
+                f"arrays on each device, {share:.0%} of its operations; pipe.communication(batch) shows what that sends"
             )

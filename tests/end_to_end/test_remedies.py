@@ -1061,7 +1061,7 @@ ELSEWHERE = {
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "tools/test_profile.py",
     "move it: state = pipe.place_state(state, tx)": "training/test_by_slices.py",
     "x = jpipe.cut(x)": "end_to_end/test_whole_models.py",
-    "pipe.communication(batch) lists them": "tools/test_communication.py",
+    "pipe.communication(batch) shows what that sends": "tools/test_communication.py",
     "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_per_device.py",
 }
 """Proposals that are followed in tests of their own, which need several processes, trained models or time."""
