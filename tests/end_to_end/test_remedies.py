@@ -636,10 +636,9 @@ def test_a_plan_for_no_devices():
         assert jpipe.plan(layers, loss_fn, BATCH, TX, **where, **kept)[0].options["num_stages"] == 2
 
 
-@follows("call pipe.view(batch), with a batch or its jax.ShapeDtypeStructs")
 @follows("view(path='pipeline.html')")
 def test_a_view_before_any_batch(tmp_path, monkeypatch, capsys):
-    with refused(ValueError, "call pipe.view(batch), with a batch or its jax.ShapeDtypeStructs"):
+    with refused(ValueError, "call pipe.init(key, batch) first, or pass a batch"):
         make().view(path=tmp_path / "a.html")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BATCH)
     for batch in (BATCH, shapes):
