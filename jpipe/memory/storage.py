@@ -48,6 +48,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.jax.in_place import Carry, Index, each, look_up, look_up_once, put_slice, take_slice
+from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, Order, StackedBuffer, largest_first
 from jpipe.partitioner.axes import on_all_stages
 from jpipe.types import Leaf
@@ -440,6 +441,11 @@ class Boundaries(Storage):
         """The part of the buffers that crosses from stage to stage."""
         whole = lambda name, size: buffers[name].shape[0] == size
         return {n: buffers[n] if whole(n, size) else buffers[n][:size] for n, size in self.crossing_sizes}
+
+    @property
+    def crossing_bytes(self) -> int:
+        """The bytes of what crosses."""
+        return bytes_of(jax.eval_shape(lambda: self.crossing(self.empty())))
 
     def with_crossed(self, buffers: Buffers, part: Buffers) -> Buffers:
         """The buffers with a part that crossed, as `crossing` gives it, written to their first entries."""

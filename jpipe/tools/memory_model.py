@@ -65,7 +65,7 @@ class _Held:
     def begin(self, arrays: Iterable[Var], copies: int = 1) -> None:
         """Begins the lives of arrays, on the chip while they fit."""
         for v in arrays:
-            self._sizes[v] = _bytes(v) * copies
+            self._sizes[v] = bytes_of_value(v) * copies
             if sum(size for other, size in self._sizes.items() if other not in self._far) > self._near:
                 self._far.add(v)
 
@@ -158,21 +158,22 @@ def _inside(equation: JaxprEqn, chip: Chip) -> int:
     if chip.in_place:
         return 0
     contracted, batch = equation.params["dimension_numbers"]
-    return sum(map(_turned, equation.invars, contracted, batch, (True, False)))
+    return sum(map(_turned_bytes, equation.invars, contracted, batch, (True, False)))
 
 
-def _turned(operand: Var | Literal, contracted: Sequence[int], batch: Sequence[int], first: bool) -> int:
+def _turned_bytes(operand: Var | Literal, contracted: Sequence[int], batch: Sequence[int], first: bool) -> int:
     """Bytes of a copy with the batch outermost and the contracted dimensions together, the first operand's last."""
     rest = [d for d in range(len(shapes_of([operand])[0].shape)) if d not in (*contracted, *batch)]
     orders = ([*batch, *rest, *contracted], *([] if first else [[*batch, *contracted, *rest]]))
-    return 0 if any(order == sorted(order) for order in orders) else _bytes(operand)
+    return 0 if any(order == sorted(order) for order in orders) else bytes_of_value(operand)
 
 
 def _variables(equation: JaxprEqn) -> set[Var]:
     return {v for v in equation.invars if not isinstance(v, Literal)}
 
 
-def _bytes(v: Var | Literal) -> int:
+def bytes_of_value(v: Var | Literal) -> int:
+    """The bytes of a value in a jaxpr."""
     return bytes_of(shapes_of([v]))
 
 
@@ -294,11 +295,9 @@ def boundary_bytes(step: Step, chip: Chip) -> int:
     """
     total = 0
     for boundaries, name in ((step.activations, "activation"), (step.cotangents, "cotangent")):
-        on_stage = jax.eval_shape(boundaries.empty)
-        crosses = bytes_of(jax.eval_shape(boundaries.crossing, on_stage))
         rows = step.table.rows_written(name)
         copied = rows if rows > 1 and name == "activation" and not chip.in_place else 0
-        total += bytes_of(on_stage) + crosses * (rows + (rows > 0) + copied)
+        total += bytes_of(jax.eval_shape(boundaries.empty)) + boundaries.crossing_bytes * (rows + (rows > 0) + copied)
     if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
         first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         total += bytes_of([*first, *filter(is_float, last)])

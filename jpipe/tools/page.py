@@ -82,8 +82,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     step = planner.training_step(planner.for_training(batch))
     memory, _ = predict_memory(planner, batch)
     others = [name for name in plan.layouts if name != "params"]
-    crossing = lambda boundaries: bytes_of(jax.eval_shape(lambda: boundaries.crossing(boundaries.empty())))
-    waiting = {"activation": crossing(step.activations), "cotangent": crossing(step.cotangents)}
+    waiting = {"activation": step.activations.crossing_bytes, "cotangent": step.cotangents.crossing_bytes}
     entry = lambda buffer: math.prod(buffer.shape[1:]) * buffer.dtype.itemsize
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)

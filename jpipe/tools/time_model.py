@@ -43,7 +43,7 @@ from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
 from jpipe.tools.chips import Chip, Network
-from jpipe.tools.memory_model import predict_memory
+from jpipe.tools.memory_model import bytes_of_value, predict_memory
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.types import Batch
 
@@ -72,9 +72,8 @@ def predict_time(
     schedule, bounds, network = step.schedule, step.plan.partition.bounds, Network.of(chip, planner.request.mesh)
     of_layers, of_links, (ends_compute, ends_send) = _work(step, network)
     work, links = of_layers.summed(bounds), of_links.summed(bounds)
-    crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     # All stages wait for the slowest hop: between two hosts, if stages are on several.
-    hop, moves = bytes_of(crossing) / network.bandwidth([AXIS], "permute"), _moves(step, chip)
+    hop, moves = step.activations.crossing_bytes / network.bandwidth([AXIS], "permute"), _moves(step, chip)
     timeline = in_time(schedule, work, hop, moves)
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, waited = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
@@ -272,7 +271,7 @@ class _Kernels:
         depth = max((self.depth.get(v, 0) for v in operands), default=0)
         narrow = name == "convert_element_type" and not self.inputs.isdisjoint(operands)
         for v in equation.outvars:
-            apart = name not in _FUSED or (narrow and _bytes(v) < _bytes(operands[0]))
+            apart = name not in _FUSED or (narrow and bytes_of_value(v) < bytes_of_value(operands[0]))
             self.roots[v] = frozenset([v]) if apart else roots
             self.depth[v] = 0 if name in PRODUCTS else depth + (name in REDUCTIONS)
             if not self.chip.fuses and name in ELEMENTWISE and v in self.by_product and v not in self.results:
@@ -294,13 +293,13 @@ class _Kernels:
         self.of_products |= set(equation.outvars)
         self.seconds += self.chip.start
         if equation.primitive.name == "conv_general_dilated" and self.chip.fuses:
-            moved = sum(_bytes(v) * self._padded(v) for v in [*equation.invars, *equation.outvars])
+            moved = sum(bytes_of_value(v) * self._padded(v) for v in [*equation.invars, *equation.outvars])
             self.seconds += _convolution_flops(equation) / self.chip.flops + moved / self.chip.memory_bandwidth
             return
         operands = [(root, v) for v in equation.invars if isinstance(v, Var) for root in self.roots[v]]
         fetched = [(root, v) for root, v in operands if not self._on_chip(root)]
         read = sum(min(_size(root), _size(v)) * shapes_of([root])[0].dtype.itemsize for root, v in fetched)
-        written = sum(_bytes(v) for v in equation.outvars if not self._on_chip(v))
+        written = sum(bytes_of_value(v) for v in equation.outvars if not self._on_chip(v))
         self.seconds += _product_flops(equation, self.chip) / self.chip.flops
         self.seconds += (read + written) / self.chip.pass_bandwidth
         if self.chip.tile > 1 and equation.primitive.name == "dot_general":
@@ -325,7 +324,7 @@ class _Kernels:
 
     def _on_chip(self, v: Var) -> bool:
         """Whether a value is made here and stays in the vector memory."""
-        return v not in self.inputs and _bytes(v) <= self.chip.on_chip
+        return v not in self.inputs and bytes_of_value(v) <= self.chip.on_chip
 
     def _pass(self, v: Var | Literal) -> float:
         """Seconds of reading and writing each element of a value once."""
@@ -414,7 +413,3 @@ def _turned(equation: JaxprEqn) -> list[Var]:
 
 def _size(v: Var | Literal) -> int:
     return math.prod(shapes_of([v])[0].shape)
-
-
-def _bytes(v: Var | Literal) -> int:
-    return bytes_of(shapes_of([v]))
