@@ -1,8 +1,8 @@
 """Measures what each layer takes in a training step, counted or timed, to make stages equal by.
 
 A cost is for one micro-batch, forward and backward, what remat computes again included. Layers of one group have one
-cost and are looked at once; nothing here touches the model's variables. A warning names layers of which each device of
-a stage computes much whole, though an operand was split.
+cost and are looked at once; nothing here touches the model's variables. A warning names layers much of which each
+device of a stage computes whole, though an operand was split.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _total(traced: TracedLayer) -> float:
 
 
 def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]) -> None:
-    """Warns, once, of each kind of layer of which every device does much whole, if that is some part of the model."""
+    """Warns once of each kind of layer much of which every device computes whole, if the model is slower by that."""
     whole = [unsplit_in(traced, layer) for traced, layer in zip(trained, layers, strict=True)]
     if not any(whole):
         return

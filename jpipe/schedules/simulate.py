@@ -115,7 +115,7 @@ class Timeline:
         return tuple(max(n for _, n in self.in_flight(stage)) for stage in range(self.schedule.num_stages))
 
     def in_flight(self, stage: int, start: str = "F", end: str = "BW") -> list[tuple[float, int]]:
-        """The micro-batches that a stage holds: (time from which it is another number, the number), from (0.0, n) on.
+        """How many micro-batches a stage holds over time: pairs (time, the number from then on), the first at 0.0.
 
         It counts the (micro-batch, chunk) pairs between the start of their F and the end of their B, or of their W
         where the backward is split; none in a forward-only schedule, which keeps nothing for a backward. With `start`
@@ -181,12 +181,12 @@ def simulate(
       schedule: the schedule to simulate.
       forward: time of one micro-batch's forward on one whole stage, one number or K of them. With V chunks an action
         takes a V-th of it.
-      backward: the same for its backward, with the recomputation that `recompute` does not tell apart.
+      backward: the same for its backward, with any recomputation that `recompute` doesn't give apart.
       transfer: time of a hop, from the end of a slot until what it sent is there.
       weight: the same as `backward` for that part of it which W takes where the backward is split, and I doesn't;
         default: half of it.
-      recompute: the same as `forward` for what a backward action computes anew before that (remat); 0 if nothing, or
-        not apart. An R takes it from the B or I of its micro-batch.
+      recompute: the same as `forward` for what a backward action computes anew before that (remat); 0 if that is
+        nothing, or within `backward`. An R takes it from the B or I of its micro-batch.
 
     Raises:
       TypeError: the schedule is not a `Schedule`, or a time is not a number.
@@ -242,12 +242,12 @@ class Work:
 
 
 def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[float] = ()) -> Timeline:
-    """A schedule whose actions take these times: its slots one after the other, on all stages at once; see `simulate`.
+    """Places the actions of a schedule in time, slot by slot; `simulate` says how stages wait for each other.
 
     Args:
       schedule, work, hop: what is timed.
-      moves: what all devices move to and from the hosts in every tick: how long it takes beside each slot, whose end
-        waits for it, and then after the last slot. Empty for nothing.
+      moves: `[slots + 1]`, how long all devices move rows to and from the hosts in every tick: beside each slot, whose
+        end waits for it, and after the last slot; empty if they move none.
     """
     takes = _takes(schedule, work)
     spans: list[Span] = []
@@ -307,8 +307,8 @@ def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tupl
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
-      crossings: the slot's crossings. The executor carries out all of them in every tick, but for a turn on one
-        stage. If it left out those by which no stage sends, they would have to be left out here too.
+      crossings: the slot's crossings. The executor carries out all of them in every tick, except a turn on one
+        stage. If it left out those along which no stage sends, they would have to be left out here too.
       ends: when each stage ended the slot, `[K]`.
       hop: the time that a sent value is under way.
 
@@ -324,7 +324,7 @@ def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tupl
     return starts, arriving
 
 
-def _stage_times(label: str, times: Times, num_stages: int, *, positive: bool = True) -> np.ndarray:
+def _stage_times(label: str, times: Times, num_stages: int, *, positive: bool) -> np.ndarray:
     """The times of the stages, `[K]`, from a user's one number or K of them."""
     array = np.asarray(times, object)
     remedy = f"use one number, or one for each of the {num_stages} stages"

@@ -2,7 +2,7 @@
 
 GPUs are described to their compiler, which compiles for a GPU whether or not it is there. The description is a
 `GpuTargetConfigProto` as text. The numbers are those of OpenXLA's own files, at `xla/backends/gpu/target_config/specs`
-in its repository: a device says them of itself.
+in its repository, and the same that a device reports.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ RESERVED = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU that its compiler asks for, as the device says them of itself.
+    """The properties of a GPU that its compiler asks for, as the device reports them.
 
     Attributes:
       kind: what JAX calls it.
@@ -117,16 +117,16 @@ class Chip:
       clock: cycles/s that a TPU compiler's estimates count; None for others.
       example: a shape of a slice, which has as many numbers as all its shapes; empty if it has no slices.
       cores: the number of JAX's devices that one chip is.
-      tile: rows and columns of a matrix unit, to which products are padded; 1 of others than TPUs. As
+      tile: rows and columns of a matrix unit, to which products are padded; 1 for others than TPUs. As
         `jax.experimental.pallas.tpu.get_tpu_info` has it.
-      vector_memory: bytes of a TPU core's vector memory, by `get_tpu_info`; 0 of others.
+      vector_memory: bytes of a TPU core's vector memory, by `get_tpu_info`; 0 for others.
       on_chip: bytes up to which an array that is made and read in between stays in the vector memory: half of it, by
         `get_tpu_info`; 0 of two cores that are one device (v4, v5p), since each has its own.
       counted: bytes/s of a pass over an array as the TPU compiler estimates it for `x * 2 + 1` alone, by
         `benchmarks/time_model.py rates`, or as it was measured; None: the memory's.
       start: seconds that any kernel takes, however small: the same estimate for an array of 8x128.
       config: options of JAX's `get_topology_desc` for such chips.
-      gpu: of a GPU, what its compiler asks; None of TPUs.
+      gpu: what a GPU's compiler asks for; None for TPUs.
       network_bandwidth: bytes/s one way that one GPU has to other hosts; 0 of TPUs, which have links to all neighbours.
       host: what the device has of its host's memory; all zero if that isn't known (`measure_chip`).
     """

@@ -1,8 +1,8 @@
 """Reads a compiled program: its loops, and the cycles of a step by action.
 
 The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists; the GPU compiler
-notes none. A loop's own are those of one trip without the loops inside. How often loops turn follows from the step:
-that over ticks from the table, those over layers from the ranges of each virtual stage, those of a layer's own from
+notes none. A loop's own cycles are those of one trip without the loops inside. How often loops turn follows from the
+step: that over ticks from the table, those over layers from the ranges of each virtual stage, those in a layer from
 their conditions.
 """
 
@@ -97,7 +97,7 @@ class Loop:
             yield from loop.walk()
 
     def find(self, *names: str) -> list[Loop]:
-        """The loops inside that lie in loops of these names, the last their own."""
+        """The loops with the last of these names, in the scopes of all others: this loop, or some inside."""
         return [loop for loop in self.walk() if loop.name == names[-1] and {*names} <= {*loop.scope.split("/")}]
 
 
@@ -172,9 +172,9 @@ def count_cycles(step: Step, program: Loop, clock: float = 1.0, hop: float = 0.0
     """The work of a training step and its slices, by the cycles of its compiled program.
 
     Args:
-      step, program: the step, and as what it was compiled.
+      step, program: the step, and the program that it was compiled to.
       clock: cycles/s.
-      hop: the seconds that what stages hand on is on its way: the compiler estimates none.
+      hop: the seconds of a transfer between stages, of which the compiler estimates none.
 
     Returns:
       The seconds of one action of each virtual stage, and what the step takes with them: in the stages' actions, and in
@@ -193,7 +193,7 @@ def count_cycles(step: Step, program: Loop, clock: float = 1.0, hop: float = 0.0
     busy = sum(timeline.busy) / len(timeline.busy)
     turns = {name: sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns) for name in TURNS}
     ends = sum(count * _mean(bodies, name, _noted) for name, count in turns.items() if count)
-    # Of parts that run in place of whole backwards there may be no actions.
+    # Of all kinds, whichever the schedule has: the program may compute I and W in place of B.
     beyond = lambda body: body.own - sum(_unlooped(body, name) for name in (*ACTION_KINDS, *TURNS))
     # Runs of one tick lie one after the other, so that what they take is that of all of them.
     ticks = sum(beyond(body) * max([run.stop - run.start for run in runs], default=1) for body, runs in bodies)
@@ -202,7 +202,7 @@ def count_cycles(step: Step, program: Loop, clock: float = 1.0, hop: float = 0.0
 
 
 Bodies = list[tuple[Loop, list[Run]]]
-"""What runs in ticks, and the runs that it is for: a loop for each, the longest first; last all those of one tick."""
+"""The loops over ticks, each with the run that it is for, the longest first; last, as one, all runs of one tick."""
 
 
 def _bodies(step: Step, program: Loop) -> tuple[Loop, Bodies]:
@@ -242,7 +242,7 @@ def _trips_of(step: Step, virtual_stage: int) -> Trips:
 
 
 def _mean(bodies: Bodies, name: str, trips: Trips) -> float:
-    """Cycles of what has a name, in the longest run of ticks that has it: the mean of its slots; 0 if none has."""
+    """Cycles of the code in a scope, in the longest run of ticks that has it: the mean of its slots; 0 if none has."""
     for body, runs in bodies:
         if loops := body.find(name):
             return sum(loop.turn(trips) for loop in loops) / len(loops)
@@ -253,7 +253,7 @@ def _mean(bodies: Bodies, name: str, trips: Trips) -> float:
 
 
 def _unlooped(body: Loop, name: str) -> float:
-    """Cycles of what has a name and no loop around it, as it runs on all stages."""
+    """Cycles of the code in a scope that no loop is around, so that all stages run it."""
     if body.find(name):
         return 0.0
     return sum(operation.cycles for operation in body.operations if name in operation.op_name.split("/"))

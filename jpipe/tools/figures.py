@@ -2,7 +2,7 @@
 
 A picture has a row of bars for each stage, over what the stages hold. matplotlib is imported when something is drawn.
 Colours are those that people with any colour vision tell apart (Okabe and Ito, jfly.uni-koeln.de/color). They differ in
-lightness too, so that they also do in print.
+lightness too, for prints without colour.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def draw_memory(axes: Axes, timeline: Timeline, end: float, scale: float) -> Non
 
 
 def label_stages(axes: Axes, num_stages: int) -> None:
-    """A tick for each stage, the first on top, and no frame: it would touch the bars."""
+    """Labels the stages, the first on top, and leaves out the frame, which would touch the bars."""
     axes.set_yticks(range(num_stages), [f"stage {stage}" for stage in range(num_stages)])
     axes.tick_params(left=False, labelsize=TEXT)
     axes.set_ylim(num_stages - 0.5, -0.5)

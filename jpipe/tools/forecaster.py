@@ -48,7 +48,7 @@ class Forecast(Predicted, Tabular):
         step that the compiler refuses the first three. Bytes on its host: the "optimizer", and the residuals that wait,
         "temporaries". The schedule with what stages take.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
-      message: what there is to say of memory: the compiler's message if the step doesn't fit; of GPUs jpipe's own.
+      message: a word on memory: the compiler's message if the step doesn't fit; for GPUs jpipe's own.
       advice: what takes most bytes if it doesn't fit, by the model of memory, and settings that would help.
     """
 
@@ -77,8 +77,8 @@ class Forecast(Predicted, Tabular):
         """Seconds of a step by the compiler's cycles at the chip's clock, and of transfers, as `jpipe.plan` predicts.
 
         A transfer takes the time of its bytes on the links along its axes. What stages hand on goes beside work, what
-        layers send is waited for. Latencies, the network's load, input from the host and what is wrong in the
-        compiler's estimates are left out. On GPUs all seconds are those that `jpipe.plan` predicts.
+        layers send is waited for. Latencies, the network's load and input from the host are left out, and the
+        compiler's estimates may be wrong. On GPUs all seconds are those that `jpipe.plan` predicts.
         """
         return self.cost.step if self.cost.seconds else None
 
@@ -110,8 +110,8 @@ def forecast(
       tx: any optax transformation.
       topology: a slice of TPUs, such as "v5e:2x4", or GPUs, such as "h100:8" or "h100:4x8" (four hosts), of which the
         first devices are taken; needs `jpipe[tpu]` or `jpipe[gpu-compiler]`.
-      devices: instead of it, devices at hand, or such as a topology has; default: those of the mesh. Of CPUs nothing
-        is known of cycles and seconds.
+      devices: instead of it, devices at hand, or such as a topology has; default: those of the mesh. For CPUs
+        neither cycles nor seconds are known.
 
     Raises:
       ImportError: the TPU compiler, or the GPU compiler, isn't installed.

@@ -2,8 +2,8 @@
 
 A leaf whose true gradient is zero, such as the bias of an attention's keys, holds nothing but rounding: there two right
 computations differ by 100%. So the plain model tells how much its gradients round: it is computed some more times, from
-parameters that are off by the last bit of the narrowest type that it computes in. A pipeline
-may differ from it by as much as it then differs from itself.
+parameters that are off by the last bit of the narrowest type that it computes in. A pipeline may differ from it by as
+much as it then differs from itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence

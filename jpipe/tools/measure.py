@@ -184,7 +184,7 @@ class LayerTimes:
         """The best cut for the times of single layers, and what stages that take this now would take with it.
 
         Layers share the time of their stage in proportion to what they take alone. Equal layers take the same alone. In
-        stages they don't quite, by noise, and cutting after that would follow it.
+        stages they differ by noise, and a cut by their times there would follow it.
         """
         schedule, on = self.planner.request.schedule, self.stage_of_layers()
         cut = partition([cost.total for cost in self.here], schedule.num_stages, num_chunks=schedule.num_chunks)

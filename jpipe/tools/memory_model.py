@@ -188,7 +188,7 @@ class Amount(NamedTuple):
 
 
 def bytes_at_rest(state: TrainState) -> Parts[int]:
-    """The bytes of each device's parts of a training state, or of its shapes and shardings; not of those on hosts."""
+    """The bytes of each device's parts of a training state, or of its shapes and shardings, without those on hosts."""
     params, others = state.variables["params"], {n: tree for n, tree in state.variables.items() if n != "params"}
     trees = {"parameters": params, "optimizer": state.opt_state, "other_variables": others}
     return Parts({name: bytes_of(_parts(tree)) for name, tree in trees.items()})
@@ -317,14 +317,14 @@ def _narrow_copies(step: Step) -> tuple[int, set[str]]:
 
 
 def _brought(layout: WorkLayout, used: set[str] | None) -> int:
-    """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
+    """Bytes of variables that a step gathers or brings to their stage; of parameters those `used`: others are cast."""
     at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
     return bytes_of([a for n, a in at_work.items() if at_rest.get(n) != a and (used is None or n in used)])
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, chip: Chip) -> int:
     """The most that a forward or a backward holds for one layer of a group."""
-    # One of several layers' weights is a slice of a buffer.
+    # Where a buffer holds the weights of several layers, those of one layer are a slice of it.
     storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
     places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
     weights = tuple(i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1)

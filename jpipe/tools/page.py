@@ -287,7 +287,7 @@ def write_page(path: str | os.PathLike[str] | None, facts: PipelineFacts | None 
 def open_page(page: Page, to_save: str) -> None:
     """Opens a page in a browser, if there is a display, or prints where it is, and the call that saves it elsewhere.
 
-    Without a display, a browser in a terminal would hold that until it is left.
+    Without a display, a browser that runs in the terminal would block it until somebody quits.
     """
     if sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))):
         with contextlib.suppress(webbrowser.Error):

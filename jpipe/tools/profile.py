@@ -217,7 +217,7 @@ class Finding:
 def find(model: StepModel, times: LayerTimes) -> tuple[Finding, ...]:
     """All findings, those that promise the most first.
 
-    None promises less than the noise, nor anything where stages work for a moment only.
+    None promises less than the noise; none promises anything where stages work for a moment only.
 
     Args:
       model: the model of the step's time.

@@ -34,10 +34,11 @@ from jpipe.users_numbers import as_integer, as_number
 SURE = 0.9
 """The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
 SHOWN = 5
+"""The most choices that there are."""
 IMPROVED = 8
 """The number of ways to share out the devices of which the settings are varied: the best by their first settings."""
 FAR = 1.2
-"""Settings that take so many times as long as the best without their bubble are left: M and remat gain less."""
+"""Settings that take so many times as long as the best even without their bubble are dropped: M and remat gain less."""
 
 
 def plan(
@@ -193,7 +194,7 @@ class Space:
         yield self.ways(setting)
 
     def beside(self, setting: Setting, steps: int) -> list[Setting]:
-        """The setting with the M that is so many divisors of the batch further; none beyond the last."""
+        """The setting with an M that is so many divisors of the batch away; none if there is no such M."""
         counts = self._counts(setting)
         at = counts.index(setting.num_microbatches) + steps
         return [replace(setting, num_microbatches=counts[at])] if 0 <= at < len(counts) else []
@@ -342,8 +343,8 @@ class Search:
     def _improve(self, choice: Choice, best: Choice, space: Space) -> Choice:
         """Varies a setting in one way after the other, until nothing gains.
 
-        It is left where it stays far behind the best so far: with fewer, larger micro-batches, which small layers need,
-        and wherever its parameters lie.
+        It is dropped where it stays far behind the best so far: with fewer, larger micro-batches, which small layers
+        need, and wherever its parameters lie.
         """
         while fewer := [o for o in self._possible(space.beside(choice.setting, -1)) if _rank(o) < _rank(choice)]:
             (choice,) = fewer
@@ -357,7 +358,7 @@ class Search:
         return choice
 
     def _possible(self, settings: Iterable[Setting]) -> Iterator[Choice]:
-        """Those that are possible. Modes of remat that compute most anew are left where another one fits."""
+        """Those that are possible. Modes of remat that compute most anew are left out where another one fits."""
         fit = set[Setting]()  # whatever their remat
         for setting in settings:
             alike = replace(setting, remat="")
@@ -368,7 +369,7 @@ class Search:
                 yield choice
 
     def _is_far(self, one: Choice, best: Choice) -> bool:
-        """Whether a choice takes much longer than the best so far, or on its mesh nothing fits, nor on that one's."""
+        """Whether a choice takes much longer than the best so far; while none fits, whether nothing can on its mesh."""
         if best.fits:
             return one.seconds - one.time["bubble"] > FAR * best.seconds
         held = one.cost.bytes
@@ -408,7 +409,7 @@ class Search:
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:
         """The pipeline of a setting, on devices that aren't there.
 
-        It takes over what those of settings like it trace, first of the least like it.
+        It takes over what pipelines of similar settings traced, first of the least similar.
         """
         axes, devices = dict(setting.axes), self.devices
         mesh = make_mesh(devices=devices, axis_types=None, **axes) if devices else mesh_of_nowhere(axes)
@@ -422,5 +423,5 @@ class Search:
 
 
 def _alike(setting: Setting) -> tuple[object, ...]:
-    """The settings that decide which programs devices run; how weights lie; and remat, which the forward hasn't."""
+    """The arguments that decide what is traced: sizes, where weights lie, and remat, which forwards don't depend on."""
     return setting.axes, setting.num_microbatches, setting.shard_over, setting.remat

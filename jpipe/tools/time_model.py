@@ -4,7 +4,7 @@
 steps of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
 
 A kernel is a product of matrices, a reduction, or what gives a result; moves and elementwise operations are fused into
-the kernels that read them, but on chips whose products are calls of a library. Kernels run one after the other:
+the kernels that read them, except on chips whose products are calls of a library. Kernels run one after the other:
 
 - A product takes its FLOPs, of dimensions padded to the matrix unit's, at the chip's peak, and the bytes that it reads
   and writes, but for those of arrays made here that fit on the chip. A convolution reads and writes all of them: on a
@@ -103,10 +103,10 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
 
 
 def _work(step: Step, network: Network) -> tuple[Work, Work, list[float]]:
-    """The layers' work, `[N]`; that part of it in which they wait for links; and the seconds of shared ends.
+    """The layers' work, `[N]`; the part of it in which they wait for links; and the seconds of shared ends.
 
-    Ends that all stages compute together take these, of (kernels, links), for each micro-batch, and nothing among the
-    layers.
+    Ends that all stages compute together take nothing among the layers. Their seconds are (kernels, links) for each
+    micro-batch.
     """
     of_group = [_layer_seconds(layer, network, step.stores_residuals) for layer in step.layers]
     by_layer = [of_group[g] for g in step.model.group_of]
@@ -189,7 +189,7 @@ def _sent_apart(step: Step, network: Network) -> float:
 
 
 def _update_passes(step: Step) -> int:
-    """How often the parameters' bytes are read or written once a step.
+    """How many times a step reads or writes the bytes of the parameters, besides its actions.
 
     Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
     with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
@@ -381,7 +381,7 @@ def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
 
 
 def _convolution_flops(equation: JaxprEqn) -> float:
-    """FLOPs of all channels that there are with padding; of channels in groups without."""
+    """FLOPs of a convolution, with padded examples and channels; without padding if its channels are in groups."""
     (left, examples, channels), (right, _, others) = _images(equation)
     flops = flops_of(equation).flops
     if equation.params["feature_group_count"] * equation.params["batch_group_count"] > 1:
@@ -396,7 +396,7 @@ def _growth(size: int, tile: int) -> float:
 
 
 def _turned(equation: JaxprEqn) -> list[Var]:
-    """The arrays that a product joins dimensions of, the last of them shorter than the lanes."""
+    """The arrays that a product has to turn: it joins dimensions of them, and the last one doesn't fill the lanes."""
     contracted, batch = equation.params["dimension_numbers"]
     turned, free = list[Var | Literal](), list[int]()
     for v, of_sum, of_batch in zip(equation.invars, contracted, batch, strict=True):
