@@ -78,7 +78,7 @@ def predict_time(
     alone = in_time(schedule, work, hop) if any(moves) else timeline
     busy, waited = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
     hosted = hosts.get("optimizer", 0)
-    moved = _update_passes(step) * held["parameters"] + 2 * (held["optimizer"] + hosted)
+    moved = _update_passes(held) * held["parameters"] + 2 * (held["optimizer"] + hosted)
     seconds = Parts(
         computation=busy - waited + schedule.num_microbatches * ends_compute,
         bubble=alone.makespan - busy,
@@ -188,15 +188,13 @@ def _sent_apart(step: Step, network: Network) -> float:
     return once + step.schedule.num_microbatches * to_all / network.bandwidth([AXIS])
 
 
-def _update_passes(step: Step) -> int:
+def _update_passes(held: Parts[int]) -> int:
     """How many times a step reads or writes the bytes of the parameters, besides its actions.
 
     Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
-    with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
+    with their gradients; and narrow copies of them are made, if there are some.
     """
-    activations = jax.tree.leaves([layer.forward.results.outputs for layer in step.layers])
-    narrow = any(leaf.dtype.itemsize < 4 for leaf in activations)
-    return 7 + 2 * narrow
+    return 7 + 2 * bool(held["casts"])
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
