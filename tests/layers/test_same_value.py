@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 import jpipe
-from cases import assert_close, assert_equal
+from cases import assert_equal
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import is_same
-from jpipe.layers.same_value import same_value, values_within
+from jpipe.layers.same_value import same_value
 
 
 class Constant(nn.Module):
@@ -156,14 +156,6 @@ def test_a_loose_equality_makes_no_layers_one(name):
     assert not is_same(first, second)
 
 
-@pytest.mark.parametrize("name", ["a Linen field", "an nnx module", "a closure"])
-def test_layers_with_a_loose_equality_compute_their_own(name):
-    layers = [LOOSE[name](Loose(power)) for power in (1, 2, 3, 1)]
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1, balance="even")
-    x = np.full((2, 4), 1.1, np.float32)
-    assert_close(pipe.apply(pipe.init(jax.random.key(0), x), x), np.float32(1.1) ** jnp.full((2, 4), 6.0))
-
-
 def test_attributes_in_slots_count():
     class Slotted:
         __slots__ = ("power",)
@@ -188,12 +180,6 @@ def test_a_function_before_its_variable_is_set():
     late = 1
     assert same_value(*functions)
     assert functions[0]() == late
-
-
-def test_values_within():
-    array, holder = np.ones(2), []
-    holder.append({"a": (lambda: array, holder)})
-    assert any(value is array for value in values_within(holder))
 
 
 class Cached:
