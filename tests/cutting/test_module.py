@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.cutting.module import (
-    outputs_read,
-    paths_below,
-    paths_of,
-    piece_names,
-    with_zeros,
-    without_unread,
-)
+from jpipe.cutting.module import outputs_read, paths_below, paths_of, piece_names, with_zeros, without_unread
 from jpipe.cutting.straight import Part
 
 # --- names of pieces --------------------------------------------------------------------------------------------------

@@ -8,18 +8,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from decoders import (
-    VOCABULARY,
-    WIDTH,
-    Block,
-    Causal,
-    NnxBlock,
-    batch_of,
-    embed,
-    loss_fn,
-    prompts_of,
-    without_cache,
-)
+from decoders import VOCABULARY, WIDTH, Block, Causal, NnxBlock, batch_of, embed, loss_fn, prompts_of, without_cache
 
 
 class Decoder(nn.Module):

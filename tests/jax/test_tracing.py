@@ -263,9 +263,7 @@ def test_reductions_over_mesh_axes_are_left_out():
 
 
 @pytest.mark.parametrize(
-    "value",
-    [lambda: jnp.asarray(0.1), lambda: jnp.full((), 0.1), lambda: 2.0],
-    ids=["asarray", "full", "Python"],
+    "value", [lambda: jnp.asarray(0.1), lambda: jnp.full((), 0.1), lambda: 2.0], ids=["asarray", "full", "Python"]
 )
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_initial_values_that_are_literals(value, num_stages):

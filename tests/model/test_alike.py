@@ -80,11 +80,7 @@ def plain_block(rate, scale, gamma):
     return jpipe.Layer(init, apply, "Block")
 
 
-MAKE = {
-    "linen": Block,
-    "nnx": lambda *numbers: lambda rngs: NnxBlock(*numbers, rngs=rngs),
-    "plain": plain_block,
-}
+MAKE = {"linen": Block, "nnx": lambda *numbers: lambda rngs: NnxBlock(*numbers, rngs=rngs), "plain": plain_block}
 NUMBERS = [(0.1 * (i + 1), 1 / (i + 1), 10.0**-i) for i in range(4)]
 
 

@@ -131,10 +131,7 @@ def test_a_loss_that_can_not_do_without_a_key():
         (lambda y, b: (jnp.sum(y), 1.0, {"loss": jnp.sum(y)}), "a metric called 'loss', as a term or one of jpipe's"),
         (lambda y, b: (jnp.sum(y), 1.0, {"a": y}), r"gave float32\[4,3\] as the metric 'a'"),
         # `return loss, accuracy` came out as infinite, with a warning.
-        (
-            lambda y, b: (jnp.sum(y), jnp.sum(y > 0)),
-            r"the model's outputs.* or \(loss, 1.0, {'accuracy': accuracy}\)",
-        ),
+        (lambda y, b: (jnp.sum(y), jnp.sum(y > 0)), r"the model's outputs.* or \(loss, 1.0, {'accuracy': accuracy}\)"),
         (lambda y, b: (jnp.mean(y), jnp.mean(y > 0)), r"depends on the model's outputs"),
         (lambda y, b: b["labels"], r"loss_fn\(outputs, batch\) raised .*; it was called with the outputs float32"),
     ],

@@ -78,8 +78,7 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("rule", "total", "count"),
-    [(None, 10 / 3, 7), ("mean", 10 / 3, 7), ("sum", 10, 11), ("last", 7, 7)],
+    ("rule", "total", "count"), [(None, 10 / 3, 7), ("mean", 10 / 3, 7), ("sum", 10, 11), ("last", 7, 7)]
 )
 @pytest.mark.parametrize("order", [["F0", "F1", "F2", "B0", "B1", "B2"], ["F2", "F0", "F1", "B1", "B2", "B0"]])
 def test_rules_by_collection(rule, total, count, order):

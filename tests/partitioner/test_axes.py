@@ -5,14 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.partitioner.axes import (
-    BATCH_AXES,
-    check_batch_axes,
-    gather_axes,
-    on_stages,
-    scatter_axes,
-    stage_axes,
-)
+from jpipe.partitioner.axes import BATCH_AXES, check_batch_axes, gather_axes, on_stages, scatter_axes, stage_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, of_spec
 from parts import AXES, DEVICES, X, cut
 

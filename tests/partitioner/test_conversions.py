@@ -10,12 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.partitioner.conversions import (
-    bytes_sent,
-    convert,
-    hops,
-    sent_in,
-)
+from jpipe.partitioner.conversions import bytes_sent, convert, hops, sent_in
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, is_possible, part_shape, replicated
 from parts import AXES, DEVICES, X, cut
 from planned import COLUMNS, WHOLE, plan_of, sent

@@ -60,11 +60,7 @@ def test_gpipe_with_unequal_stages(times, num_microbatches):
 
 
 @settings(max_examples=50)
-@given(
-    st.sampled_from(names(split=None)),
-    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
-    st.integers(1, 5),
-)
+@given(st.sampled_from(names(split=None)), st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4), st.integers(1, 5))
 def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbatches):
     f, b = map(list, zip(*times, strict=True))
     num_chunks = 2 if name in CHUNKED else 1
@@ -185,11 +181,7 @@ def test_recomputation_is_time_of_the_backward(name):
 
 
 @settings(max_examples=50)
-@given(
-    st.sampled_from(names(split=None)),
-    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
-    st.integers(1, 6),
-)
+@given(st.sampled_from(names(split=None)), st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4), st.integers(1, 6))
 def test_in_flight_is_what_peak_in_flight_is_the_most_of(name, times, num_microbatches):
     f, b = map(list, zip(*times, strict=True))
     timeline = simulate(make(name, len(f), num_microbatches, 2 if name in CHUNKED else 1), f, b)
