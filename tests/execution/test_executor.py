@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jpipe
-from cases import assert_close, names
+from cases import check_by_hand, names
 from jpipe.execution.executor import _flows
 from jpipe.schedules.actions import FLOWS
 from jpipe.schedules.ticks import lower
@@ -54,6 +54,7 @@ def test_no_permute_has_a_ring_on_gpus(make_mesh, monkeypatch, schedule):
     mesh, sizes = make_mesh((4, 2), ("stage", "data")), {"num_stages": 4, "num_microbatches": 4, "num_chunks": 2}
     make = partial(jpipe.Pipeline, [layer] * 8, lambda y, _: jnp.mean(y**2), schedule=schedule, mesh=mesh, **sizes)
     batch = jax.random.normal(jax.random.key(1), (8, 4))
+    sequential = lambda trees: jnp.mean(reduce(lambda x, w: jnp.tanh(x @ w), trees, batch) ** 2)
 
     def has_rings(pipe, platform):
         traced = jax.jit(pipe.value_and_grad).trace(variables, batch)
@@ -71,20 +72,7 @@ def test_no_permute_has_a_ring_on_gpus(make_mesh, monkeypatch, schedule):
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda leaf, *, default, cuda, rocm: cuda(leaf))
     pipe = make()  # its program on a CPU is now that for GPUs
     assert not has_rings(pipe, "cpu")
-    (loss, _), gradients = pipe.value_and_grad(variables, batch)
-    outputs = pipe.apply(variables, batch)
-
-    def sequential(trees):
-        x = batch
-        for w in trees:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2), x
-
-    trees = pipe.layer_variables(variables)
-    (expected, x), of_trees = jax.jit(jax.value_and_grad(sequential, has_aux=True))(trees)
-    assert_close(loss, expected, "loss")
-    assert_close(outputs, x, "outputs")
-    assert_close(pipe.layer_variables({"params": gradients}), of_trees, "gradients")
+    check_by_hand(pipe, batch, sequential, variables)
 
 
 def test_in_a_v_what_turns_may_wait(make_mesh):
@@ -99,10 +87,4 @@ def test_in_a_v_what_turns_may_wait(make_mesh):
     mesh, sizes = make_mesh((2,), ("stage",)), {"num_stages": 2, "num_microbatches": 3, "num_chunks": 2}
     pipe = jpipe.Pipeline([layer] * 4, lambda y, _: jnp.mean(y**2), schedule=schedule, mesh=mesh, **sizes)
     batch = jax.random.normal(jax.random.key(1), (6, 4))
-    variables = pipe.init(jax.random.key(0), batch)
-    (loss, _), gradients = pipe.value_and_grad(variables, batch)
-    trees = pipe.layer_variables(variables)
-    sequential = lambda trees: jnp.mean(reduce(lambda x, w: jnp.tanh(x @ w), trees, batch) ** 2)
-    expected, of_trees = jax.value_and_grad(sequential)(trees)
-    assert_close(loss, expected, "loss")
-    assert_close(pipe.layer_variables({"params": gradients}), of_trees, "gradients")
+    check_by_hand(pipe, batch, lambda trees: jnp.mean(reduce(lambda x, w: jnp.tanh(x @ w), trees, batch) ** 2))

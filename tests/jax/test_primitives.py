@@ -162,22 +162,13 @@ batching.primitive_batchers[unheard_of] = lambda operands, dims: (unheard_of.bin
 X = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
 
 
-def test_remat_keeps_what_it_gives():
+def test_it_is_traced_replayed_and_left_to_jax():
+    """Remat keeps what it gives, and its results depend on all that it takes."""
     assert save_but_elementwise(unheard_of)
-
-
-def test_it_is_left_to_jax():
     (found,) = interpret(jax.make_jaxpr(lambda x: 2 * unheard_of.bind(x))(X), X)
     assert_close(found, 2 * np.cumsum(X, 0))
-
-
-def test_its_results_depend_on_all_it_takes():
     closed = jax.make_jaxpr(lambda x, y: (unheard_of.bind(x), jnp.sin(y)))(X, X)
-    assert depends_on(closed, closed.jaxpr.invars[:1]) == [True, False]
-    assert uses(closed, [True, False]) == [True, False]
-
-
-def test_it_is_traced_and_replayed():
+    assert depends_on(closed, closed.jaxpr.invars[:1]) == uses(closed, [True, False]) == [True, False]
     mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(mesh):
         closed, shapes = trace(lambda x: unheard_of.bind(jax.lax.psum(x, "data")), X)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from cases import CUTS, assert_close, cut
+from cases import CUTS, assert_close, check_by_hand, cut
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Context
 from jpipe.layers.connections import with_inputs
@@ -36,17 +36,6 @@ class Masked(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
         return nn.tanh(nn.Dense(x.shape[-1])(x)) * mask[..., None]
-
-
-def check(pipe, by_hand):
-    """Loss, every gradient and evaluation are those of `by_hand(trees of the layers)`."""
-    variables = pipe.init(jax.random.key(0), BATCH)
-    trees = jax.device_get(pipe.layer_variables(variables))
-    expected, gradients = jax.jit(jax.value_and_grad(by_hand))(trees)
-    (loss, _), grads = pipe.value_and_grad(variables, BATCH)
-    assert_close(loss, expected, "loss")
-    assert_close(pipe.layer_variables({"params": grads}), gradients, "gradients")
-    assert_close(pipe.evaluate(variables, BATCH), expected, "evaluation")
 
 
 DENSE, ONE = nn.Dense(4), {"num_stages": 1, "num_microbatches": 1, "balance": "even"}
@@ -102,7 +91,8 @@ def all_sorts_by_hand(trees):
 @pytest.mark.parametrize("case", CUTS, ids=str)
 def test_all_sorts_of_connections(case):
     with jax.numpy_dtype_promotion("standard"):
-        check(cut(all_sorts(), lambda y, batch: jnp.mean(y[:, :3] * batch["targets"]), case), all_sorts_by_hand)
+        pipe = cut(all_sorts(), lambda y, batch: jnp.mean(y[:, :3] * batch["targets"]), case)
+        check_by_hand(pipe, BATCH, all_sorts_by_hand)
 
 
 def test_alike_layers_with_skips_of_their_own_are_one_group():

@@ -2,12 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jpipe.partitioner.rule import RuleResult, by_labels
-from jpipe.partitioner.rules import RULES
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Shard
 from partitioned import array, case, compare, integers
 
 
@@ -59,36 +57,3 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(make_mesh, name, ways):
     compare(make_mesh, CASES[name], *ways)
-
-
-def test_updates_that_cannot_be_split_are_written_by_windows():
-    """What is written (not added) at split indices: each device writes all of it into its part of every window."""
-    write = lambda x, i, y: x.at[i].set(y)
-    jaxpr = jax.make_jaxpr(write)(np.zeros((8, 4)), np.zeros(2, np.int32), np.zeros((2, 4)))
-    equation = next(e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scatter")
-    axis = Axis(("model",), (2,))
-    found = RULES["scatter"](equation, [Shard(1), REPLICATED, Shard(0)], axis)
-    assert found == RuleResult([Shard(1), REPLICATED, Shard(1)], [Shard(1)])
-    assert RULES["scatter"](equation, [REPLICATED, REPLICATED, Shard(0)], axis) is None
-    added = RULES["scatter-add"](equation, [REPLICATED, REPLICATED, Shard(0)], axis)
-    assert added == RuleResult([PARTIAL, Shard(0), Shard(0)], [PARTIAL])
-
-
-def added(target, updates, **options):
-    """The rule's answer for additions of whole updates at indices to rows of a target that lies so."""
-    jaxpr = jax.make_jaxpr(lambda x, i, y: x.at[i].add(y, **options))(
-        np.zeros((8, 4)), np.zeros(2, np.int32), np.zeros((2, 4))
-    )
-    equation = next(e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scatter-add")
-    return RULES["scatter-add"](equation, [target, REPLICATED, updates], Axis(("model",), (2,)))
-
-
-@pytest.mark.parametrize("updates", [REPLICATED, PARTIAL])
-def test_whole_updates_are_added_by_the_device_that_has_the_rows(updates):
-    found = added(Shard(0), updates)
-    assert found.operands == [Shard(0), REPLICATED, REPLICATED] and found.results == [Shard(0)]
-    assert added(Shard(0, 2), REPLICATED) is None  # rows in several runs
-
-
-def test_clipped_additions_see_whole_targets():
-    assert added(Shard(0), REPLICATED, mode="clip") is None

@@ -123,7 +123,11 @@ def test_layers_that_alternate_have_no_ends_along():
 
 @pytest.mark.parametrize(
     ("schedule", "counts", "remat"),
-    [("1f1b", [3, 4], "none"), ("1f1b", [4, 3], "stage"), ("zero_bubble", [4, 3], "layer")],
+    [
+        pytest.param("1f1b", [3, 4], "none", marks=pytest.mark.slow),
+        ("1f1b", [4, 3], "stage"),
+        ("zero_bubble", [4, 3], "layer"),
+    ],
 )
 def test_layers_that_send_are_computed_along_up_to_the_fullest_stage(make_mesh, monkeypatch, schedule, counts, remat):
     """What they keep and add where a stage has no such layer is dropped, whatever lies there."""

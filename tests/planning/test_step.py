@@ -1,6 +1,7 @@
 """A step as plain data: what is laid out for training, and what forward only leaves out."""
 
-import chex
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jpipe
 import jpipe.planning.planner
-from cases import VOCABULARY, WIDTH, check_step, make_model, pipeline, tokens, weighted_cross_entropy
+from cases import VOCABULARY, WIDTH, check_by_hand, check_step, make_model, pipeline, tokens, weighted_cross_entropy
 from collectives import axes_of, in_loop, read
 
 
@@ -50,24 +51,15 @@ def test_sums_over_an_axis_that_splits_no_parameter_are_taken_once(make_mesh, se
 
 def test_a_group_without_layers_where_backwards_are_split():
     """A regression: of the layers of stage 0, which never splits, W was traced too, and read buffers without rows."""
-    dense = lambda rows, columns: jpipe.Layer(
-        lambda key, x: jnp.full((rows, columns), 0.1), lambda w, x: jnp.tanh(x @ w)
-    )
-    layers, options = [*[dense(4, 4)] * 4, dense(4, 9)], {"num_microbatches": 4, "balance": [4, 1], "remat": "none"}
+    init = lambda columns: lambda key, x: jnp.full((x.shape[-1], columns), 0.1)
+    dense = lambda columns: jpipe.Layer(init(columns), lambda w, x: jnp.tanh(x @ w))
+    layers, options = [*[dense(4)] * 4, dense(9)], {"num_microbatches": 4, "balance": [4, 1], "remat": "none"}
     loss = lambda y, batch: jnp.mean((y - batch["inputs"].sum(-1, keepdims=True)) ** 2)
     pipe = jpipe.Pipeline(layers, loss, num_stages=2, schedule="zero_bubble", **options)
-    batch = {"inputs": jax.random.normal(jax.random.key(1), (8, 4))}
-    variables = pipe.init(jax.random.key(0), batch)
-    step = pipe.planner.training_step(pipe.planner.for_training(batch))
-    assert [step.groups_in(kind) for kind in "BIW"] == [[0, 1, 2], [2], [2]]
-
-    def whole(weights):
-        x = batch["inputs"]
-        for w in weights:
-            x = jnp.tanh(x @ w)
-        return loss(x, batch)
-
-    (value, _), grads = pipe.value_and_grad(variables, batch)
-    expected, wanted = jax.jit(jax.value_and_grad(whole))(pipe.layer_variables(variables))
-    chex.assert_trees_all_close(value, expected, rtol=1e-6)
-    chex.assert_trees_all_close(pipe.layer_variables({"params": grads}), wanted, rtol=1e-5)
+    with jax.enable_x64(True):
+        batch = {"inputs": jax.random.normal(jax.random.key(1), (8, 4))}
+        variables = pipe.init(jax.random.key(0), batch)
+        step = pipe.planner.training_step(pipe.planner.for_training(batch))
+        assert [step.groups_in(kind) for kind in "BIW"] == [[0, 1, 2], [2], [2]]
+        chain = lambda weights: functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, batch["inputs"])
+        check_by_hand(pipe, batch, lambda weights: loss(chain(weights), batch), variables)
