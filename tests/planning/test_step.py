@@ -1,4 +1,4 @@
-"""A step as plain data: what is laid out for training, and what forward only leaves out."""
+"""Sums of gradients over axes, and groups without layers where backwards are split."""
 
 import functools
 
@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jpipe
-import jpipe.planning.planner
 from cases import VOCABULARY, WIDTH, check_by_hand, check_step, make_model, pipeline, tokens, weighted_cross_entropy
 from collectives import axes_of, in_loop, read
 
