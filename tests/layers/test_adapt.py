@@ -50,7 +50,10 @@ DIFFER = [
     (nn.Dense(3), nn.DenseGeneral(3)),
     (nn.Dense(3), nn.Dense(3, kernel_init=nn.initializers.zeros)),
     (lambda rngs: nnx.Linear(4, 3, rngs=rngs), lambda rngs: nnx.Linear(4, 5, rngs=rngs)),
-    [lambda rngs, init=i: nnx.Linear(4, 3, kernel_init=init, rngs=rngs) for i in (np.ones, nnx.initializers.zeros)],
+    [
+        lambda rngs, init=i: nnx.Linear(4, 3, kernel_init=init, rngs=rngs)
+        for i in (nnx.initializers.ones, nnx.initializers.zeros)
+    ],
     (lambda rngs: nnx.Dropout(0.1, rngs=rngs), lambda rngs: nnx.Dropout(0.2, rngs=rngs)),
     (lambda rngs: nnx.Linear(4, 3, rngs=rngs), nnx.Linear(4, 3, rngs=nnx.Rngs(0))),
     (jpipe.Layer(max, min), jpipe.Layer(min, min)),

@@ -274,8 +274,10 @@ def test_a_step_and_evaluation_equal_the_sequential_model(kind, options, make_me
         assert_close(gradients_of(pipe, gradients), grads, "gradients")
         assert_close(pipe.evaluate(variables, batch), evaluated, "evaluation")
         assert_close(pipe.apply(variables, batch), outputs, "outputs")
+        if options != "1f1b" or kind == "nnx":
+            return
         initial = pipe.layer_variables(pipe.init(jax.random.key(KEY), batch))
-        for index in range(1, 5) if kind != "nnx" else ():
+        for index in range(1, 5):
             key, x = sequential.init_key(jax.random.key(KEY), index), jnp.zeros((4, 8), jnp.float64)
             keys = {"params": key, "dropout": jax.random.fold_in(key, 1)} if kind == "linen" else key
             own = layers[index].init(keys, x, **({"train": False} if kind == "linen" else {}))

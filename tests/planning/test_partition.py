@@ -100,7 +100,7 @@ def test_one_heavy_layer_leaves_no_stage_empty():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_thousands_of_layers(objective):
     costs = np.random.default_rng(0).random(3_000)
-    found = partition(costs, 64, objective)
+    found = partition(costs, 16, objective)
     assert sum(found.counts) == 3_000
     assert found.imbalance < 1.01
 

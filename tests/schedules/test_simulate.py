@@ -131,15 +131,6 @@ def test_peak_in_flight(num_stages, num_microbatches):
     assert peak(one_slot_from_k(num_stages, M)) == tuple(min(M, num_stages - k) for k in stages)
 
 
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 8), (4, 16)])
-def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
-    """With F and B equally long the papers' order has the ideal bubble; with B longer, F waits for it in lockstep."""
-    schedule = one_slot_from_k(num_stages, num_microbatches)
-    bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    assert simulate(schedule, 1.0, 1.0).bubble_fraction == pytest.approx(bubble)
-    assert simulate(schedule, 1.0, 3.0).bubble_fraction > bubble
-
-
 @pytest.mark.parametrize(
     ("times", "error", "message"),
     [
