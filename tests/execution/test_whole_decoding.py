@@ -30,6 +30,7 @@ class Decoder(nn.Module):
         x = table(tokens) + jax.lax.dynamic_slice_in_dim(positions, first, length)
         if self.scanned:
             axes = {"variable_axes": {"params": 0, "cache": 0}, "split_rngs": {"params": True}, "length": 3}
+            axes["metadata_params"] = {nn.PARTITION_NAME: None}
             x, _ = nn.scan(lambda block, x, _: (block(x), None), **axes)(Block(self.decode, name="blocks"), x, None)
         else:
             for i in range(3):
