@@ -1,5 +1,7 @@
 """Generation equals Flax's own loop on one device, token by token, however the model is cut."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -200,14 +202,15 @@ def test_equals_flax_s_own_loop():
 
     trees = jax.device_get(pipe.layer_variables(variables))
     layers, caches, x = linen(decode=True), [], jnp.zeros((5, 9), jnp.int32)
-    for layer, tree in zip(layers, trees, strict=True):
-        x, made = layer.init_with_output(jax.random.key(0), x)
+    for layer in layers:
+        x, made = jax.jit(layer.init_with_output)(jax.random.key(0), x)
         caches.append({name: tree for name, tree in made.items() if name == "cache"})
+    calls = [jax.jit(functools.partial(layer.apply, mutable=["cache"])) for layer in layers]
     tokens = list(prompts.T)
     for place in range(9):
         x = tokens[place][:, None]
-        for i, (layer, tree) in enumerate(zip(layers, trees, strict=True)):
-            x, new = layer.apply({**tree, **caches[i]}, x, mutable=["cache"])
+        for i, (call, tree) in enumerate(zip(calls, trees, strict=True)):
+            x, new = call({**tree, **caches[i]}, x)
             caches[i] = {"cache": new["cache"]} if "cache" in new else {}
         if place >= 3:
             tokens.append(np.asarray(jnp.argmax(x[:, 0], -1)))
