@@ -353,6 +353,15 @@ def test_keys_of_another_implementation(impl, remat):
     assert float(pipe.value_and_grad(state.variables, BATCH, jax.random.key(0))[0][0]) > 0
 
 
+@pytest.mark.slow
+def test_the_numbers_of_another_implementation_do_not_depend_on_the_stages():
+    key, losses = jax.random.key(5, impl="rbg"), []
+    for k in (1, 2, 4):
+        pipe = make(DROPS, num_stages=k)
+        losses.append(float(pipe.value_and_grad(pipe.init(key, BATCH), BATCH, key)[0][0]))
+    np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-5)
+
+
 def test_another_default_implementation():
     """A regression, as above."""
     with jax.default_prng_impl("rbg"):
