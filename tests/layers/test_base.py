@@ -246,9 +246,9 @@ class Looped(nnx.Module):
 @pytest.mark.parametrize(
     ("kind", "options", "make"),
     [
-        ("module", {}, np.asarray),
+        pytest.param("module", {}, np.asarray, marks=pytest.mark.slow),
         ("module", {"ends": "spread"}, jnp.asarray),
-        ("list", {}, jnp.asarray),
+        pytest.param("list", {}, jnp.asarray, marks=pytest.mark.slow),
         ("list", {"remat": "none"}, np.asarray),
     ],
 )
