@@ -21,26 +21,17 @@ def found(name):
     return jpipe.layers_of(case.model, jax.tree.map(lambda a: a[:2], case.batch), inputs=case.inputs)
 
 
-def names(name):
-    return [layer.name for layer in found(name)]
-
-
 BLOCKS = [f"{{}}{i}/{part}" for i in range(3) for part in ("attention", "mlp")]
 
 
-@pytest.mark.parametrize("style", ["loop", "remat around"])
-def test_a_loop_over_blocks(style):
+@pytest.mark.parametrize(
+    ("style", "below"), [("loop", "h_"), ("remat around", "h_"), ("scan", "blocks/"), ("remat", "blocks/")]
+)
+def test_a_loop_or_a_scan_over_blocks(style, below):
     layers = found(style)
-    assert [layer.name for layer in layers] == ["table", *(name.format("h_") for name in BLOCKS), "head"]
+    assert [layer.name for layer in layers] == ["table", *(name.format(below) for name in BLOCKS), "head"]
     assert [layer.same_as for layer in layers] == [0, 1, 2, 1, 2, 1, 2, 7]
-
-
-@pytest.mark.parametrize("style", ["scan", "remat"])
-def test_a_scan_over_blocks(style):
-    layers = found(style)
-    assert [layer.name for layer in layers] == ["table", *(name.format("blocks/") for name in BLOCKS), "head"]
-    assert [layer.same_as for layer in layers] == [0, 1, 2, 1, 2, 1, 2, 7]
-    assert "blocks/mlp/Dense_0/kernel[1]" in layers[4].parameters
+    assert below == "h_" or "blocks/mlp/Dense_0/kernel[1]" in layers[4].parameters
 
 
 def test_a_tied_table_is_alone_in_its_layers():

@@ -52,35 +52,45 @@ def test_the_pieces_are_the_model_in_both_modes_and_at_other_shapes():
         np.testing.assert_array_equal(crossing[0], function(WEIGHTS[:4], x))
 
 
-def test_tied_weights_are_alone_in_their_pieces():
-    def tied(ws, x):
-        return jnp.tanh(jnp.tanh((x @ ws[0]) @ ws[1]) @ ws[0].T)
-
-    cutting = decide_cutting(traced(tied, num_weights=2), traced(tied, num_weights=2), SHAPES[:2], 1)
-    assert cutting.parts == ((Part(0),), (Part(1),), (Part(0),))
-    assert cutting.tied == (0, None, 0)
-
-
-def test_a_shared_layer_of_which_one_place_uses_half_has_all_of_it_there():
-    """As a `Shared` of a list has. It was an error."""
-    mixed = lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ (ws[0] @ ws[1]))
-    cutting = decide_cutting(traced(mixed, num_weights=2), traced(mixed, num_weights=2), SHAPES[:2], 1)
-    assert cutting.parts[:2] == ((Part(0), Part(1)),) * 2
-    assert cutting.tied[:2] == (0, 0)
+ALONE, BOTH = (Part(0),), (Part(0), Part(1))
 
 
 @pytest.mark.parametrize(
-    "mixed",
+    ("function", "parts", "owners"),
     [
-        lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ (ws[0] @ ws[1] @ ws[2])),
-        lambda ws, x: jnp.tanh(jnp.tanh(x @ (ws[0] @ ws[1])) @ (ws[0] @ ws[2])),
+        (lambda ws, x: jnp.tanh(jnp.tanh((x @ ws[0]) @ ws[1]) @ ws[0].T), (ALONE, (Part(1),), ALONE), (0, None, 0)),
+        # One place uses half of what is shared: it has all of it, as a `Shared` of a list has. It was an error.
+        (lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ (ws[0] @ ws[1])), (BOTH, BOTH), (0, 0)),
+        # What nothing uses is shared where all is shared. Only the first of these pieces had it.
+        (lambda ws, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[0]) @ ws[0]), (BOTH, BOTH, BOTH), (0, 0, 0)),
     ],
-    ids=["more of others", "each with others"],
+    ids=["alone", "half", "unused"],
 )
-def test_an_operation_of_tied_and_other_weights_is_told(mixed):
+def test_tied_weights(function, parts, owners):
+    trace = traced(function, num_weights=2)
+    cutting = decide_cutting(trace, trace, SHAPES[:2], 1)
+    assert (cutting.parts[: len(parts)], cutting.tied[: len(owners)]) == (parts, owners)
+
+
+def warm(ws, x):
+    for w in ws[:3]:
+        x = jnp.tanh(x @ w) * jnp.exp(ws[3][0])
+    return x
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "part"),
+    [
+        (lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ (ws[0] @ ws[1] @ ws[2])), None, 0),
+        (lambda ws, x: jnp.tanh(jnp.tanh(x @ (ws[0] @ ws[1])) @ (ws[0] @ ws[2])), None, 0),
+        (lambda ws, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2]), warm, 3),
+    ],
+    ids=["more of others", "each with others", "in evaluation alone"],
+)
+def test_an_operation_of_tied_and_other_weights_is_told(training, evaluation, part):
     with pytest.raises(TiedTogether) as error:
-        decide_cutting(traced(mixed, num_weights=3), traced(mixed, num_weights=3), SHAPES[:3], 1)
-    assert error.value.args[0] == {Part(0)}
+        decide_cutting(traced(training), traced(evaluation or training), SHAPES, 1)
+    assert error.value.args[0] == {Part(part)}
 
 
 @pytest.mark.parametrize("first, second", [(True, False), (False, True)])
@@ -99,26 +109,6 @@ def test_places_part_no_uses_of_a_weight_whichever_mode_has_another_head(first, 
     owners = [i if first is None else first for i, first in enumerate(cutting.tied)]
     for part in map(Part, range(7)):
         assert len({owner for owner, own in zip(owners, cutting.parts, strict=True) if part in own}) == 1
-
-
-def test_a_weight_that_evaluation_alone_has_in_several_pieces_is_told():
-    def warm(ws, x):
-        for w in ws[:3]:
-            x = jnp.tanh(x @ w) * jnp.exp(ws[3][0])
-        return x
-
-    cold = lambda ws, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2])
-    with pytest.raises(TiedTogether) as error:
-        decide_cutting(traced(cold), traced(warm), SHAPES, 1)
-    assert error.value.args[0] == {Part(3)}
-
-
-def test_what_nothing_uses_is_shared_where_all_is_shared():
-    """Only the first of these pieces had it, and so other variables than the ones that it shared its own with."""
-    tied = lambda ws, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[0]) @ ws[0])
-    cutting = decide_cutting(traced(tied, num_weights=2), traced(tied, num_weights=2), SHAPES[:2], 1)
-    assert cutting.parts == ((Part(0), Part(1)),) * 3
-    assert cutting.tied == (0, 0, 0)
 
 
 def test_what_follows_from_the_batch_alone_does_not_cross():

@@ -5,6 +5,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jpipe
 from jpipe.cutting.places import Traced, find_places
@@ -30,38 +31,66 @@ def residual(x, v, w):
     return x + jnp.tanh(x @ v) @ w
 
 
-def test_a_chain_is_cut_behind_each_product():
-    chain = lambda ws, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2])
-    places, found = places_of(chain, 3)
-    assert products_between(places, found) == [1, 1, 1]
-    assert [len(places.crossing[p]) for p in found] == [1, 1]
+def residual_blocks(ws, x):
+    x = x @ ws[0]
+    for i in range(1, len(ws), 2):
+        x = residual(x, ws[i], ws[i + 1])
+    return x
 
 
-def test_residual_blocks_are_cut_between_them():
-    def blocks(ws, x):
-        x = x @ ws[0]
-        for i in range(1, 21, 2):
-            x = residual(x, ws[i], ws[i + 1])
-        return x
-
-    places, found = places_of(blocks, 21)
-    assert products_between(places, found) == [1, *[2] * 10]
+def wide(x, w):
+    """A product with a hidden layer of four times the width."""
+    return jnp.tanh(x @ jnp.tile(w, (1, 4))) @ jnp.tile(w, (4, 1))
 
 
-def test_a_block_that_is_too_large_is_cut_inside():
-    places, found = places_of(lambda ws, x: residual(x @ ws[0], ws[1], ws[2]), 3, wanted=3)
-    assert products_between(places, found) == [1, 1, 1]
-    assert [len(places.crossing[p]) for p in found] == [1, 2]
+def wide_blocks(ws, x):
+    for w in ws:
+        x = wide(x, w)
+    return x
 
 
-def test_a_wide_hidden_layer_is_no_place():
-    def wide(ws, x):
-        for w in ws:
-            x = jnp.tanh(x @ jnp.tile(w, (1, 4))) @ jnp.tile(w, (4, 1))
-        return x
+def wide_residuals(ws, x):
+    x = x @ ws[0]
+    for w in ws[1:]:
+        x = x + wide(x, w)
+    return x
 
-    places, found = places_of(wide, 10)
-    assert products_between(places, found) == [2] * 10
+
+def with_time(ws, x):
+    """An embedding of a time, which all blocks read, is narrower than any place between them."""
+    time = jnp.tanh(x[:1, :1] @ ws[0][:1, :1]) @ ws[1][:1, :1]
+    x = x @ ws[2]
+    for w in ws[3:]:
+        x = x + jnp.tanh(x @ w) * time
+    return x
+
+
+def lopsided(ws, x):
+    """Each block ends with next to nothing."""
+    x = x @ ws[0]
+    for i in range(1, 11, 2):
+        x = x + jnp.tanh(jnp.tanh(x @ jnp.tile(ws[i], (1, 9))) @ jnp.tile(ws[i], (9, 1))) @ ws[i + 1]
+    return x
+
+
+CUTS = {  # function, weights, pieces wanted at least; products in each piece, values that cross
+    "a chain": (lambda ws, x: jnp.tanh(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2]), 3, 1, [1, 1, 1], [1, 1]),
+    "between residual blocks": (residual_blocks, 21, 1, [1, *[2] * 10], [1] * 10),
+    "inside of a block that is too large": (residual_blocks, 3, 3, [1, 1, 1], [1, 2]),
+    "not in a wide hidden layer": (wide_blocks, 10, 1, [2] * 10, [1] * 9),
+    "not beside the path alone": (with_time, 12, 1, [1] * 12, [1, 1, *[2] * 9]),
+    "nothing next to nothing": (lopsided, 11, 1, [1, *[3] * 5], [1] * 5),
+    "of a stage's share": (wide_residuals, 4, 4, [1, 2, 2, 2], [1] * 3),
+    "of twice the share of a stage by all means": (wide_residuals, 4, 8, [1] * 7, [1, 2, 1, 2, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_model_is_cut_where_the_fewest_values_cross(name):
+    function, num_weights, wanted, products, crossing = CUTS[name]
+    places, found = places_of(function, num_weights, wanted)
+    assert products_between(places, found) == products
+    assert [len(places.crossing[p]) for p in found] == crossing
 
 
 def test_casts_at_the_ends_leave_the_blocks_equal():
@@ -115,43 +144,6 @@ def test_a_norm_before_the_head_is_no_part_of_the_last_block():
     places, found = places_of(pre_norm, 12)
     assert products_between(places, found) == [1, 2, 2, 2, 1]
     assert [operations_before(places, p) for p in found[1:]] == [["add", "add"]] * 3
-
-
-def test_a_place_beside_the_path_does_not_leave_nearly_all_in_one_piece():
-    """An embedding of a time, which all blocks read, is narrower than any place between them."""
-
-    def with_time(ws, x):
-        time = jnp.tanh(x[:1, :1] @ ws[0][:1, :1]) @ ws[1][:1, :1]
-        x = x @ ws[2]
-        for w in ws[3:]:
-            x = x + jnp.tanh(x @ w) * time
-        return x
-
-    places, found = places_of(with_time, 12)
-    assert products_between(places, found) == [1] * 12
-    assert [len(places.crossing[p]) for p in found] == [1, 1, *[2] * 9]
-
-
-def test_nothing_is_cut_off_that_is_next_to_nothing():
-    def lopsided(ws, x):
-        x = x @ ws[0]
-        for i in range(1, 11, 2):
-            x = x + jnp.tanh(jnp.tanh(x @ jnp.tile(ws[i], (1, 9))) @ jnp.tile(ws[i], (9, 1))) @ ws[i + 1]
-        return x
-
-    places, found = places_of(lopsided, 11)
-    assert products_between(places, found) == [1, *[3] * 5]
-
-
-def test_a_piece_of_twice_the_share_of_a_stage_is_cut_by_all_means():
-    def wide(ws, x):
-        x = x @ ws[0]
-        for w in ws[1:4]:
-            x = x + jnp.tanh(x @ jnp.tile(w, (1, 4))) @ jnp.tile(w, (4, 1))
-        return x
-
-    assert products_between(*places_of(wide, 4, wanted=4)) == [1, 2, 2, 2]
-    assert products_between(*places_of(wide, 4, wanted=8)) == [1] * 7
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------

@@ -105,21 +105,6 @@ def test_no_compiler_moves_them_out_of_their_loops():
         assert not outside, [*map(str, outside)]
 
 
-def test_a_train_step_learns_and_is_saved_in_any_layout(tmp_path):
-    batch = batch_of()
-    pipe = pipeline(untied(), 2, 2)
-    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
-    losses = []
-    for _ in range(3):
-        state, metrics = pipe.train_step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[0] > losses[1] > losses[2]
-    trees = pipe.layer_variables(state.variables)
-    own = pipeline(untied(), 4, 2, ends="own")
-    loss = own.evaluate(own.from_layer_variables(trees, batch), batch)
-    np.testing.assert_allclose(loss, pipe.evaluate(state.variables, batch), rtol=1e-12)
-
-
 def gradients(truth, case, **options):
     """(loss, gradients by layer, the step) of a pipeline."""
     pipe = model_pipeline(truth, *case, **options)

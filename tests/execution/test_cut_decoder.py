@@ -24,53 +24,6 @@ def cut(model: nn.Module) -> CutModel:
     return cut_model(*whole.read_by(None, whole.trace(read, TOKENS), TOKENS), 2)
 
 
-class Blocks(nn.Module):
-    """Sums of all tokens before, by caches of their own, stacked or not; and a count that nothing uses."""
-
-    scanned: bool
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = embed()(tokens)
-        if self.decode:
-            self.variable("cache", "count", jnp.zeros, (), jnp.int32).value += 1
-        if self.scanned:
-            axes = {"params": 0, "cache": 0}
-            x, _ = nn.scan(Sum, axes, split_rngs={"params": True}, length=2)(self.decode, name="sums")(x, None)
-        else:
-            for i in range(2):
-                x, _ = Sum(self.decode, name=f"sums_{i}")(x, None)
-        return nn.Dense(18)(x)
-
-
-class Sum(nn.Module):
-    """A running sum and a product."""
-
-    decode: bool
-
-    @nn.compact
-    def __call__(self, x, _):
-        y = jnp.cumsum(x, 1)
-        if self.decode:
-            total = self.variable("cache", "total", jnp.zeros, x[:, :1].shape, x.dtype)
-            total.value += x.sum(1, keepdims=True)
-            y = total.value
-        return x + nn.Dense(8)(y), None
-
-
-@pytest.mark.parametrize("scanned", [False, True])
-def test_each_piece_has_the_caches_that_it_uses(scanned):
-    model = cut(Blocks(scanned))
-    decoder = cut_decoder(model, TOKENS, size=3, length=7)
-    layers = decoder(jax.ShapeDtypeStruct((3, 1), jnp.int32))
-    assert [layer.name for layer in layers] == model.names
-    made = [jax.eval_shape(layer.init, jax.random.key(0), (), None) for layer in layers]
-    caches = [jax.tree_util.tree_leaves_with_path(tree.get("cache", {})) for tree in made]
-    shapes = [{path[-1].key: leaf.shape for path, leaf in leaves} for leaves in caches]
-    assert shapes == [{"count": ()}, {"total": (3, 1, 8)}, {"total": (3, 1, 8)}, {}]
-
-
 class Counted(nn.Module):
     """Blocks that add the place of a token, of one counter for all."""
 

@@ -1,20 +1,34 @@
 """Generation equals Flax's own loop on one device, token by token, however the model is cut."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 import jpipe
 from cases import compilations
+from decoders import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Causal,
+    NnxBlock,
+    batch_of,
+    check_generated,
+    embed,
+    loss_fn,
+    prompts_of,
+    sequential,
+    without_cache,
+)
 from jpipe.execution.generator import Generator
 
-TOKENS_WIDTH, LENGTH = 8, 6
+TOKENS = np.zeros((4, 5), np.int32)
 
 
 class Attention(nn.Module):
@@ -26,7 +40,7 @@ class Attention(nn.Module):
 class Positions(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return x + self.param("table", nn.initializers.normal(), (16, TOKENS_WIDTH))[: x.shape[1]]
+        return x + self.param("table", nn.initializers.normal(), (16, WIDTH))[: x.shape[1]]
 
 
 class Experts(nn.Module):
@@ -35,27 +49,27 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x):
         weights, _ = jax.lax.top_k(jax.nn.softmax(nn.Dense(4)(x)), 2)
-        return x + weights[..., :1] * nn.Dense(TOKENS_WIDTH)(x.reshape(-1, TOKENS_WIDTH)).reshape(x.shape)
+        return x + weights[..., :1] * nn.Dense(WIDTH)(x.reshape(-1, WIDTH)).reshape(x.shape)
 
 
 class Split(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return jax.lax.with_sharding_constraint(nn.Dense(TOKENS_WIDTH)(x), PartitionSpec(None, None, "model"))
+        return jax.lax.with_sharding_constraint(nn.Dense(WIDTH)(x), P(None, None, "model"))
 
 
 ALONE = {
-    "Dense": nn.Dense(TOKENS_WIDTH),
+    "Dense": nn.Dense(WIDTH),
     "LayerNorm": nn.LayerNorm(),
     "RMSNorm": nn.RMSNorm(),
-    "Sequential": nn.Sequential([nn.Dense(16), nn.gelu, nn.Dense(TOKENS_WIDTH)]),
+    "Sequential": nn.Sequential([nn.Dense(16), nn.gelu, nn.Dense(WIDTH)]),
     "experts": Experts(),
     "function": lambda x: jnp.cumsum(x, -1),
     "dropout": nn.Dropout(0.5, deterministic=True),
 }
 TOGETHER = {
     "attention": (Attention(), r"looks at other tokens \(\w+\.py:\d+\)"),
-    "convolution": (nn.Conv(TOKENS_WIDTH, (3,), padding="CAUSAL"), "looks at other tokens"),
+    "convolution": (nn.Conv(WIDTH, (3,), padding="CAUSAL"), "looks at other tokens"),
     "positions": (Positions(), "looks at the places of tokens"),
     "rotations": (lambda x: x * jnp.cos(jnp.arange(x.shape[1]))[:, None], "looks at the places of tokens"),
     "sums": (lambda x: jnp.cumsum(x, 1), "looks at other tokens"),
@@ -76,61 +90,47 @@ class Cached(nn.Module):
         return x
 
 
-def mean_loss(logits, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-
-def generate(layer, **options):
-    """Two tokens of a model with this layer and one with a cache; of what has no tokens only the cache is asked for."""
-    layers = [nn.Embed(11, TOKENS_WIDTH), layer, Cached(), nn.Dense(11)]
-    pipe = jpipe.Pipeline(layers, mean_loss, num_stages=1, num_microbatches=2, balance="even", **options)
-    tokens = np.zeros((4, LENGTH), np.int32)
-    pipe.init(jax.random.key(0), {"inputs": tokens, "targets": tokens})
+def ask(layers, **options):
+    """Has a pipeline look at its layers as for two tokens; of what has no tokens only the cache is asked for."""
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=1, num_microbatches=2, balance="even", **options)
+    pipe.init(jax.random.key(0), batch_of(4))
     Generator(pipe.planner).decoding(2, 4, 1)
+
+
+def around(layer):
+    """A model with this layer and one with a cache."""
+    return [nn.Embed(VOCABULARY, WIDTH), layer, Cached(), nn.Dense(VOCABULARY)]
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_what_treats_each_token_by_itself_is_called_with_one(name):
-    generate(ALONE[name])
+    ask(around(ALONE[name]))
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_looks_further_without_a_cache_is_named(name):
     layer, words = TOGETHER[name]
     with pytest.warns(UserWarning, match=rf"generate: layer 1 \(.*\) {words}.*, but keeps no cache in decode mode"):
-        generate(layer)
+        ask(around(layer))
 
 
-def test_constraints_over_other_axes_say_nothing_of_tokens(make_mesh):
-    generate(Split(), mesh=make_mesh((1, 2), ("stage", "model")))
-
-
-class Mapped(nn.Module):
+def mapped(x):
     """A program of single devices, over an axis that isn't one of tokens."""
-
-    mesh: jax.sharding.Mesh
-
-    @nn.compact
-    def __call__(self, x):
-        spec = PartitionSpec(None, None, "model")
-        double = jax.shard_map(lambda x: 2 * x, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return double(nn.Dense(TOKENS_WIDTH)(x))
+    spec = P(None, None, "model")
+    return jax.shard_map(lambda x: 2 * x, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
-def test_programs_of_single_devices_say_nothing_of_tokens(make_mesh):
-    mesh = make_mesh((1, 2), ("stage", "model"))
-    generate(Mapped(mesh), mesh=mesh)
+@pytest.mark.parametrize("layer", [Split(), mapped], ids=["constraint", "shard_map"])
+def test_other_axes_say_nothing_of_tokens(make_mesh, layer):
+    ask(around(layer), mesh=make_mesh((1, 2), ("stage", "model")))
 
 
 def test_inputs_that_are_cut_out_of_a_longer_batch_say_nothing_of_tokens():
-    layers = [nn.Embed(11, TOKENS_WIDTH), Cached(), nn.Dense(11)]
-    loss = lambda logits, tokens: optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-    pipe = jpipe.Pipeline(layers, loss, num_stages=1, num_microbatches=2, inputs=lambda tokens: tokens[:, :-1])
-    pipe.init(jax.random.key(0), np.zeros((4, LENGTH + 1), np.int32))
+    loss = lambda logits, batch: logits.mean() + 0.0 * batch["inputs"][:, 1:].sum()
+    layers = [nn.Embed(VOCABULARY, WIDTH), Cached(), nn.Dense(VOCABULARY)]
+    pipe = jpipe.Pipeline(layers, loss, num_stages=1, num_microbatches=2, inputs=lambda b: b["inputs"][:, :-1])
+    pipe.init(jax.random.key(0), batch_of(4))
     Generator(pipe.planner).decoding(2, 4, 1)
-
-
-VOCABULARY, WIDTH, TRAINED = 18, 8, 6
 
 
 class Embed(nn.Module):
@@ -148,70 +148,12 @@ class Embed(nn.Module):
             index.value += is_ready
         else:
             places = table[: tokens.shape[1]]
-        init = nn.initializers.normal(1.0)
-        return nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, embedding_init=init)(tokens) + places
-
-
-class Block(nn.Module):
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        mask = None if self.decode else nn.make_causal_mask(x[..., 0])
-        attention = nn.MultiHeadDotProductAttention(2, decode=self.decode, param_dtype=jnp.float64)
-        x = x + attention(nn.LayerNorm(param_dtype=jnp.float64)(x), mask=mask)
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-        return x + nn.Dense(WIDTH, kernel_init=init, param_dtype=jnp.float64)(nn.gelu(x))
+        return embed()(tokens) + places
 
 
 def linen(num_blocks: int = 4, **options) -> list:
-    return [
-        Embed(**options),
-        *(Block(**options) for _ in range(num_blocks)),
-        nn.Dense(VOCABULARY, param_dtype=jnp.float64),
-    ]
-
-
-def loss_fn(logits, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-
-def batch_of(rows: int = 8) -> dict:
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (rows, TRAINED + 1)).astype(np.int32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
-def chosen(logits, place, key, temperature):
-    """The next token of each row, as documented."""
-    if not temperature:
-        return jnp.argmax(logits, -1)
-    own = lambda row, logits: jax.random.categorical(
-        jax.random.fold_in(jax.random.fold_in(key, row), place), logits / temperature
-    )
-    return jax.vmap(own)(jnp.arange(len(logits)), logits)
-
-
-def without_cache(apply, prompts, num_tokens, key=None, temperature=0.0) -> np.ndarray:
-    """The whole sequence through the model for each token: the slowest way, and the plainest."""
-    length = prompts.shape[1] + num_tokens
-    tokens, apply = np.pad(prompts, ((0, 0), (0, num_tokens))), jax.jit(apply)
-    for place in range(prompts.shape[1], length):
-        tokens[:, place] = chosen(apply(tokens)[:, place - 1], place, key, temperature)  # what follows isn't looked at
-    return tokens
-
-
-def sequential(layers, trees):
-    def apply(x):
-        for layer, tree in zip(layers, trees, strict=True):
-            x = layer.apply(tree, x)
-        return x
-
-    return apply
-
-
-def trees_of(pipe, variables):
-    """The layers' own variables, on the host."""
-    return jax.device_get(pipe.layer_variables(variables))
+    head = nn.Dense(VOCABULARY, param_dtype=jnp.float64)
+    return [Embed(**options), *(Block(**options) for _ in range(num_blocks)), head]
 
 
 PLACES = {
@@ -237,121 +179,55 @@ def float64():
 @pytest.mark.parametrize("name", PLACES)
 def test_equals_the_model_without_a_cache(name, temperature, monkeypatch):
     monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)  # ends of any size are split
-    layers, batch = linen(), batch_of()
-    pipe = jpipe.Pipeline(layers, loss_fn, num_microbatches=4, balance="even", **PLACES[name])
-    variables = pipe.init(jax.random.key(1), batch)
-    apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
-    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (200, 5)).astype(np.int32)
-    key = jax.random.key(2) if temperature else None
-    found = pipe.generate(variables, prompts, 7, key, temperature)
-    np.testing.assert_array_equal(found, without_cache(apply, prompts, 7, key, temperature))
-
-
-class Causal(nn.Module):
-    """Attention that takes any number of tokens at a time in decode mode, as Flax's doesn't."""
-
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        query, key, value = jnp.split(nn.Dense(3 * WIDTH, param_dtype=jnp.float64)(x), 3, axis=-1)
-        first = 0
-        if self.decode:
-            ready = self.has_variable("cache", "place")
-            place = self.variable("cache", "place", lambda: jnp.zeros((), jnp.int32))
-            kept = [self.variable("cache", name, jnp.zeros, x.shape, x.dtype) for name in ("key", "value")]
-            if ready:
-                first, place.value = place.value, place.value + x.shape[1]
-                for leaf, new in zip(kept, (key, value), strict=True):
-                    leaf.value = jax.lax.dynamic_update_slice_in_dim(leaf.value, new, first, axis=1)
-            key, value = (leaf.value for leaf in kept)
-        seen = jnp.arange(key.shape[1]) <= first + jnp.arange(x.shape[1])[:, None]
-        scores = jnp.where(seen, jnp.einsum("bqd,bkd->bqk", query, key), -jnp.inf)
-        return x + jax.nn.softmax(scores) @ value
-
-
-def causal_layers() -> list:
-    embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, embedding_init=nn.initializers.normal(1.0))
-    return [embed, Causal(), Causal(), Causal(), nn.Dense(VOCABULARY, param_dtype=jnp.float64)]
+    drawn = (jax.random.key(2), temperature) if temperature else ()
+    check_generated(linen(), prompts_of(200, 5), 7, *drawn, **{"num_microbatches": 4, "balance": "even"} | PLACES[name])
 
 
 @pytest.mark.parametrize("name", ["K=2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("K=1", "v", "shared"))])
 @pytest.mark.parametrize(("prefill", "num_tokens"), [(6, 4), (3, 1), (2, 5)])
 def test_prompts_are_fed_several_tokens_at_a_time(name, prefill, num_tokens, monkeypatch):
     monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)
-    layers, options = causal_layers(), PLACES[name] | ({"num_stages": 2} if name == "v" else {})
-    pipe = jpipe.Pipeline(layers, loss_fn, num_microbatches=2, **options)
-    variables = pipe.init(jax.random.key(1), batch_of())
-    apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
-    prompts = np.random.default_rng(4).integers(0, VOCABULARY, (7, 6)).astype(np.int32)
-    key = jax.random.key(3)
-    found = pipe.generate(variables, prompts, num_tokens, key, 0.8, prefill=prefill)
-    np.testing.assert_array_equal(found, without_cache(apply, prompts, num_tokens, key, 0.8))
-
-
-def test_layers_that_take_one_token_at_a_time_are_named():
-    pipe = jpipe.Pipeline(linen(), loss_fn, num_stages=2, num_microbatches=2)
-    variables = pipe.init(jax.random.key(1), batch_of())
-    message = r"prefill=5, but in decode mode layer 1 \(Block\)(.|\n)*Use prefill=1"
-    with pytest.raises(ValueError, match=message):
-        pipe.generate(variables, TOKENS, 3, prefill=5)
+    layers = [embed(), Causal(), Causal(), Causal(), nn.Dense(VOCABULARY, param_dtype=jnp.float64)]
+    options = PLACES[name] | ({"num_stages": 2} if name == "v" else {})
+    drawn = jax.random.key(3), 0.8
+    check_generated(layers, prompts_of(7, 6, seed=4), num_tokens, *drawn, asked={"prefill": prefill}, **options)
 
 
 def test_equals_flax_s_own_loop():
     """One token at a time through Flax's modules, with the caches that they keep."""
-    batch, prompts = batch_of(), np.random.default_rng(2).integers(0, VOCABULARY, (5, 4)).astype(np.int32)
+    batch, prompts = batch_of(), prompts_of(5, 4, seed=2)
     pipe = jpipe.Pipeline(linen(), loss_fn, num_stages=2, num_microbatches=2)
     variables = pipe.init(jax.random.key(1), batch)
     found = pipe.generate(variables, prompts, 6)  # five prompts in two micro-batches
 
     trees = jax.device_get(pipe.layer_variables(variables))
     layers, caches, x = linen(decode=True), [], jnp.zeros((5, 9), jnp.int32)
-    for layer, tree in zip(layers, trees, strict=True):
-        x, made = layer.init_with_output(jax.random.key(0), x)
+    for layer in layers:
+        x, made = jax.jit(layer.init_with_output)(jax.random.key(0), x)
         caches.append({name: tree for name, tree in made.items() if name == "cache"})
+    calls = [jax.jit(functools.partial(layer.apply, mutable=["cache"])) for layer in layers]
     tokens = list(prompts.T)
     for place in range(9):
         x = tokens[place][:, None]
-        for i, (layer, tree) in enumerate(zip(layers, trees, strict=True)):
-            x, new = layer.apply({**tree, **caches[i]}, x, mutable=["cache"])
+        for i, (call, tree) in enumerate(zip(calls, trees, strict=True)):
+            x, new = call({**tree, **caches[i]}, x)
             caches[i] = {"cache": new["cache"]} if "cache" in new else {}
         if place >= 3:
             tokens.append(np.asarray(jnp.argmax(x[:, 0], -1)))
     np.testing.assert_array_equal(found, np.stack(tokens, axis=1))
 
 
-class NnxEmbed(nnx.Module):
-    def __init__(self, rngs):
-        init = nnx.initializers.normal(1.0)
-        self.table = nnx.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, embedding_init=init, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.table(tokens)
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        options = {"param_dtype": jnp.float64, "rngs": rngs}
-        self.norm = nnx.LayerNorm(WIDTH, **options)
-        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, **options)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.linear = nnx.Linear(WIDTH, WIDTH, **options)
-
-    def __call__(self, x):
-        mask = None if self.attention.decode else nnx.make_causal_mask(x[..., 0])
-        x = x + self.attention(self.norm(x), mask=mask)
-        return x + self.linear(self.dropout(nnx.gelu(x)))
-
-
 def nnx_layers(*, ready: bool) -> list:
-    made = [NnxEmbed, *[NnxBlock] * 3, lambda rngs: nnx.Linear(WIDTH, VOCABULARY, param_dtype=jnp.float64, rngs=rngs)]
-    factories = [lambda rngs, make=make: make(rngs) for make in made]
+    wide = {"param_dtype": jnp.float64}
+    table = lambda rngs: nnx.Embed(VOCABULARY, WIDTH, embedding_init=nnx.initializers.normal(1.0), **wide, rngs=rngs)
+    head = lambda rngs: nnx.Linear(WIDTH, VOCABULARY, **wide, rngs=rngs)
+    factories = [table, *[lambda rngs: NnxBlock(rngs) for _ in range(3)], head]
     return [make(nnx.Rngs(i)) for i, make in enumerate(factories)] if ready else factories
 
 
 @pytest.mark.parametrize("ready", [False, True], ids=["factories", "ready"])
 def test_nnx(ready):
-    batch, prompts = batch_of(), np.random.default_rng(3).integers(0, VOCABULARY, (6, 5)).astype(np.int32)
+    batch, prompts = batch_of(), prompts_of(6, 5, seed=3)
     pipe = jpipe.Pipeline(nnx_layers(ready=ready), loss_fn, num_stages=2, num_microbatches=2)
     variables = pipe.init(jax.random.key(1), batch)
     modules = pipe.modules(jax.device_get(variables))
@@ -386,29 +262,17 @@ class Deep(nn.Module):
 )
 def test_blocks_with_numbers_of_their_own(numbers, groups):
     """Blocks that are one group in training are one in decode mode."""
-    batch = batch_of()
     layers = [linen()[0], *(Deep(*own) for own in numbers), linen()[-1]]
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even")
-    variables = pipe.init(jax.random.key(1), batch)
+    pipe = check_generated(layers, prompts_of(7, 5), 5, balance="even")
     assert pipe.planner.known_plan().model.group_of == groups
-    apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
-    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (7, 5)).astype(np.int32)
-    np.testing.assert_array_equal(pipe.generate(variables, prompts, 5), without_cache(apply, prompts, 5))
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2, "data": 2}, {"fsdp": 2}])
 def test_other_axes(axes, make_mesh):
     """Prompts and their caches are split over data axes."""
-    layers, batch = linen(), batch_of()
     mesh = make_mesh((2, *axes.values()), ("stage", *axes), explicit="data" in axes)
     over = {"shard_over": ("fsdp",), "gather": "use"} if "fsdp" in axes else {}
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh, **over)
-    variables = pipe.init(jax.random.key(1), batch)
-    apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
-    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (7, 5)).astype(np.int32)
-    key = jax.random.key(5)
-    found = pipe.generate(variables, prompts, 4, key, 1.3)
-    np.testing.assert_array_equal(found, without_cache(apply, prompts, 4, key, 1.3))
+    check_generated(linen(), prompts_of(7, 5), 4, jax.random.key(5), 1.3, mesh=mesh, **over)
 
 
 def test_inside_of_jit():
@@ -419,6 +283,15 @@ def test_inside_of_jit():
     # A regression: JAX's integers pass the checks, and were handed on as static arguments, which they can't be.
     again = pipe.generate(variables, prompts, jnp.int32(3), prefill=jnp.int32(1))
     np.testing.assert_array_equal(found, again)
+
+
+def test_without_jit():
+    pipes = [jpipe.Pipeline(linen(1), loss_fn, num_stages=1, num_microbatches=1) for _ in range(2)]
+    variables, _ = (pipe.init(jax.random.key(1), batch_of()) for pipe in pipes)
+    prompts = np.zeros((2, 3), np.int32)
+    with jax.disable_jit():
+        found = pipes[1].generate(variables, prompts, 2)
+    np.testing.assert_array_equal(found, pipes[0].generate(variables, prompts, 2))
 
 
 def test_no_layer_is_computed_to_find_what_caches_start_from():
@@ -437,17 +310,6 @@ def test_no_layer_is_computed_to_find_what_caches_start_from():
     assert given and all(isinstance(x, jax.core.Tracer) for x in given)
 
 
-def test_without_jit():
-    pipe = jpipe.Pipeline(linen(1), loss_fn, num_stages=1, num_microbatches=1)
-    variables, prompts = pipe.init(jax.random.key(1), batch_of()), np.zeros((2, 3), np.int32)
-    expected = pipe.generate(variables, prompts, 2)
-    again = jpipe.Pipeline(linen(1), loss_fn, num_stages=1, num_microbatches=1)
-    again.init(jax.random.key(1), batch_of())
-    with jax.disable_jit():
-        found = again.generate(variables, prompts, 2)
-    np.testing.assert_array_equal(found, expected)
-
-
 class Constrained(Block):
     """A block that says how its activations lie."""
 
@@ -456,13 +318,9 @@ class Constrained(Block):
 
 
 def test_layers_with_caches_may_constrain_what_they_take(make_mesh):
-    layers = [Embed(), Constrained(), nn.Dense(VOCABULARY, param_dtype=jnp.float64)]
-    mesh = make_mesh((1, 2, 2), ("stage", "data", "model"))
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=1, num_microbatches=1, mesh=mesh)
-    variables, prompts = pipe.init(jax.random.key(1), batch_of()), np.zeros((2, 3), np.int32)
-    plain = [Embed(), Block(), layers[-1]]
-    expected = without_cache(sequential(plain, trees_of(pipe, variables)), prompts, 2)
-    np.testing.assert_array_equal(pipe.generate(variables, prompts, 2), expected)
+    mesh, head = make_mesh((1, 2, 2), ("stage", "data", "model")), nn.Dense(VOCABULARY, param_dtype=jnp.float64)
+    options = {"num_stages": 1, "num_microbatches": 1, "mesh": mesh}
+    check_generated([Embed(), Constrained(), head], TOKENS[:2, :3], 2, plain=[Embed(), Block(), head], **options)
 
 
 class Complex(nn.Module):
@@ -473,30 +331,6 @@ class Complex(nn.Module):
         if self.decode:
             self.variable("cache", "state", lambda: jnp.full((x.shape[0], WIDTH), 1j))
         return x
-
-
-def test_a_cache_that_starts_from_complex_numbers_is_refused():
-    pipe = jpipe.Pipeline([Embed(), Complex(), nn.Dense(VOCABULARY)], loss_fn, num_stages=1, num_microbatches=1)
-    variables = pipe.init(jax.random.key(1), batch_of())
-    with pytest.raises(ValueError, match=r"cache of layer 1 \(Complex\) starts from different numbers, or complex"):
-        pipe.generate(variables, np.zeros((2, 3), np.int32), 2)
-
-
-def equals_the_model(layers, prompts, num_tokens, **options):
-    """Whether what is generated is what the plain model says without a cache."""
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even", **options)
-    variables = pipe.init(jax.random.key(1), batch_of())
-    modules = [layer.layer if isinstance(layer, jpipe.Shared) else layer for layer in layers]
-    apply = sequential(modules, jax.device_get(pipe.layer_variables(variables)))
-    found = pipe.generate(variables, prompts, num_tokens)
-    np.testing.assert_array_equal(found, without_cache(apply, prompts, num_tokens))
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
-@pytest.mark.parametrize("length", [1, 4])
-def test_prompts_of_any_integers(dtype, length):
-    """Others than the model was trained on were an error of MLIR's."""
-    equals_the_model(linen(2), np.random.default_rng(4).integers(0, VOCABULARY, (5, length)).astype(dtype), 3)
 
 
 class Shift(nn.Module):
@@ -517,18 +351,19 @@ class Shift(nn.Module):
         return y
 
 
-def test_layers_without_parameters_keep_caches():
-    """These once counted as layers with variables, so that others' were looked for in their place."""
-    prompts = np.random.default_rng(5).integers(0, VOCABULARY, (4, 3)).astype(np.int32)
-    embed, *blocks, head = linen(2)
-    equals_the_model([embed, Shift(), blocks[0], Shift(start=1.0), blocks[1], head], prompts, 4)
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_prompts_of_any_integers(dtype, length):
+    """Others than the model was trained on were an error of MLIR's."""
+    check_generated(linen(2), prompts_of(5, length, 4, dtype), 3, balance="even")
 
 
-def test_each_use_of_a_shared_layer_has_a_cache_of_its_own():
-    prompts = np.random.default_rng(6).integers(0, VOCABULARY, (4, 3)).astype(np.int32)
-    embed, block, head = linen(1)
-    shared = jpipe.Shared(block)
-    equals_the_model([embed, shared, shared, shared, head], prompts, 4)
+def test_layers_without_parameters_and_each_use_of_a_shared_layer_keep_caches():
+    """The former once counted as layers with variables, so that others' were looked for in their place."""
+    first, *blocks, head = linen(2)
+    layers = [first, Shift(), blocks[0], Shift(start=1.0), blocks[1], head]
+    check_generated(layers, prompts_of(4, 3, seed=5), 4, balance="even")
+    check_generated([first, *[jpipe.Shared(blocks[0])] * 3, head], prompts_of(4, 3, seed=6), 4, balance="even")
 
 
 class Short(nn.Module):
@@ -545,22 +380,40 @@ class Short(nn.Module):
 
 
 SMALL = [nn.Embed(VOCABULARY, WIDTH), nn.Dense(WIDTH), nn.Dense(VOCABULARY)]
-WITH_SHORT = [SMALL[0], Short(), SMALL[2]]
-TOKENS = np.zeros((4, 5), np.int32)
+FLOATS = {"inputs": np.zeros((4, 4), np.float32)}
 
 
 @pytest.mark.parametrize(
-    ("layers", "num_tokens", "message"),
+    ("layers", "batch", "asked", "message"),
     [
-        (SMALL, 3, r"no layer keeps a cache \(Embed, Dense\)"),
-        (WITH_SHORT, 5, r"9 tokens exceed the cache of layer 1 \(Short\), float64\[2,8,16,2\]; make it longer"),
+        (SMALL, batch_of(), {"num_tokens": 3}, r"no layer keeps a cache \(Embed, Dense\)"),
+        (
+            [SMALL[0], Short(), SMALL[2]],
+            batch_of(),
+            {"num_tokens": 5},
+            r"9 tokens exceed the cache of layer 1 \(Short\), float64\[2,8,16,2\]; make it longer",
+        ),
+        (
+            linen(),
+            batch_of(),
+            {"num_tokens": 3, "prefill": 5},
+            r"prefill=5, but in decode mode layer 1 \(Block\)(.|\n)*Use prefill=1",
+        ),
+        (
+            [Embed(), Complex(), nn.Dense(VOCABULARY)],
+            batch_of(),
+            {"num_tokens": 2},
+            r"cache of layer 1 \(Complex\) starts from different numbers, or complex",
+        ),
+        ([nn.Dense(4)] * 2, FLOATS, {"num_tokens": 3}, r"takes float32\[2,4\] and gives float32\[2,4\]"),
     ],
 )
-def test_bad_layers(layers, num_tokens, message):
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even")
-    variables = pipe.init(jax.random.key(0), batch_of())
+def test_what_can_not_generate_is_named(layers, batch, asked, message):
+    loss = loss_fn if "targets" in batch else lambda y, _: y.mean()
+    pipe = jpipe.Pipeline(layers, loss, num_stages=2, num_microbatches=2, balance="even")
+    variables = pipe.init(jax.random.key(0), batch)
     with pytest.raises(ValueError, match=message):
-        pipe.generate(variables, TOKENS, num_tokens)
+        pipe.generate(variables, TOKENS, **asked)
 
 
 def test_shared_ends_that_another_axis_splits_too_are_refused(make_mesh):
@@ -574,18 +427,11 @@ def test_shared_ends_that_another_axis_splits_too_are_refused(make_mesh):
     variables = pipe.init(jax.random.key(0), batch_of())
     with pytest.raises(ValueError, match=r"another mesh axis along one dimension.*ends='own' or 'spread', and pass"):
         pipe.generate(variables, TOKENS, 3)
-    expected = without_cache(sequential(words, trees_of(pipe, variables)), TOKENS, 3)
+    expected = without_cache(sequential(words, jax.device_get(pipe.layer_variables(variables))), TOKENS, 3)
     for ends in ("own", "spread"):  # as the error proposes
         other = jpipe.Pipeline(words, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh, ends=ends, balance="even")
         brought = other.from_layer_variables(pipe.layer_variables(variables), batch_of())
         np.testing.assert_array_equal(other.generate(brought, TOKENS, 3), expected)
-
-
-def test_models_without_tokens():
-    pipe = jpipe.Pipeline([nn.Dense(4), nn.Dense(4)], lambda y, _: y.mean(), num_stages=2, num_microbatches=2)
-    variables = pipe.init(jax.random.key(0), {"inputs": np.zeros((4, 4), np.float32)})
-    with pytest.raises(ValueError, match=r"takes float32\[2,4\] and gives float32\[2,4\]"):
-        pipe.generate(variables, TOKENS, 3)
 
 
 class Sequences(nn.Module):
@@ -601,13 +447,8 @@ class Sequences(nn.Module):
 
 def test_layers_that_split_sequences(make_mesh):
     """Whole sequences are split over devices, a token isn't: what is one group then was refused where it is several."""
-    mesh = make_mesh((2, 2), ("stage", "model"), explicit=False)
-    layers = [SMALL[0], Short(), Sequences(), Sequences(), Sequences(), SMALL[2]]
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh)
-    variables = pipe.init(jax.random.key(0), batch_of())
-    plain = [SMALL[0], Short(), *[Sequences(split=False)] * 3, SMALL[2]]
-    expected = without_cache(sequential(plain, trees_of(pipe, variables)), TOKENS[:, :2], 2)
-    np.testing.assert_array_equal(pipe.generate(variables, TOKENS[:, :2], 2), expected)
+    model = lambda split: [SMALL[0], Short(), *(Sequences(split) for _ in range(3)), SMALL[2]]
+    check_generated(model(True), TOKENS[:, :2], 2, plain=model(False), mesh=make_mesh((2, 2), ("stage", "model")))
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
@@ -616,13 +457,13 @@ def test_the_logits_among_several_outputs(axes):
     mesh = jpipe.make_mesh(stage=2, **axes, devices=jax.devices()[: 4 if axes else 2])
     body, split = linen(2), lambda x: {"value": x.mean(-1), "logits": x}
     pipe = jpipe.Pipeline([*body, split], None, num_stages=2, num_microbatches=2, mesh=mesh, balance="even")
-    prompts = np.random.default_rng(7).integers(0, VOCABULARY, (4, 3)).astype(np.int32)
+    prompts = prompts_of(4, 3, seed=7)
     variables = pipe.init(jax.random.key(0), prompts)
     with pytest.raises(ValueError, match=r"Say which are logits: pipe\.generate\(\.\.\., logits=lambda outputs"):
         pipe.generate(variables, prompts, 3)
     with pytest.raises(ValueError, match=r"logits raised KeyError\('logit'\); return one of the outputs"):
         pipe.generate(variables, prompts, 3, logits=lambda outputs: outputs["logit"])
-    expected = without_cache(sequential(body, trees_of(pipe, variables)[:-1]), prompts, 3)
+    expected = without_cache(sequential(body, jax.device_get(pipe.layer_variables(variables))[:-1]), prompts, 3)
     logits_of = lambda name: lambda outputs: outputs[name]
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 3, logits=logits_of("logits")), expected)
     with compilations() as count:

@@ -1,21 +1,13 @@
 """What the compiler makes of a stage: nothing that a layer computes leaves the loop that says whether it runs."""
 
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 import jpipe
-from jpipe.execution.stage import send_shared, sum_shared_gradients
-from jpipe.memory.storage import build_storage
-from jpipe.partitioner.axes import on_stages
-from jpipe.partitioner.users_mesh import as_mesh
-from jpipe.planning.ends import Ends
 
 WIDTHS = [4, 8, 6, 10, 12, 14]
 
@@ -56,14 +48,8 @@ def product_layer(i: int, width: int) -> jpipe.Layer:
 
 def unlike(num_microbatches: int, **options):
     """A pipeline of two stages, and shapes of a batch for it."""
-    pipe = jpipe.Pipeline(
-        unlike_layers(),
-        lambda y, _: jnp.sum(y),
-        num_stages=2,
-        num_microbatches=num_microbatches,
-        balance="even",
-        **options,
-    )
+    sizes = {"num_stages": 2, "num_microbatches": num_microbatches, "balance": "even"}
+    pipe = jpipe.Pipeline(unlike_layers(), lambda y, _: jnp.sum(y), **sizes, **options)
     return pipe, {"inputs": jax.ShapeDtypeStruct((2 * num_microbatches, 3), jnp.float32)}
 
 
@@ -84,15 +70,8 @@ def test_a_stage_computes_its_own_layers_only(order, m, v, remat):
 def test_a_stage_lacks_equal_layers_that_others_have_one_of(order, m, remat):
     """A regression: the first and the third stage have one each, so that their position selects nothing."""
     first, equal, *others = (product_layer(i, width) for i, width in enumerate([4, 5, 3, 4, 6]))
-    pipe = jpipe.Pipeline(
-        [first, equal, *others[:2], equal, others[2]],
-        lambda y, _: jnp.sum(y),
-        num_stages=3,
-        num_microbatches=m,
-        balance="even",
-        schedule=order,
-        remat=remat,
-    )
+    options = {"num_stages": 3, "num_microbatches": m, "balance": "even", "schedule": order, "remat": remat}
+    pipe = jpipe.Pipeline([first, equal, *others[:2], equal, others[2]], lambda y, _: jnp.sum(y), **options)
     batch = {"inputs": jax.ShapeDtypeStruct((2 * m, 3), jnp.float32)}
     variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
     program = jax.jit(pipe.value_and_grad).lower(variables, batch).compile().as_text()
@@ -139,51 +118,3 @@ def test_each_parameter_is_moved_once_forward_and_once_backward():
         slices, updates = (2, 0) if alone else (3, 1)
         assert len(re.findall("stablehlo.dynamic_slice" + operand, program)) == slices * leaves.count(name)
         assert len(re.findall("stablehlo.dynamic_update_slice" + operand, program)) == updates * leaves.count(name)
-
-
-NUM_STAGES, OWNER = 3, 1
-SHAPE = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-
-
-@pytest.fixture
-def step():
-    """A set of variables of its own on every stage, and a shared one, which stage 1 holds."""
-    storage = build_storage([[SHAPE], [SHAPE]], [[0, 1, 2], [OWNER]], device_of=range(NUM_STAGES))
-    sets = [SimpleNamespace(shared=False), SimpleNamespace(shared=True)]
-    model = SimpleNamespace(variable_sets=sets)
-    named = {"params": storage}
-    return SimpleNamespace(storages=named, model=model, ends=Ends(), collections=lambda *roles: ["params"])
-
-
-def on_each_stage(run):
-    """What `run(k)` gives on stage k, stacked."""
-    body = lambda: jax.tree.map(lambda a: a[None], run(jax.lax.axis_index("stage")))
-    return jax.jit(on_stages(body, as_mesh(None, NUM_STAGES), (), PartitionSpec("stage")))()
-
-
-def filled(storage, k):
-    """A stage's buffers, where everything is its index plus one."""
-    return {name: jnp.full(buffer.shape, k + 1, buffer.dtype) for name, buffer in storage.buffers.items()}
-
-
-def test_all_stages_get_what_one_holds(step):
-    def run(k):
-        variables = {"params": filled(step.storages["params"], k)}
-        return send_shared(step, variables, k)
-
-    (found,) = on_each_stage(run)[1]["params"]
-    np.testing.assert_array_equal(found, np.full((NUM_STAGES, 2, 2), OWNER + 1))
-
-
-def test_gradients_of_all_uses_are_added_up_where_they_belong(step):
-    storage = step.storages["params"]
-
-    def run(k):
-        own = jnp.full(SHAPE.shape, 100 * (k + 1), jnp.float32)
-        work = SimpleNamespace(gradients=filled(storage, k), shared_gradients={1: [own]})
-        gradients = sum_shared_gradients(SimpleNamespace(device=k, step=step), work)
-        return storage.read(gradients, 0, k), storage.read(gradients, 1, 0)
-
-    (apart,), (shared,) = on_each_stage(run)
-    np.testing.assert_array_equal(apart[:, 0, 0], [1, 2, 3])
-    assert shared[OWNER, 0, 0] == OWNER + 1 + 100 * (1 + 2 + 3)

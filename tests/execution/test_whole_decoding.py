@@ -4,29 +4,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import jpipe
-
-VOCABULARY, WIDTH, TRAINED = 18, 8, 6
-
-
-def embed(**options):
-    return nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, embedding_init=nn.initializers.normal(1.0), **options)
-
-
-class Block(nn.Module):
-    """Attention of Flax's, and a feed-forward."""
-
-    decode: bool
-
-    @nn.compact
-    def __call__(self, x, mask):
-        attention = nn.MultiHeadDotProductAttention(2, decode=self.decode, param_dtype=jnp.float64)
-        x = x + attention(nn.LayerNorm(param_dtype=jnp.float64)(x), mask=mask)
-        return x + nn.Dense(WIDTH, param_dtype=jnp.float64)(nn.gelu(x)), None
+from decoders import VOCABULARY, WIDTH, Block, Causal, NnxBlock, batch_of, embed, loss_fn, prompts_of, without_cache
 
 
 class Decoder(nn.Module):
@@ -46,30 +28,14 @@ class Decoder(nn.Module):
             index = self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
             first, index.value = index.value, index.value + length * ready
         x = table(tokens) + jax.lax.dynamic_slice_in_dim(positions, first, length)
-        mask = None if self.decode else nn.make_causal_mask(tokens)
         if self.scanned:
-            axes = {"params": 0, "cache": 0}
-            blocks = nn.scan(Block, axes, split_rngs={"params": True}, length=3, in_axes=nn.broadcast)
-            x, _ = blocks(self.decode, name="blocks")(x, mask)
+            axes = {"variable_axes": {"params": 0, "cache": 0}, "split_rngs": {"params": True}, "length": 3}
+            axes["metadata_params"] = {nn.PARTITION_NAME: None}
+            x, _ = nn.scan(lambda block, x, _: (block(x), None), **axes)(Block(self.decode, name="blocks"), x, None)
         else:
             for i in range(3):
-                x, _ = Block(self.decode, name=f"h_{i}")(x, mask)
+                x = Block(self.decode, name=f"h_{i}")(x)
         return table.attend(x) if self.tied else nn.Dense(VOCABULARY, param_dtype=jnp.float64, name="head")(x)
-
-
-class NnxBlock(nnx.Module):
-    """A block in nnx."""
-
-    def __init__(self, rngs):
-        options = {"param_dtype": jnp.float64, "rngs": rngs}
-        self.norm = nnx.LayerNorm(WIDTH, **options)
-        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, **options)
-        self.linear = nnx.Linear(WIDTH, WIDTH, **options)
-
-    def __call__(self, x):
-        mask = None if self.attention.decode else nnx.make_causal_mask(x[..., 0])
-        x = x + self.attention(self.norm(x), mask=mask)
-        return x + self.linear(nnx.gelu(x))
 
 
 class NnxDecoder(nnx.Module):
@@ -116,27 +82,10 @@ def float64():
         yield
 
 
-def loss_fn(logits, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-
-def batch_of():
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (8, TRAINED + 1)).astype(np.int32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 def pipeline(model, **options):
     """(a pipeline of four micro-batches, its variables)."""
     pipe = jpipe.Pipeline(model, loss_fn, num_microbatches=4, **options)
     return pipe, pipe.init(jax.random.key(1), batch_of())
-
-
-def without_cache(apply, prompts, num_tokens):
-    """The whole sequence through the model for each token."""
-    tokens, apply = np.pad(prompts, ((0, 0), (0, num_tokens))), jax.jit(apply)
-    for place in range(prompts.shape[1], tokens.shape[1]):
-        tokens[:, place] = jnp.argmax(apply(tokens)[:, place - 1], -1)
-    return tokens
 
 
 def plain(name, tree):
@@ -146,6 +95,7 @@ def plain(name, tree):
         return lambda tokens: model.apply(tree, tokens)
     module = NnxDecoder(nnx.Rngs(0))
     nnx.update(module, tree["params"])
+    module.eval()
     return module
 
 
@@ -154,12 +104,12 @@ def test_equals_the_model_without_a_cache(model, place, monkeypatch):
     monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)  # ends of any size are split
     pipe, variables = pipeline(MODELS[model](), **PLACES[place])
     tree = jax.device_get(pipe.model_variables(variables))
-    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (40, 5)).astype(np.int32)
+    prompts = prompts_of(40, 5)
     expected = without_cache(plain(model, tree), prompts, 7)
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 7), expected)
 
 
-class Causal(nn.Module):
+class OfCausal(nn.Module):
     """A decoder of one attention after another, which takes any number of tokens at a time."""
 
     decode: bool = False
@@ -167,29 +117,16 @@ class Causal(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = embed()(tokens)
-        for i in range(3):
-            query, key, value = jnp.split(nn.Dense(3 * WIDTH, param_dtype=jnp.float64)(x), 3, axis=-1)
-            first = 0
-            if self.decode:
-                ready = self.has_variable("cache", f"place_{i}")
-                place = self.variable("cache", f"place_{i}", lambda: jnp.zeros((), jnp.int32))
-                kept = [self.variable("cache", f"{n}_{i}", jnp.zeros, x.shape, x.dtype) for n in ("key", "value")]
-                if ready:
-                    first, place.value = place.value, place.value + x.shape[1]
-                    for leaf, new in zip(kept, (key, value), strict=True):
-                        leaf.value = jax.lax.dynamic_update_slice_in_dim(leaf.value, new, first, axis=1)
-                key, value = (leaf.value for leaf in kept)
-            seen = jnp.arange(key.shape[1]) <= first + jnp.arange(x.shape[1])[:, None]
-            scores = jnp.where(seen, jnp.einsum("bqd,bkd->bqk", query, key), -jnp.inf)
-            x = x + jax.nn.softmax(scores) @ value
+        for _ in range(3):
+            x = Causal(self.decode)(x)
         return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x)
 
 
 def test_prompts_are_fed_several_tokens_at_a_time():
-    pipe, variables = pipeline(Causal(), num_stages=2)
+    pipe, variables = pipeline(OfCausal(), num_stages=2)
     tree = jax.device_get(pipe.model_variables(variables))
-    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (6, 6)).astype(np.int32)
-    expected = without_cache(lambda tokens: Causal().apply(tree, tokens), prompts, 4)
+    prompts = prompts_of(6, 6)
+    expected = without_cache(lambda tokens: OfCausal().apply(tree, tokens), prompts, 4)
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 4, prefill=3), expected)
 
 
@@ -223,9 +160,8 @@ class Watched(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x, seen = embed()(tokens), []
-        mask = None if self.decode else nn.make_causal_mask(tokens)
         for _ in range(3):
-            x, _ = Block(self.decode)(x, mask)
+            x = Block(self.decode)(x)
             seen.append(x)
         return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x), seen
 
@@ -236,20 +172,6 @@ def test_outputs_that_the_loss_does_not_read_stay_where_they_are():
     variables = pipe.init(jax.random.key(1), batch)
     assert pipe.apply(variables, batch)[1] == [None] * 3
     tree = jax.device_get(pipe.model_variables(variables))
-    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (6, 5)).astype(np.int32)
+    prompts = prompts_of(6, 5)
     expected = without_cache(lambda tokens: model.apply(tree, tokens)[0], prompts, 4)
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 4, logits=lambda pair: pair[0]), expected)
-
-
-class Plain(nn.Module):
-    """A model that keeps nothing."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(embed()(tokens))
-
-
-def test_a_model_without_a_cache_is_refused():
-    pipe, variables = pipeline(Plain(), num_stages=2)
-    with pytest.raises(ValueError, match="no layer keeps a cache"):
-        pipe.generate(variables, np.zeros((4, 3), np.int32), 2)

@@ -482,6 +482,18 @@ def check_step(pipe: jpipe.Pipeline, model: Model) -> tuple[Any, Any]:
     return variables, gradients
 
 
+def check_by_hand(pipe: jpipe.Pipeline, batch: Any, by_hand: Callable, variables: Any = None) -> list:
+    """Loss, every gradient and evaluation are those of `by_hand(trees of the layers)`; returns the gradients."""
+    variables = pipe.init(jax.random.key(0), batch) if variables is None else variables
+    trees = jax.device_get(pipe.layer_variables(variables))
+    expected, gradients = jax.jit(jax.value_and_grad(by_hand))(trees)
+    (loss, _), grads = pipe.value_and_grad(variables, batch)
+    assert_close(loss, expected, "loss")
+    assert_close(jax.device_get(pipe.layer_variables({"params": grads})), gradients, "gradients")
+    assert_close(pipe.evaluate(variables, batch), expected, "evaluation")
+    return gradients
+
+
 CUTS = [
     (1, 2, "1f1b", 1, "layer"),
     (4, 4, "1f1b", 1, "none"),

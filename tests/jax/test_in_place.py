@@ -65,12 +65,6 @@ def test_tables(table):
         assert both(lambda i: look_up(table, i), index) == entry
 
 
-def test_what_is_known_of_a_table_stays_known():
-    assert isinstance(look_up((1, 2), 1), int)
-    looked_up = jax.make_jaxpr(lambda i: look_up((4, 4, 4), i))(1)
-    assert not looked_up.jaxpr.eqns, "a table of equal entries isn't looked at"
-
-
 @pytest.mark.parametrize("row", range(4))
 def test_rows(row):
     value = np.full((3, 5), -1, np.float32)

@@ -45,14 +45,6 @@ def test_needed_part():
     assert len(part.jaxpr.invars) == 2 and used == [True, True, False], f"{CHANGED} needed_part"
 
 
-def test_needed_part_keeps_constants():
-    table = jnp.arange(3.0)
-    closed = jax.make_jaxpr(lambda x, y: (x + table, y * 2))(1.0, 2.0)
-    part, used = inside.needed_part(closed, [True, False])
-    assert used == [True, False]
-    assert_equal(jaxpr_as_fun(part)(1.0), [np.asarray([1, 2, 3], np.float32)])
-
-
 def test_replaced():
     closed = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(X)
     other = inside.replaced(only(closed), params=only(closed).params | {"axes": (0, 1)})

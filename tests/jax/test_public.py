@@ -22,15 +22,7 @@ PRIVATE_NAMES = {  # attributes of objects of JAX, and functions that no page de
     *("use_eager_sharding", "variable_name_from_type", "variablelib"),
 }
 PRIVATE_KEYWORDS = {"axis_env", "allow_register", "instantiate"}
-FIELDS = {
-    "eqns",
-    "invars",
-    "outvars",
-    "constvars",
-    "params",
-    "effects",
-    "ctx",
-}  # of jaxprs and equations, for `replace`
+FIELDS = {"eqns", "invars", "outvars", "constvars", "params", "effects", "ctx"}  # of jaxprs, for `replace`
 DOCUMENTED = {"_exit", "_getframe", "_fields", "_replace", "_asdict", "_make"}  # of `os`, `sys`, named tuples
 ERRORS = {"error", "exception", "e", "err", "exc"}
 
@@ -97,31 +89,22 @@ def test_only_the_seam_uses_what_is_not_public():
     "code",
     [
         "import jax._src.core",
-        "from jax._src import distributed",
         "def f():\n    from jax._src.distributed import global_state",
         "from jax.interpreters.partial_eval import dce_jaxpr",
-        "from jax.interpreters import mlir",
         "from jax.experimental.layout import Layout",
-        "from jax.experimental import layout",
         "import jax\njax.experimental.layout.Layout((0, 1))",
-        "import jax\njax._src.core.Jaxpr",
         "from flax.nnx import variablelib",
-        "from flax.nnx import use_eager_sharding",
         "from orbax.checkpoint._src import multihost",
         "from flax.linen import _private",
         "equation.ctx",
-        "with context.manager: pass",
         "str(equation.source_info.name_stack)",
         "mesh.update_axis_types({})",
         "threading._register_atexit(close)",
-        "array._value",
         "tx.__self__._inner",
         "jax.make_jaxpr(f, axis_env=[('a', 2)])",
         "nnx.variable_name_from_type(t, allow_register=True)",
         "equation.replace(invars=variables)",
-        "closed.jaxpr.replace(eqns=[])",
         "try:\n    f()\nexcept ValueError as error:\n    if 'no cluster' in str(error): raise",
-        "found = WORDS not in str(error).lower()",
         "error.args[0] == 'late'",
         "hashed = 'fry' in str(key.dtype)",
     ],

@@ -34,48 +34,39 @@ def test_sequentials_are_opened(key):
 
 
 SAME = [
-    (lambda: nn.Dense(3), True),
-    (lambda: nn.Sequential([nn.Dense(3), nn.relu]), True),
-    (lambda: nn.Dense(3, kernel_init=np.zeros), True),
-    (lambda: lambda rngs: nnx.Linear(4, 3, rngs=rngs), True),
-    (lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)), True),
-    (lambda: jpipe.Layer(max, min), True),
-    (lambda: nn.relu, True),
-    (lambda: jpipe.Layer(max, lambda params, x: x), True),
-    (lambda: (lambda scale: jpipe.Layer(max, lambda params, x: scale * x))(2), True),
-    (lambda: (lambda scale: jpipe.Layer(max, lambda params, x: scale * x))(np.ones(1)), False),
+    lambda: nn.Dense(3),
+    lambda: nn.Sequential([nn.Dense(3), nn.relu]),
+    lambda: nn.Dense(3, kernel_init=np.zeros),
+    lambda: lambda rngs: nnx.Linear(4, 3, rngs=rngs),
+    lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)),
+    lambda: jpipe.Layer(max, min),
+    lambda: nn.relu,
+    lambda: jpipe.Layer(max, lambda params, x: x),
+    lambda: (lambda scale: jpipe.Layer(max, lambda params, x: scale * x))(2),
+]
+DIFFER = [
+    [(lambda scale: jpipe.Layer(max, lambda params, x: scale * x))(np.ones(1)) for _ in range(2)],
+    (nn.Dense(3), nn.Dense(4)),
+    (nn.Dense(3), nn.DenseGeneral(3)),
+    (nn.Dense(3), nn.Dense(3, kernel_init=nn.initializers.zeros)),
+    (lambda rngs: nnx.Linear(4, 3, rngs=rngs), lambda rngs: nnx.Linear(4, 5, rngs=rngs)),
+    [
+        lambda rngs, init=i: nnx.Linear(4, 3, kernel_init=init, rngs=rngs)
+        for i in (nnx.initializers.ones, nnx.initializers.zeros)
+    ],
+    (lambda rngs: nnx.Dropout(0.1, rngs=rngs), lambda rngs: nnx.Dropout(0.2, rngs=rngs)),
+    (lambda rngs: nnx.Linear(4, 3, rngs=rngs), nnx.Linear(4, 3, rngs=nnx.Rngs(0))),
+    (jpipe.Layer(max, min), jpipe.Layer(min, min)),
+    (nn.relu, nn.tanh),
+    (nn.Dense(3), nn.relu),
 ]
 
 
-@pytest.mark.parametrize(("make", "same"), SAME)
-def test_equal_layers_are_the_same(make, same):
-    first, second = as_layers([make(), make()])
-    assert is_same(first, second) is same
+@pytest.mark.parametrize(("pair", "same"), [*(((m(), m()), True) for m in SAME), *((pair, False) for pair in DIFFER)])
+def test_layers_are_the_same_or_differ(pair, same):
+    first, second = as_layers([*pair])
+    assert is_same(first, second) is is_same(second, first) is same
     assert is_same(first, first)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (nn.Dense(3), nn.Dense(4)),
-        (nn.Dense(3), nn.DenseGeneral(3)),
-        (nn.Dense(3), nn.Dense(3, kernel_init=nn.initializers.zeros)),
-        (lambda rngs: nnx.Linear(4, 3, rngs=rngs), lambda rngs: nnx.Linear(4, 5, rngs=rngs)),
-        (
-            lambda rngs: nnx.Linear(4, 3, rngs=rngs),
-            lambda rngs: nnx.Linear(4, 3, kernel_init=nnx.initializers.zeros, rngs=rngs),
-        ),
-        (lambda rngs: nnx.Dropout(0.1, rngs=rngs), lambda rngs: nnx.Dropout(0.2, rngs=rngs)),
-        (lambda rngs: nnx.Linear(4, 3, rngs=rngs), nnx.Linear(4, 3, rngs=nnx.Rngs(0))),
-        (jpipe.Layer(max, min), jpipe.Layer(min, min)),
-        (nn.relu, nn.tanh),
-        (nn.Dense(3), nn.relu),
-    ],
-)
-def test_layers_that_differ(first, second):
-    first, second = as_layers([first, second])
-    assert not is_same(first, second)
-    assert not is_same(second, first)
 
 
 def test_a_partial_of_an_nnx_class_is_a_factory():

@@ -1,7 +1,7 @@
 """Functions that all layers share."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,13 +13,7 @@ from flax import nnx
 
 import jpipe
 from cases import CUTS, assert_close, assert_equal, cut, some_slow
-from jpipe.layers.base import describe, positional
-
-
-def test_positional():
-    assert positional((1, 2)) == (1, 2)
-    assert positional([1, 2]) == ([1, 2],)
-    assert positional({"a": 1}) == ({"a": 1},)
+from jpipe.layers.base import describe
 
 
 @jax.tree_util.register_pytree_node_class
@@ -54,11 +48,9 @@ BATCH = {
 
 
 class Block(nn.Module):
-    dtype: Any = jnp.float32
-
     @nn.compact
     def __call__(self, x):
-        return x + nn.Dense(8, param_dtype=self.dtype)(nn.tanh(nn.Dense(16, param_dtype=self.dtype)(x)))
+        return x + nn.Dense(8)(nn.tanh(nn.Dense(16)(x)))
 
 
 @pytest.fixture(autouse=True)
@@ -71,28 +63,22 @@ def loss_fn(outputs, batch):
     return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"]).mean()
 
 
-def make_modules(dtype):
-    embed = nn.Embed(VOCABULARY, 8, param_dtype=dtype, dtype=dtype)
-    norm = nn.LayerNorm(param_dtype=dtype, dtype=dtype, force_float32_reductions=False)
-    return [embed, *[Block(dtype) for _ in range(6)], norm]
-
-
-MODULES = make_modules(jnp.float32)
+MODULES = [nn.Embed(VOCABULARY, 8), *[Block() for _ in range(6)], nn.LayerNorm(force_float32_reductions=False)]
 SAME = {3: 3, 5: 3, 6: 3}  # layers 3, 5 and 6 are one block, layers 0 and 8 one table
 OWN = (0, 1, 2, 3, 4, 7)  # the layers with parameters that none before them has
 
 
-def layers(modules=MODULES):
-    table, block = jpipe.Shared(modules[0]), jpipe.Shared(modules[3])
-    own = [block if i in SAME else module for i, module in enumerate(modules)]
+def layers():
+    table, block = jpipe.Shared(MODULES[0]), jpipe.Shared(MODULES[3])
+    own = [block if i in SAME else module for i, module in enumerate(MODULES)]
     return [table, *own[1:], table.using("attend")]
 
 
-def sequential(trees, modules=MODULES):
-    x = modules[0].apply(trees[0], BATCH["inputs"])
+def sequential(trees):
+    x = MODULES[0].apply(trees[0], BATCH["inputs"])
     for i in range(1, 8):
-        x = modules[i].apply(trees[SAME.get(i, i)], x)
-    return loss_fn(modules[0].apply(trees[0], x, method="attend"), BATCH)
+        x = MODULES[i].apply(trees[SAME.get(i, i)], x)
+    return loss_fn(MODULES[0].apply(trees[0], x, method="attend"), BATCH)
 
 
 sequential_grads = jax.jit(jax.value_and_grad(sequential))  # compiled once for all cases
@@ -113,6 +99,13 @@ def test_equal_to_the_sequential_model(case):
     own = [gradients[i] for i in OWN]
     assert_close(optax.tree.norm(grads), optax.tree.norm(own), "shared parameters count once in a norm")
     assert_equal(pipe.from_layer_variables(trees), variables, "round trip")
+    x = BATCH["inputs"]
+    for module in pipe.modules(variables):  # each calls the method of its place
+        x = module(x)
+    assert_close(loss_fn(x, BATCH), expected, "bound modules")
+    trees[8] = jax.tree.map(lambda a: a + 1, trees[8])
+    with pytest.raises(ValueError, match=r"trees\[0\] and trees\[8\] differ, but share parameters; give both the same"):
+        pipe.from_layer_variables(trees)
 
 
 def table_by_hand():
@@ -155,60 +148,12 @@ def test_tables_of_other_libraries(make, attend):
     assert_close(found[1], gradients[1], "gradient of the block")
 
 
-@pytest.mark.slow
-def test_a_hundred_steps_with_tied_weights():
-    """Every parameter, in float64. Each batch is the same and the rate is small, so that training goes downhill all
-    the way, where two states that rounding has parted come no further apart.
-    """
-    with jax.enable_x64(True):
-        modules = make_modules(jnp.float64)
-        pipe = jpipe.Pipeline(layers(modules), loss_fn, num_stages=3, num_microbatches=2, balance="even")
-        tx = optax.adam(1e-2)
-        state = pipe.create_state(jax.random.key(0), BATCH, tx)
-        params = jax.device_get(pipe.layer_variables(state.variables))
-        opt_state = tx.init(params)
-
-        @jax.jit
-        def step(params, opt_state):
-            loss, grads = jax.value_and_grad(functools.partial(sequential, modules=modules))(params)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, loss
-
-        losses = []
-        for _ in range(100):
-            state, metrics = pipe.train_step(state, BATCH)
-            params, opt_state, loss = step(params, opt_state)
-            assert_close(metrics["loss"], loss, "loss")
-            losses.append(float(loss))
-        assert losses[-1] < 0.5 * losses[0], "it has to have learnt, or nothing is compared"
-        trees = jax.device_get(pipe.layer_variables(state.variables))
-        assert_equal(trees[8], trees[0], "one table")
-        for i in OWN:
-            assert_close(trees[i], params[i], f"parameters of layer {i}")
-
-
-def test_modules_call_the_method_of_their_place():
-    pipe = cut(layers(), loss_fn, CUTS[0])
-    variables = pipe.init(jax.random.key(0), BATCH)
-    modules, x = pipe.modules(variables), BATCH["inputs"]
-    for module in modules:
-        x = module(x)
-    assert_close(x, pipe.apply(variables, BATCH), "outputs")
-
-
-def test_uses_given_different_parameters():
-    pipe = cut(layers(), loss_fn, CUTS[0])
-    trees = jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(0), BATCH)))
-    trees[8] = jax.tree.map(lambda a: a + 1, trees[8])
-    with pytest.raises(ValueError, match=r"trees\[0\] and trees\[8\] differ, but share parameters; give both the same"):
-        pipe.from_layer_variables(trees)
-
-
 EMBED = nn.Embed(4, 4)
 TWICE = r"layers\[1\] is or holds the same Embed as layers\[0\]; .*tied = jpipe\.Shared\(Embed\("
 
 
 NNX_EMBED = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
+NNX_TABLE = jpipe.Shared(lambda rngs: nnx.Embed(4, 4, rngs=rngs))
 METHOD = r"layers\[1\] is a method of a Embed; .*tied = jpipe\.Shared\(Embed\(.*using\(\"attend\"\)"
 
 
@@ -239,50 +184,22 @@ def nnx_tied():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda: [jpipe.Shared(EMBED), jpipe.Shared(EMBED).using("attend")],
-            ValueError,
-            TWICE,
-        ),
+        (lambda: [jpipe.Shared(EMBED), jpipe.Shared(EMBED).using("attend")], ValueError, TWICE),
         (lambda: [EMBED, jpipe.Shared(EMBED).using("attend")], ValueError, TWICE),
-        (
-            lambda: nn.Sequential([EMBED, Tied(EMBED)]),
-            ValueError,
-            r"layers\[1\] is or holds the same Embed as layers\[0\]",
-        ),
-        (
-            lambda: [EMBED, lambda x: EMBED.attend(x)],
-            ValueError,
-            r"layers\[1\] is or holds the same Embed as layers\[0\]; .*tied\.using\(\"attend\"\)",
-        ),
+        (lambda: nn.Sequential([EMBED, Tied(EMBED)]), ValueError, r"\[1\] is or holds the same Embed as layers\[0\]"),
+        (lambda: [EMBED, lambda x: EMBED.attend(x)], ValueError, rf"{TWICE}.*tied\.using\(\"attend\"\)"),
         (lambda: [EMBED, EMBED.attend], TypeError, METHOD),
         (lambda: [NNX_EMBED, NNX_EMBED.attend], TypeError, METHOD),
         (nnx_tied, ValueError, r"layers\[1\] is or holds the same Param as layers\[0\]"),
         (
             lambda: [jpipe.Shared(EMBED).using("transpose")],
             ValueError,
-            r"layers\[0\] uses Embed through 'transpose', which it doesn't have",
+            r"\[0\] uses Embed through 'transpose', which it",
         ),
-        (
-            lambda: [jpipe.Shared(EMBED).using("features")],
-            ValueError,
-            r"layers\[0\] uses Embed through 'features', which it doesn't have",
-        ),
-        (
-            lambda: [table_by_hand().using("attend")],
-            TypeError,
-            r"layers\[0\] uses Layer through 'attend'; pass a function",
-        ),
-        (
-            lambda: [jpipe.Shared(lambda rngs: nnx.Embed(4, 4, rngs=rngs)).using(logits)],
-            TypeError,
-            r"layers\[0\] uses Embed through a function; name one of its methods",
-        ),
-        (
-            lambda: [jpipe.Shared(jpipe.stash(EMBED, "a"))],
-            TypeError,
-            r"layers\[0\] shares a marked layer; mark its use",
-        ),
+        (lambda: [jpipe.Shared(EMBED).using("features")], ValueError, r"through 'features', which it doesn't have"),
+        (lambda: [table_by_hand().using("attend")], TypeError, r"\[0\] uses Layer through 'attend'; pass a function"),
+        (lambda: [NNX_TABLE.using(logits)], TypeError, r"\[0\] uses Embed through a function; name one of its methods"),
+        (lambda: [jpipe.Shared(jpipe.stash(EMBED, "a"))], TypeError, r"\[0\] shares a marked layer; mark its use"),
         (lambda: [jpipe.Shared(jpipe.Shared(EMBED))], TypeError, "shared already"),
         (lambda: [jpipe.Shared(EMBED).using(3)], TypeError, "pass a method's name"),
         (lambda: [jpipe.Shared(3)], TypeError, r"layers\[0\] is a int; use a module"),
@@ -291,13 +208,6 @@ def nnx_tied():
 def test_errors(make, error, message):
     with pytest.raises(error, match=message):
         jpipe.Pipeline(make(), loss_fn, num_stages=1, num_microbatches=1)
-
-
-def test_layers_with_state_cannot_be_shared():
-    norm = jpipe.Shared(nn.BatchNorm())
-    pipe = jpipe.Pipeline([norm, norm], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
-    with pytest.raises(ValueError, match=r"layer 0 \(BatchNorm\) gives new values of its collection 'batch_stats'"):
-        pipe.init(jax.random.key(0), np.ones((4, 3), np.float32))
 
 
 # --- constants that shared layers hold --------------------------------------------------------------------------------
@@ -334,10 +244,14 @@ class Looped(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("module", {}), ("module", {"ends": "spread"}), ("list", {}), ("list", {"remat": "none"})],
+    ("kind", "options", "make"),
+    [
+        pytest.param("module", {}, np.asarray, marks=pytest.mark.slow),
+        ("module", {"ends": "spread"}, jnp.asarray),
+        pytest.param("list", {}, jnp.asarray, marks=pytest.mark.slow),
+        ("list", {"remat": "none"}, np.asarray),
+    ],
 )
-@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
 def test_constants_of_shared_blocks(kind, options, make):
     """They were refused: "is shared but has the collections ['arrays', 'params']"."""
     with jax.enable_x64(True):
@@ -383,11 +297,23 @@ class Counting(nnx.Module):
         return x * self.table
 
 
-def test_a_collection_that_a_shared_layer_reads_and_another_writes():
-    block, own = jpipe.Shared(lambda rngs: WithTables(rngs, np.ones(8))), lambda rngs: Counting(rngs)
+NORM, TABLES = jpipe.Shared(nn.BatchNorm()), jpipe.Shared(lambda rngs: WithTables(rngs, np.ones(8)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([NORM, NORM], r"layer 0 \(BatchNorm\) gives new values of its collection 'batch_stats'"),
+        (
+            [TABLES, TABLES, lambda rngs: Counting(rngs)],
+            r"layer 2 \(Counting\) gives new values of its collection 'arrays'",
+        ),
+    ],
+)
+def test_no_layer_writes_what_a_shared_one_has(layers, message):
     with jax.enable_x64(True):
-        pipe = jpipe.Pipeline([block, block, own], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
-        with pytest.raises(ValueError, match=r"layer 2 \(Counting\) gives new values of its collection 'arrays'"):
+        pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
+        with pytest.raises(ValueError, match=message):
             pipe.init(jax.random.key(0), np.ones((4, 8)))
 
 

@@ -104,29 +104,19 @@ def test_the_first_layer_of_a_list_is_called_with_keywords():
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+def words(x, use_running_average, deterministic, is_eval, eval_mode, inference, enable_dropout, is_train, train):
+    """A call of a mode argument by each word of public code bases."""
+
+
 def test_mode_arguments():
-    both = lambda x, train, deterministic: x
-    assert mode_arguments(both, True) == {"train": True, "deterministic": False}
-    assert mode_arguments(both, False) == {"train": False, "deterministic": True}
-    assert mode_arguments(both, True, lambda name: name == "train") == {"deterministic": False}
+    on, off = ("enable_dropout", "is_train", "train"), ("use_running_average", "deterministic", "is_eval", "eval_mode")
+    for train in (True, False):
+        wanted = dict.fromkeys(on, train) | dict.fromkeys((*off, "inference"), not train)
+        assert mode_arguments(words, train) == wanted
+    more = lambda training, is_training, *, apply_dropout=True: 0
+    assert mode_arguments(more, True) == dict.fromkeys(("training", "is_training", "apply_dropout"), True)
+    assert mode_arguments(words, True, lambda name: name != "inference") == {"inference": False}
     assert mode_arguments(max, True) == {}
-    assert mode_arguments(lambda use_running_average, training, is_training: 0, True) == {
-        "use_running_average": False,
-        "training": True,
-        "is_training": True,
-    }
-
-
-def test_the_words_of_public_code_bases():
-    maxtext_and_t5x = lambda tokens, *, enable_dropout=True: tokens
-    assert mode_arguments(maxtext_and_t5x, True) == {"enable_dropout": True}
-    assert mode_arguments(maxtext_and_t5x, False) == {"enable_dropout": False}
-    others = lambda x, is_train, apply_dropout, is_eval, eval_mode, inference: x
-    on, off = (
-        dict.fromkeys(("is_train", "apply_dropout"), True),
-        dict.fromkeys(("is_eval", "eval_mode", "inference"), False),
-    )
-    assert mode_arguments(others, True) == on | off
 
 
 def test_docs_list_every_name():
@@ -139,50 +129,6 @@ def test_docs_list_every_name():
 
 TAKES = jax.ShapeDtypeStruct((2, 6, 8), jnp.float32)
 SIZE, LENGTH = 3, 9
-
-
-class Attention(nn.Module):
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.MultiHeadDotProductAttention(2, decode=self.decode)(x)
-
-
-class NnxAttention(nnx.Module):
-    def __init__(self, rngs):
-        self.inner = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
-
-    def __call__(self, x):
-        return self.inner(x)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        Attention(),
-        lambda rngs: NnxAttention(rngs),
-        NnxAttention(nnx.Rngs(0)),
-        jpipe.freeze(Attention(), lambda path: path.endswith("bias")),
-    ],
-    ids=["linen", "nnx factory", "nnx module", "frozen"],
-)
-def test_caches(layer):
-    """As long as sequences are, for as many as there are at a time; filled one after the other."""
-    (trained,) = as_layers([layer])
-    found, x = decoding(trained, TAKES, SIZE, LENGTH), jax.random.normal(jax.random.key(1), (SIZE, 1, 8))
-    variables = found.init(jax.random.key(0), (x,), None) | trained.init(jax.random.key(0), (x,), None)
-    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(variables["cache"]))
-    assert shapes == [(), (SIZE, LENGTH, 2, 4), (SIZE, LENGTH, 2, 4)]
-    for count in (1, 2):
-        _, new = found.apply(variables, (x,), Context(None, True))
-        assert list(new) == ["cache"]
-        variables |= new
-        filled = [leaf for leaf in jax.tree.leaves(new["cache"]) if leaf.ndim > 1]
-        assert all(
-            (jnp.abs(leaf).sum((0, 2, 3)) > 0).tolist() == [True] * count + [False] * (LENGTH - count)
-            for leaf in filled
-        )
 
 
 class Narrow(nnx.Module):

@@ -27,33 +27,12 @@ class Drop(nn.Module):
         return nn.Dropout(0.5)(x, deterministic=False)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [Drop(), lambda rngs: NnxDrops(rngs=rngs)],
-    ids=["linen", "nnx"],
-)
+@pytest.mark.parametrize("layer", [Drop(), lambda rngs: NnxDrops(rngs=rngs)], ids=["linen", "nnx"])
 def test_a_layer_that_needs_a_key_says_so(key, layer):
     layer = adapt(layer)
     with pytest.raises(LayerError, match="draws random numbers in evaluation mode"):
         layer.apply({}, (X,), Context(None, True))
     layer.apply({}, (X,), Context(key, True))
-
-
-def test_partition_specs(key):
-    init = nn.with_partitioning(nn.initializers.ones, (None, "model"))
-    layer = adapt(nn.Dense(4, kernel_init=init))
-    variables = jax.eval_shape(lambda k: layer.init(k, (X,), None), key)
-    assert layer.partition_specs(variables) == {"params": [PartitionSpec(), PartitionSpec(None, "model")]}
-    factory = lambda rngs: nnx.Linear(
-        4, 4, kernel_init=nnx.with_partitioning(nnx.initializers.ones, (None, "model")), rngs=rngs
-    )
-    layer = adapt(factory)
-    variables = jax.eval_shape(lambda k: layer.init(k, (X,), None), key)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(variables["params"])]
-    assert dict(zip(paths, layer.partition_specs(variables)["params"], strict=True)) == {
-        "['bias']": PartitionSpec(),
-        "['kernel']": PartitionSpec(None, "model"),
-    }
 
 
 def test_partition_specs_by_logical_rules(key):
@@ -74,22 +53,14 @@ def test_partition_specs_by_logical_rules(key):
 
     local = lambda rngs: nnx_linear(rngs, sharding_rules=(("embed", "fsdp"),))
     bare = [linen, nn.Dense(4, use_bias=False, kernel_init=own), plain, lambda rngs: nnx_linear(rngs), local]
-    assert [tuple(*specs(layer)) for layer in bare] == [
-        (None, None),
-        ("fsdp", None),
-        names,
-        names,
-        ("fsdp", "mlp"),
-    ]
+    assert [tuple(*specs(layer)) for layer in bare] == [(None, None), ("fsdp", None), names, names, ("fsdp", "mlp")]
+    with_bias = nn.Dense(4, kernel_init=nn.with_partitioning(ones, names))
+    assert specs(with_bias) == [PartitionSpec(), PartitionSpec(*names)]
     with nn.logical_axis_rules((("mlp", ("tp", "sp")), ("batch", "data"))):
         later, fewer = logical_rules({"tp", "sp"}), logical_rules({"tp"})
-        assert [tuple(*specs(layer)) for layer in bare] == [
-            (None, ("tp", "sp")),
-            ("fsdp", None),
-            names,
-            ("embed", ("tp", "sp")),
-            ("fsdp", ("tp", "sp")),
-        ]
+        both = ("tp", "sp")
+        expected = [(None, both), ("fsdp", None), names, ("embed", both), ("fsdp", both)]
+        assert [tuple(*specs(layer)) for layer in bare] == expected
     with later():
         assert tuple(*specs(linen)) == (None, ("tp", "sp"))
     with fewer():
@@ -126,19 +97,16 @@ class Losses(nnx.Variable):
     [
         (Sows(), r"\(Sows\) changes the structure of its collection 'losses' in training"),
         (lambda rngs: SowsNnx(Losses, rngs), r"\(SowsNnx\) makes the collection 'Losses' in training"),
+        (lambda rngs: SowsNnx(nnx.Intermediate, rngs), None),
     ],
-    ids=["linen", "nnx"],
+    ids=["linen", "nnx", "intermediates"],
 )
-def test_sown_losses_are_refused_with_a_remedy(layer, what):
+def test_sown_losses_are_refused_with_a_remedy_and_intermediates_are_nobodys(layer, what):
+    """As in Flax, where training asks for no intermediates."""
     pipe = jpipe.Pipeline([layer], lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1)
+    init = lambda: pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    if what is None:
+        assert set(init()) == {"params"}
+        return
     with pytest.raises(ValueError, match=f"{what}, as self.sow does; pass the values on"):
-        pipe.init(jax.random.key(0), jnp.ones((2, 3)))
-
-
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_sown_intermediates_are_nobodys():
-    """As in Flax, where training asks for no such collection."""
-    pipe = jpipe.Pipeline(
-        [lambda rngs: SowsNnx(nnx.Intermediate, rngs)], lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1
-    )
-    assert set(pipe.init(jax.random.key(0), jnp.ones((2, 3)))) == {"params"}
+        init()

@@ -114,16 +114,6 @@ def test_a_device_initialises_its_parts_and_holds_no_more():
     assert "each device holds 590" in str(spread)
 
 
-@pytest.mark.slow
-def test_values_of_which_a_process_has_a_part_go_where_whole_ones_go(monkeypatch):
-    truth = model("linen", "float32")
-    pipe = pipeline(truth, "1f1b", 4, 2, balance="even", ends="spread")
-    whole = pipe.from_layer_variables(truth.trees, truth.batch)
-    trees = pipe.layer_variables(whole)
-    monkeypatch.setattr("jpipe.memory.records.is_whole", lambda _: False)
-    assert_equal(pipe.from_layer_variables(trees), whole)
-
-
 GRID = [
     ("linen", "interleaved", 2, 4, 2, {}, {}),
     ("mixed", "v", 2, 4, 2, {"remat": "none"}, {}),

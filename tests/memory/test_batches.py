@@ -20,11 +20,9 @@ from jpipe.memory.batches import (
     data_shard,
     default_inputs,
     is_bare,
-    join_microbatches,
     lying_by_shapes,
     output_axes,
     place_rows,
-    split_microbatches,
 )
 from jpipe.partitioner.shardings import REPLICATED, Shard
 
@@ -100,36 +98,34 @@ def batch(size, width=4):
     return {"inputs": np.ones((size, width), np.float32), "ids": np.ones(size, np.int64)}
 
 
-def test_a_micro_batch_is_known_by_its_shapes():
-    """So that it can be looked up."""
-    found = cut_for_training(batch(8), 4, 1)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype.name), found.shapes) == {
-        "inputs": ((2, 4), "float32"),
-        "ids": ((2,), "int32"),
-    }
-    assert found.count == 4 and not found.bare
-    assert found == cut_for_training(jax.eval_shape(lambda: batch(8)), 4, 1) == cut_batch(batch(8), 4)
-    assert hash(found) == hash(cut_batch(batch(8), 4))
-    others = [
-        cut_batch(batch(8), 2),
-        cut_batch(batch(8, 5), 4),
-        cut_batch(batch(8)["inputs"], 4),
-        cut_batch(batch(8), 4, bare=True),
-    ]
-    assert len({found, *others}) == 5
+SEEN = cut_batch(batch(8), 2).shapes
 
 
 @pytest.mark.parametrize(
-    ("size", "m", "shards", "message"),
+    ("call", "message"),
     [
-        (30, 4, 1, "batch size 30 is not divisible by num_microbatches=4; use 1, 2, 3, 5, 6, 10, 15 or 30"),
-        (1, 2, 1, "batch size 1 is not divisible by num_microbatches=2; use 1$"),
-        (8, 4, 4, r"batch size 8 isn't divisible by num_microbatches=4 \* 4 devices; use a multiple of 16"),
+        (
+            lambda: cut_for_training(batch(30), 4, 1),
+            "batch size 30 is not divisible by num_microbatches=4; use 1, 2, 3, 5, 6, 10, 15 or 30",
+        ),
+        (lambda: cut_for_training(batch(1), 2, 1), "batch size 1 is not divisible by num_microbatches=2; use 1$"),
+        (
+            lambda: cut_for_training(batch(8), 4, 4),
+            r"batch size 8 isn't divisible by num_microbatches=4 \* 4 devices; use a multiple of 16",
+        ),
+        (lambda: batch_size({"a": np.ones(3), "b": np.ones(4)}), r"batch\['a'\] has 3, batch\['b'\] has 4"),
+        (lambda: batch_size(batch(0)), "batch size 0"),
+        (
+            lambda: check_no_example({"inputs": np.ones(4, np.float32), "ids": np.ones(8, np.int64)}, SEEN),
+            r"batch\['inputs'\] has the shape \(4,\), that of one example",
+        ),
     ],
 )
-def test_sizes_that_training_can_not_cut(size, m, shards, message):
+def test_batches_that_can_not_be_cut(call, message):
     with pytest.raises(ValueError, match=message):
-        cut_for_training(batch(size), m, shards)
+        call()
+    check_no_example(batch(3), SEEN)
+    check_no_example(np.ones(4), SEEN)
 
 
 @pytest.mark.parametrize(
@@ -138,34 +134,6 @@ def test_sizes_that_training_can_not_cut(size, m, shards, message):
 def test_evaluation_cuts_any_size(size, shards, count):
     """Into four, or the next fewer; so that data axes can split them, where there is a way."""
     assert cut_for_evaluation(batch(size), 4, shards).count == count
-
-
-def test_batch_size():
-    assert batch_size(batch(3)) == 3
-    with pytest.raises(ValueError, match=r"differ in batch size: batch\['a'\] has 3, batch\['b'\] has 4"):
-        batch_size({"a": np.ones(3), "b": np.ones(4)})
-    with pytest.raises(ValueError, match="batch size 0"):
-        batch_size(batch(0))
-
-
-def test_a_micro_batch_of_twice_as_many():
-    found = cut_batch(batch(8), 2)
-    assert (found.size, found.doubled.size) == (4, 8)
-    assert found.doubled.leaves == cut_batch(batch(8), 1).leaves
-
-
-def test_a_single_example():
-    seen = cut_batch(batch(8), 2).shapes
-    check_no_example(batch(3), seen)
-    check_no_example(np.ones(4), seen)
-    with pytest.raises(ValueError, match=r"batch\['inputs'\] has the shape \(4,\), that of one example"):
-        check_no_example({"inputs": np.ones(4, np.float32), "ids": np.ones(8, np.int64)}, seen)
-
-
-def test_micro_batches_are_runs_of_examples():
-    x = np.arange(12).reshape(6, 2)
-    parts = split_microbatches({"x": x}, 3)["x"]
-    np.testing.assert_array_equal(parts, [x[:2], x[2:4], x[4:]])
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -192,59 +160,34 @@ def axes_by_shapes(small, large, dim=None):
     return output_axes(shapes(x=small), lying, 4)
 
 
-@pytest.mark.parametrize(
-    ("small", "large", "axis"),
-    [
-        ((4, 5), (8, 5), 0),
-        ((5, 4), (5, 8), 1),
-        ((4, 4, 3), (4, 8, 3), 1),
-        ((1, 7), (1, 7), 0),  # a row for each micro-batch
-    ],
-)
-def test_the_axis_that_grows_with_the_batch(small, large, axis):
-    assert axes_by_shapes(small, large) == (axis,)
-
-
-def test_examples_and_their_places_in_one_axis():
-    """`[b * T]` is joined, `[T * b]` isn't: shapes don't tell, but where half of the examples lies does."""
-    assert axes_by_shapes((20, 3), (40, 3), dim=0) == (0,)
-    with pytest.raises(ValueError, match=r"no axis is the batch alone.* an axis of its own"):
-        axes_by_shapes((20, 3), (40, 3))
-    with pytest.raises(ValueError, match=r"no axis is the batch alone.* an axis of its own"):
-        output_axes(shapes(x=(20, 3)), [Shard(0, 5)], 4)
+ALONE = "no axis is the batch alone"
 
 
 @pytest.mark.parametrize(
-    ("small", "large", "message"),
+    ("small", "large", "dim", "expected"),
     [
-        (
-            (),
-            (),
-            r"outputs\['x'\] has the shape \(\) for micro-batches of 4 examples, in which no axis is the batch alone",
-        ),
-        ((7,), (7,), "no axis is the batch alone.* return means as the loss's metrics"),
-        ((4, 4), (8, 8), r"of which \[0, 1\] grow with the batch"),
-        ((5, 3), (9, 3), r"of which \[0\] grow with the batch"),
-        ((4, 5), (8, 9), r"of which \[0, 1\] grow with the batch"),
-        ((1, 5), (1, 9), r"of which \[1\] grow with the batch"),
+        ((4, 5), (8, 5), None, 0),
+        ((5, 4), (5, 8), None, 1),
+        ((4, 4, 3), (4, 8, 3), None, 1),
+        ((1, 7), (1, 7), None, 0),  # a row for each micro-batch
+        # `[b * T]` is joined, `[T * b]` isn't: shapes don't tell, but where half of the examples lies does.
+        ((20, 3), (40, 3), 0, 0),
+        ((20, 3), (40, 3), None, rf"{ALONE}.* an axis of its own"),
+        ((), (), None, rf"outputs\['x'\] has the shape \(\) for micro-batches of 4 examples, in which {ALONE}"),
+        ((7,), (7,), None, f"{ALONE}.* return means as the loss's metrics"),
+        ((4, 4), (8, 8), None, r"of which \[0, 1\] grow with the batch"),
+        ((5, 3), (9, 3), None, r"of which \[0\] grow with the batch"),
+        ((4, 5), (8, 9), None, r"of which \[0, 1\] grow with the batch"),
+        ((1, 5), (1, 9), None, r"of which \[1\] grow with the batch"),
     ],
 )
-def test_what_can_not_be_joined(small, large, message):
-    with pytest.raises(ValueError, match=message):
-        axes_by_shapes(small, large)
-
-
-def test_of_a_model_of_one_batch_size():
-    """Its only axis of length b was taken for the batch; now its operations have to tell."""
-    assert output_axes(shapes(x=(4, 4), y=(4,)), [Shard(1), Shard(0)], 4) == (1, 0)
-    with pytest.raises(ValueError, match=r"no axis is the batch"):
-        output_axes(shapes(x=(4, 4)), [REPLICATED], 4)
-
-
-def test_they_are_joined_in_order():
-    x = np.arange(24).reshape(2, 6, 2)
-    parts = jnp.stack(jnp.split(jnp.asarray(x), 3, axis=1))
-    np.testing.assert_array_equal(join_microbatches(parts, 1), x)
+def test_the_axis_that_grows_with_the_batch(small, large, dim, expected):
+    """The axis along which micro-batches are joined, or why there is none."""
+    if isinstance(expected, int):
+        assert axes_by_shapes(small, large, dim) == (expected,)
+        return
+    with pytest.raises(ValueError, match=expected):
+        axes_by_shapes(small, large, dim)
 
 
 class Block(nn.Module):

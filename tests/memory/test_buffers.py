@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from cases import assert_equal
-from jpipe.memory.buffers import FlatBuffer, LeafType, StackedBuffer, compact_order, in_order, result_orders
+from jpipe.memory.buffers import FlatBuffer, LeafType, StackedBuffer, compact_order, result_orders
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 
@@ -17,14 +16,6 @@ def traced(function, *shapes):
 
 def mesh_of(devices):
     return jax.sharding.Mesh(np.asarray(devices[:1]), ("stage",))
-
-
-def test_an_order_changes_no_values():
-    x = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(jax.jit(lambda x: in_order(x, (1, 0)))(x), x)
-    assert in_order(x, None) is x
-    assert in_order(x[0], (0,)) is not None
-    assert "layout" in jax.jit(lambda x: in_order(x, (1, 0))).lower(x).as_text().lower()
 
 
 def test_nothing_is_compiled_where_there_is_no_choice():
@@ -61,21 +52,6 @@ KERNEL = LeafType((2, 3), "float32")
 STACKED, FLAT = StackedBuffer(KERNEL, (4,), 4), FlatBuffer(np.dtype("float32"), (24,), 24)
 
 
-@pytest.mark.parametrize(
-    "known, name",
-    [
-        (LeafType((256, 128), "float32"), "float32_256x128"),
-        (LeafType((), "int32"), "int32_scalar"),
-        (LeafType((3, 2), "float32", PartitionSpec(None, "model")), "float32_3x2_none_model"),
-        (LeafType((3, 2), "float32", order=(0, 1)), "float32_3x2"),
-        (LeafType((3, 2), "float32", order=(1, 0)), "float32_3x2_by_1_0"),
-        (LeafType((3, 2), "bfloat16", label=(1, 0)), "bfloat16_3x2_of_1_0"),
-    ],
-)
-def test_a_buffers_name_says_what_lies_in_it(known, name):
-    assert known.name == name
-
-
 @pytest.mark.parametrize("buffer, entry", [(STACKED, 2), (FLAT, 12)], ids=["stacked", "flat"])
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_leaf_at_its_entry(buffer, entry, traced):
@@ -85,13 +61,6 @@ def test_a_leaf_at_its_entry(buffer, entry, traced):
     assert_equal(array.reshape(-1), np.concatenate([np.ones(12), np.arange(6), np.ones(6)]).astype(np.float32))
     assert_equal(run(lambda a, i: buffer.take(a, i, (2, 3)))(array, entry), leaf)
     assert_equal(run(lambda a, i: buffer.take(a, i, (2, 3)))(run(buffer.add)(array, entry, leaf), entry), 2 * leaf)
-
-
-def test_leaves_take_the_arrays_dtype():
-    wide = jnp.full((1, 2, 3), 256.0)
-    added = StackedBuffer(KERNEL, (1,), 1).add(wide, 0, jnp.ones((2, 3), jnp.bfloat16))
-    assert_equal(added, jnp.full((1, 2, 3), 257.0))
-    assert_equal(FLAT.put(jnp.zeros(24), 0, jnp.ones((2, 3), jnp.bfloat16))[:7], jnp.asarray([1.0] * 6 + [0]))
 
 
 def test_a_devices_part_of_a_stacked_buffer_has_its_part_of_a_leaf():

@@ -34,15 +34,6 @@ def test_what_is_put_is_taken_and_nothing_else_changes(found):
         assert_equal(records.put(changed, v, j, taken), arrays)
 
 
-def test_trees_that_are_missing_stay(found):
-    records, arrays = found
-    v, j = next((v, j) for v, j, _ in records.places if records.leaves(v)["params"])
-    zeros = [np.zeros(known.leaf.shape, known.leaf.dtype) for known in records.leaves(v)["params"]]
-    changed = records.put(jax.tree.map(jnp.copy, arrays), v, j, {"params": zeros})
-    assert_equal(changed["moments"], arrays["moments"])
-    assert_equal(jax.device_get(records.take(changed, v, j)["params"]), zeros)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:nothing is split over the mesh axis 'model'")
 AXES = ("stage", "data", "model")
 jit_to_layers = jax.jit(to_layers)

@@ -15,12 +15,10 @@ import sequential
 from cases import assert_close
 from jpipe.cutting.module import make_whole
 from jpipe.cutting.whole import cut_model
-from jpipe.jax.flat_jaxpr import flatten, without_calls
+from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.layers.adapt import as_layers, as_whole
-from jpipe.layers.same_value import same_value
-from jpipe.model.alike import Kinds, described, has_custom_derivatives, outputs_that_depend
-from jpipe.model.groups import scalars_of
+from jpipe.model.alike import Kinds
 from jpipe.model.trace import trace_model
 
 wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
@@ -82,11 +80,7 @@ def plain_block(rate, scale, gamma):
     return jpipe.Layer(init, apply, "Block")
 
 
-MAKE = {
-    "linen": Block,
-    "nnx": lambda *numbers: lambda rngs: NnxBlock(*numbers, rngs=rngs),
-    "plain": plain_block,
-}
+MAKE = {"linen": Block, "nnx": lambda *numbers: lambda rngs: NnxBlock(*numbers, rngs=rngs), "plain": plain_block}
 NUMBERS = [(0.1 * (i + 1), 1 / (i + 1), 10.0**-i) for i in range(4)]
 
 
@@ -189,29 +183,20 @@ def test_groups(name):
     assert group_of(layers) == expected
 
 
-@pytest.mark.parametrize("kind", MAKE)
-def test_blocks_with_numbers_by_depth_are_one_group(kind):
-    with jax.enable_x64(True):
-        x = jax.ShapeDtypeStruct((2, 8), jnp.float64)
-        assert group_of([MAKE[kind](*numbers) for numbers in NUMBERS], x) == (0, 0, 0, 0)
+def test_groups_at_other_shapes():
+    """Numbers that do nothing may do something at other shapes; and what was apart of one shape stays apart of others.
 
-
-def test_numbers_that_do_nothing_may_do_something_at_other_shapes():
-    """Such layers were joined at rows of 3, and evaluation of rows of 8 was refused."""
-    layers = as_layers([jnp.sin, *each(lambda n, x: x + x[:, :n].sum(1, keepdims=True), 4, 6), jnp.cos])
-    trace = lambda width: trace_model(layers, lambda batch: batch, jax.ShapeDtypeStruct((2, width), jnp.float32))
-    assert trace(3).group_of == trace(8).group_of == (0, 1, 2, 3)
-
-
-def test_what_was_apart_stays_apart():
-    """Of rows of 8 the layers look at unlike parts, of rows of 3 at all: variables lie as the first batch had it."""
-    layers = as_layers([jnp.sin, *each(lambda n, x: n * x + x[:, :n].sum(1, keepdims=True), 4, 6), jnp.cos])
-    trace = lambda width, like=None: trace_model(
+    Layers were joined at rows of 3, where `n` does nothing, and evaluation of rows of 8 was refused. Variables lie as
+    the first batch had it.
+    """
+    nothing = as_layers([jnp.sin, *each(lambda n, x: x + x[:, :n].sum(1, keepdims=True), 4, 6), jnp.cos])
+    scaled = as_layers([jnp.sin, *each(lambda n, x: n * x + x[:, :n].sum(1, keepdims=True), 4, 6), jnp.cos])
+    trace = lambda layers, width, like=None: trace_model(
         layers, lambda batch: batch, jax.ShapeDtypeStruct((2, width), jnp.float32), like=like
     )
-    assert trace(8).group_of == (0, 1, 2, 3)
-    assert trace(3).group_of == (0, 1, 1, 2)
-    assert trace(3, trace(8)).group_of == (0, 1, 2, 3)
+    assert trace(nothing, 3).group_of == trace(nothing, 8).group_of == trace(scaled, 8).group_of == (0, 1, 2, 3)
+    assert trace(scaled, 3).group_of == (0, 1, 1, 2)
+    assert trace(scaled, 3, trace(scaled, 8)).group_of == (0, 1, 2, 3)
 
 
 def test_equal_layers_are_traced_once_and_others_once_each():
@@ -268,62 +253,38 @@ OPTIONS = {
     "whole stages again": {"schedule": "gpipe", "remat": "stage"},
     "one stage": {"schedule": "1f1b", "num_stages": 1},
     "ends of all": {"schedule": "1f1b", "ends": "spread"},
+    "data axes": {"schedule": "1f1b"},
 }
-FAST = [
-    ("linen", "1f1b"),
-    ("linen", "zero_bubble"),
-    ("nnx", "zero_bubble"),
-    ("plain", "interleaved"),
-]
+FAST = [("linen", "1f1b"), ("linen", "data axes"), ("nnx", "zero_bubble"), ("plain", "interleaved")]
 RUNS = [pytest.param(*run, marks=[pytest.mark.slow] * (run not in FAST)) for run in itertools.product(MAKE, OPTIONS)]
 
 
 @pytest.mark.parametrize(("kind", "options"), RUNS)
-def test_a_step_and_evaluation_equal_the_sequential_model(kind, options):
+def test_a_step_and_evaluation_equal_the_sequential_model(kind, options, make_mesh):
+    """Blocks with other numbers at each depth are one function, and initial values are the layers' own, too."""
     with jax.enable_x64(True):
         layers, items, batch, (loss, grads, _), (outputs, evaluated) = case(kind)
         sizes = {"num_stages": 2, "num_microbatches": 4, "balance": "even"}
-        pipe = jpipe.Pipeline(layers, squares, **sizes | OPTIONS[options])
+        mesh = make_mesh((2, 2), ("stage", "data")) if options == "data axes" else None
+        pipe = jpipe.Pipeline(layers, squares, mesh=mesh, **sizes | OPTIONS[options])
         variables = pipe.from_layer_variables(items, batch)
+        assert (1, 2, 3, 4) in [group.indices for group in pipe.plan.model.groups]
         (found, _), gradients = pipe.value_and_grad(variables, batch, jax.random.key(KEY))
         assert_close(found, loss, "loss")
         assert_close(gradients_of(pipe, gradients), grads, "gradients")
         assert_close(pipe.evaluate(variables, batch), evaluated, "evaluation")
         assert_close(pipe.apply(variables, batch), outputs, "outputs")
-
-
-@pytest.mark.parametrize("kind", ["linen", pytest.param("plain", marks=pytest.mark.slow)])
-def test_initial_values_are_the_layers_own(kind):
-    with jax.enable_x64(True):
-        layers, _, batch, *_ = case(kind)
-        pipe = jpipe.Pipeline(layers, squares, num_stages=2, num_microbatches=4, balance="even")
-        found = pipe.layer_variables(pipe.init(jax.random.key(KEY), batch))
-        x = jnp.zeros((4, 8), jnp.float64)
-        for index, layer in list(enumerate(layers))[1:-1]:
-            options = {"train": False} if kind == "linen" else {}
-            key = sequential.init_key(jax.random.key(KEY), index)
+        if options != "1f1b" or kind == "nnx":
+            return
+        initial = pipe.layer_variables(pipe.init(jax.random.key(KEY), batch))
+        for index in range(1, 5):
+            key, x = sequential.init_key(jax.random.key(KEY), index), jnp.zeros((4, 8), jnp.float64)
             keys = {"params": key, "dropout": jax.random.fold_in(key, 1)} if kind == "linen" else key
-            assert_close(found[index], layer.init(keys, x, **options), f"layer {index}")
+            own = layers[index].init(keys, x, **({"train": False} if kind == "linen" else {}))
+            assert_close(initial[index], own, f"layer {index}")
 
 
-def test_over_data_axes(make_mesh):
-    with jax.enable_x64(True):
-        layers, items, batch, (loss, grads, _), _ = case("linen")
-        mesh = make_mesh((2, 2), ("stage", "data"))
-        pipe = jpipe.Pipeline(layers, squares, num_stages=2, num_microbatches=4, mesh=mesh, balance="even")
-        variables = pipe.from_layer_variables(items, batch)
-        (found, _), gradients = pipe.value_and_grad(variables, batch, jax.random.key(KEY))
-        assert_close(found, loss, "loss")
-        assert_close(gradients_of(pipe, gradients), grads, "gradients")
-
-
-# --- what of two traces is compared -----------------------------------------------------------------------------------
-
-LINE = np.linspace(-1, 1, 5)
-
-
-def plain_trace(function, *arguments):
-    return without_calls(jax.make_jaxpr(function)(*arguments), PLAIN_CALLS)
+# --- kinds of parts of a trace ----------------------------------------------------------------------------------------
 
 
 def parts_of(*functions, of=X):
@@ -333,64 +294,6 @@ def parts_of(*functions, of=X):
         flat = flatten(jax.make_jaxpr(function)(of), calls=PLAIN_CALLS)
         parts.append(kinds.part(flat, flat.equations, flat.arguments, flat.results))
     return parts
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-def test_which_outputs_depend(x64):
-    closed = plain_trace(lambda x: (2.0 * x, x + 3.0, jnp.sin(2.0 * x) + 3.0), LINE)
-    found = [value.item() for value in scalars_of(closed)]
-    depend = {place: outputs_that_depend(closed, [place]) for place in range(len(found))}
-    assert found == [2.0, 3.0, 2.0, 3.0]
-    assert list(depend.values()) == [[True, False, False], [False, True, False], *[[False, False, True]] * 2]
-    assert outputs_that_depend(closed, []) == [False, False, False]
-
-
-OTHERS = {
-    "numbers": (lambda x: 2.0 * x, lambda x: 3.0 * x, True),
-    "names": (jax.jit(lambda x: 2.0 * x), lambda y: 2.0 * y, True),
-    "types": (lambda x: x * np.float32(2).astype(x.dtype), lambda x: x.astype(np.float32) * 2.0, False),
-    "operations": (lambda x: x + 2.0, lambda x: x * 2.0, False),
-    "operands": (lambda x: x - x.sum(), lambda x: x.sum() - x, False),
-    "parameters": (lambda x: x.reshape(5, 1), lambda x: x.reshape(1, 5), False),
-    "arrays": (lambda x: x * np.arange(5.0), lambda x: x * np.arange(1.0, 6.0), False),
-    "large arrays": (lambda x: x[0] * np.ones(5000), lambda x: x[0] * np.r_[np.ones(2500), 2, np.ones(2499)], False),
-    "order of results": (lambda x: (x, 2.0 * x), lambda x: (2.0 * x, x), False),
-    "in a loop": (
-        lambda x: jax.lax.scan(lambda y, _: (y * 2.0, None), x, None, 3)[0],
-        lambda x: jax.lax.scan(lambda y, _: (y * 3.0, None), x, None, 3)[0],
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_compared(name, x64):
-    first, second, same = OTHERS[name]
-    a, again, b = parts_of(first, first, second, of=LINE)
-    assert a.kind == again.kind
-    assert (a.kind == b.kind) is same
-    assert same_value(*(described(plain_trace(function, LINE)) for function in (first, second))) is (name == "names")
-
-
-@pytest.mark.parametrize(
-    ("function", "has"),
-    [
-        (jnp.sin, False),
-        (jax.nn.relu, True),
-        (lambda x: jax.lax.map(jax.nn.relu, x), True),
-        (jax.jit(jax.nn.relu), True),
-    ],
-)
-def test_custom_derivatives_are_found(function, has, x64):
-    assert has_custom_derivatives(plain_trace(function, LINE).jaxpr.eqns) is has
-
-
-# --- kinds of parts of a trace ---
 
 
 def with_rule(rule: float, rate: float):
@@ -404,34 +307,37 @@ def with_rule(rule: float, rate: float):
     return lambda x: call(x * jnp.float32(rate))
 
 
-def turned(x, by: complex):
-    return jax.lax.complex(x, x) * np.complex64(by)
+def turned(by: complex):
+    return lambda x: jax.lax.complex(x, x) * np.complex64(by)
 
 
-def test_scalars_are_the_only_difference_within_a_kind():
-    first, second, third = parts_of(lambda x: x * 2.0 + 3.0, lambda x: x * 4.0 + 5.0, lambda x: x * 2.0 - 3.0)
-    assert first.kind == second.kind != third.kind
-    assert [s.tolist() for s in scalars_of(second.closed)] == [4.0, 5.0]
-    run = jax.extend.core.jaxpr_as_fun
-    np.testing.assert_array_equal(run(second.closed)(np.ones((2, 8), np.float32))[0], np.full((2, 8), 9.0))
+ONES = np.ones(5000, np.float32)
+TWO_PARTS = {
+    "numbers": (lambda x: 2.0 * x, lambda x: 3.0 * x, True),
+    "names": (jax.jit(lambda x: 2.0 * x), lambda y: 2.0 * y, True),
+    "types": (lambda x: x * 2, lambda x: x.astype(jnp.bfloat16) * 2, False),
+    "operations": (lambda x: x + 2.0, lambda x: x * 2.0, False),
+    "operands": (lambda x: x - x.sum(), lambda x: x.sum() - x, False),
+    "parameters": (lambda x: x.reshape(4, 4), lambda x: x.reshape(8, 2), False),
+    "arrays": (lambda x: x * np.eye(2, 8, dtype=np.float32), lambda x: x * np.ones((2, 8), np.float32), False),
+    "large arrays": (lambda x: x[0, 0] * ONES, lambda x: x[0, 0] * np.r_[ONES[1:], np.float32(2)], False),
+    "order of results": (lambda x: (x, 2.0 * x), lambda x: (2.0 * x, x), False),
+    "in a loop": (lambda x: looped(2.0, x), lambda x: looped(3.0, x), False),
+    "axes": (lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1), False),
+    "nothing": (lambda x: x, lambda x: x * 1.0, False),
+    "relu": (jax.nn.relu, jax.nn.relu, True),
+    "rates": (with_rule(1.0, 2.0), with_rule(1.0, 3.0), True),
+    "rules": (with_rule(1.0, 2.0), with_rule(0.5, 2.0), False),
+    "complex": (turned(2j), turned(3j), False),  # they were taken for one function
+}
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        (jax.nn.relu, jax.nn.relu, True),
-        (with_rule(1.0, 2.0), with_rule(1.0, 3.0), True),
-        (with_rule(1.0, 2.0), with_rule(0.5, 2.0), False),
-        (lambda x: x + np.eye(2, 8, dtype=np.float32), lambda x: x + np.ones((2, 8), np.float32), False),
-        (lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1), False),
-        (lambda x: x, lambda x: x * 1.0, False),
-        (lambda x: turned(x, 2j), lambda x: turned(x, 3j), False),  # they were taken for one function
-    ],
-    ids=["relu", "rates", "rules", "arrays", "axes", "nothing", "complex"],
-)
-def test_what_is_one_kind(one, other, same):
-    first, second = parts_of(one, other)
-    assert (first.kind == second.kind) is same
+@pytest.mark.parametrize("name", TWO_PARTS)
+def test_parts_are_of_one_kind_if_they_differ_in_numbers_alone(name):
+    first, second, same = TWO_PARTS[name]
+    a, again, b = parts_of(first, first, second)
+    assert a.kind == again.kind
+    assert (a.kind == b.kind) is same
 
 
 class Deep(nn.Module):

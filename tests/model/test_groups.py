@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 import jpipe
 from jpipe.layers.adapt import as_layers
-from jpipe.model.groups import same_type
 from jpipe.model.trace import trace_model
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
@@ -28,11 +27,3 @@ def test_variables_are_in_sets():
         (1, ((1,), (2,), (3,), (5,)), False),
     ]
     assert [group.variable_set for group in model.groups] == [0, 1, None, 0]
-
-
-def test_same_type():
-    assert same_type({"a": X}, {"a": X})
-    assert not same_type({"a": X}, {"b": X})
-    assert not same_type(X, IDS)
-    assert not same_type(X, jax.ShapeDtypeStruct((2, 5), jnp.float32))
-    assert not same_type((X,), [X])

@@ -1,13 +1,11 @@
 """Random keys: different ones for different layers, micro-batches and ends; types; raw keys."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.model.random_keys import as_key, example_key, init_key, key_shape, layer_key
+from jpipe.model.random_keys import as_key, init_key, layer_key
 
 KEY = jax.random.key(7)
 IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]
@@ -17,32 +15,13 @@ def bits(key):
     return tuple(np.asarray(jax.random.key_data(key)).tolist())
 
 
-def test_every_layer_and_microbatch_has_a_key_of_its_own():
-    pairs = list(itertools.product(range(5), range(5)))
-    keys = [layer_key(KEY, layer, i) for layer, i in pairs] + [init_key(KEY, layer) for layer in range(5)]
-    assert len({bits(key) for key in [KEY, *keys]}) == len(pairs) + 5 + 1
-
-
 def test_keys_are_made_by_folding_in():
-    """Written out, so that numbers don't change from one version to the next unnoticed."""
+    """Written out, so that numbers don't change from one version to the next unnoticed; each is used once."""
+    keys = [layer_key(KEY, i, m) for i in range(5) for m in range(5)] + [init_key(KEY, i) for i in range(5)]
+    assert len(set(map(bits, keys))) == 30
     fold = jax.random.fold_in
     assert bits(layer_key(KEY, 3, 2)) == bits(fold(fold(fold(KEY, 0x57E9), 3), 2))
     assert bits(init_key(KEY, 3)) == bits(fold(fold(KEY, 0x1217), 3))
-
-
-def test_traced_indices():
-    traced = jax.jit(layer_key)(KEY, np.int32(3), np.int32(2))
-    assert bits(traced) == bits(layer_key(KEY, 3, 2))
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_a_key_of_a_type(impl):
-    key = jax.random.key(3, impl=impl)
-    assert (key_shape(key).shape, key_shape(key).dtype) == ((), key.dtype)
-    assert example_key(key_shape(key)).dtype == key.dtype
-    assert bits(example_key(key_shape(key))) == bits(jax.random.key(0, impl=impl))
-    with jax.default_prng_impl(impl):
-        assert key_shape().dtype == key.dtype
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -61,9 +40,6 @@ def test_typed_and_raw_keys(impl):
 def test_what_is_no_key(bad):
     with pytest.raises(TypeError, match=r"which is no random key; use jax.random.key\(0\)"):
         as_key(bad)
-
-
-def test_a_raw_key_of_another_implementation():
-    raw = jax.random.key_data(jax.random.key(0, impl="rbg"))
+    of_another = jax.random.key_data(jax.random.key(0, impl="rbg"))
     with pytest.raises(TypeError, match=r"key is a raw key of shape \(4,\), but .*'threefry2x32' have \(2,\); pass"):
-        as_key(raw)
+        as_key(of_another)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.model.remat import MODES, as_remat
+from jpipe.model.remat import MODES
 
 LAYERS, M = 6, 3
 EXECUTED: list[int] = []
@@ -75,15 +75,8 @@ def temporary_bytes(order: str, remat, num_microbatches: int, *, examples: int =
 
     shapes = {"up": (16, 256), "down": (256, 16)}
     block = jpipe.Layer(lambda key, x: {n: jnp.ones(s, jnp.float32) / 64 for n, s in shapes.items()}, wide)
-    pipe = jpipe.Pipeline(
-        [block] * 8,
-        lambda y, _: jnp.mean(y),
-        num_stages=2,
-        num_microbatches=num_microbatches,
-        schedule=order,
-        remat=remat,
-        balance="even",
-    )
+    sizes = {"num_stages": 2, "num_microbatches": num_microbatches, "balance": "even"}
+    pipe = jpipe.Pipeline([block] * 8, lambda y, _: jnp.mean(y), schedule=order, remat=remat, **sizes)
     batch = jax.ShapeDtypeStruct((examples * num_microbatches, 16), jnp.float32)
     variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
     run = pipe.value_and_grad if train else pipe.evaluate
@@ -112,11 +105,3 @@ def test_memory_of_1f1b_does_not_grow_with_the_number_of_micro_batches():
     assert many < 1.02 * few
     few, many = (temporary_bytes("gpipe", "none", m) for m in (4, 16))
     assert many > 3 * few
-
-
-def test_names():
-    for name, mode in MODES.items():
-        assert as_remat(name) is mode
-    policy = jax.checkpoint_policies.dots_saveable
-    assert as_remat(policy).policy is policy
-    assert not as_remat(policy).keep_inputs

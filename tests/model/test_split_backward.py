@@ -83,14 +83,6 @@ def test_both_parts_give_what_the_whole_gives_and_no_product_twice(function, pol
     assert heavy_in(parts.inputs) + heavy_in(parts.weights) == heavy_in(whole.inputs)
 
 
-def test_products_are_put_off_and_what_costs_little_is_not():
-    closed, arguments = backward_of(mlp, jax.checkpoint_policies.dots_saveable)
-    parts, _ = in_two_parts(closed, arguments, [4])
-    names = [*sorted(SHAPES), "x"]
-    assert [names[i] for i in parts.late] == ["v", "w"]
-    assert heavy_in(parts.inputs) == heavy_in(parts.weights) == {"dot_general": 2}
-
-
 def test_what_follows_from_residuals_is_made_again_and_not_stashed():
     """`dv = gelu(h).T @ dy` and `dw = (x * g).T @ dh` need x, g and h, which the forward kept, and of I dy and dh."""
     closed, arguments = backward_of(mlp, save_but_elementwise)

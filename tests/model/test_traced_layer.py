@@ -140,14 +140,8 @@ def test_a_layer_prints_once_in_its_forward(capfd):
         jax.debug.print("ran")
         return jnp.where(jnp.arange(4) > 1, x, 0) * x
 
-    pipe = jpipe.Pipeline(
-        [chatty, nn.Dense(4)],
-        lambda y, _: jnp.mean(y),
-        num_stages=1,
-        num_microbatches=2,
-        remat="none",
-        balance="even",
-    )
+    options = {"num_stages": 1, "num_microbatches": 2, "remat": "none", "balance": "even"}
+    pipe = jpipe.Pipeline([chatty, nn.Dense(4)], lambda y, _: jnp.mean(y), **options)
     variables = pipe.init(jax.random.key(0), BATCH["inputs"])
     jax.block_until_ready(pipe.value_and_grad(variables, BATCH["inputs"]))
     jax.effects_barrier()

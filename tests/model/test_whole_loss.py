@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.model.loss import PartsOfLoss, whole_structs, with_gradient
+from jpipe.model.loss import PartsOfLoss
 from jpipe.partitioner.shardings import REPLICATED, Shard
 
 X, MASK, NUMBER = np.arange(24.0).reshape(8, 3) / 10, np.float64([1, 0, 1, 1, 0, 0, 0, 1]), np.float64(2)
@@ -39,19 +39,3 @@ def test_parts_and_gradients(count):
         np.testing.assert_allclose(np.sum(values, 0), wanted, rtol=1e-13)
         np.testing.assert_allclose(np.concatenate([x for x, _ in found]), gradients[0], rtol=1e-13)
         np.testing.assert_allclose(sum(n for _, n in found), gradients[1], rtol=1e-13)
-
-
-def test_shapes_of_all_micro_batches():
-    part = {"a": jax.ShapeDtypeStruct((2, 3), np.float32), "b": jax.ShapeDtypeStruct((5, 2), np.int32)}
-    whole = whole_structs(part | {"c": jax.ShapeDtypeStruct((2,), np.float32)}, [Shard(0), Shard(1), REPLICATED], 4)
-    assert {name: leaf.shape for name, leaf in whole.items()} == {"a": (8, 3), "b": (5, 8), "c": (2,)}
-
-
-def test_terms_with_their_gradient():
-    """One cotangent for each term; outputs that are no numbers have no gradients."""
-    outputs, cotangents = (np.float32([1, 2]), np.int32([3, 4])), np.float32([1, 10])
-    terms = lambda o, b, _: [(o[0] * o[1].astype(np.float32)).sum(), o[0].sum()]
-    mask = np.float32(MASK)
-    closed = with_gradient(terms, tuple(shapes(*outputs)), *shapes(mask), None)
-    one, other, gradient = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *outputs, mask, *cotangents)
-    assert (one, other, gradient.tolist()) == (11, 3, [13, 14])

@@ -3,20 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.partitioner.axes import (
-    BATCH_AXES,
-    check_batch_axes,
-    gather_axes,
-    on_stages,
-    scatter_axes,
-    shapes_only,
-    split_by,
-    stage_axes,
-)
+from jpipe.partitioner.axes import BATCH_AXES, check_batch_axes, gather_axes, on_stages, scatter_axes, stage_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, of_spec
-from jpipe.partitioner.users_mesh import as_mesh
 from parts import AXES, DEVICES, X, cut
 
 NAMES = ("model", "fsdp", "stage", "data", "expert")
@@ -33,12 +23,6 @@ def test_axes(mesh):
     assert stage_axes(mesh, ("data", "fsdp")) == (joint, Axis(("model",), (2,)))
     assert stage_axes(mesh, ("expert",)) == tuple(Axis((name,), (2,)) for name in ("model", "fsdp", "data"))
     assert stage_axes(mesh, ()) == tuple(Axis((name,), (2,)) for name in ("model", "fsdp", "data"))
-
-
-def test_axes_of_a_mesh_of_stages():
-    mesh = as_mesh(None, 2)
-    assert dict(mesh.shape) == {"stage": 2}
-    assert stage_axes(mesh, ()) == ()
 
 
 def test_check_batch_axes(mesh):
@@ -68,12 +52,6 @@ def test_wrong_batch_axes(mesh, names, error, message):
 SPECS = [("data",), (None, "model"), ("model", "data"), (("data", "model"),), (("model", "data"),)]
 
 
-def test_split_by():
-    spec = PartitionSpec(("fsdp", "model"), None, "model")
-    assert tuple(split_by(spec, lambda name: name == "fsdp")) == ("fsdp",)
-    assert tuple(split_by(spec, lambda name: name == "model")) == ("model", None, "model")
-
-
 @pytest.mark.parametrize("spec", SPECS)
 def test_gather_axes_and_scatter_axes(make_mesh, spec):
     """Gathered over `data`, parts lie as the spec says of `model`; scattered, each device has its sum over `data`."""
@@ -93,11 +71,6 @@ def test_gather_axes_and_scatter_axes(make_mesh, spec):
         np.testing.assert_array_equal(gathered[device], cut(X, gathered_at, device))
     is_split = any("data" in (entry or ()) for entry in spec)
     np.testing.assert_array_equal(scattered, X * (2 if is_split else 1))
-
-
-def test_layers_are_traced_where_they_find_other_axes_than_stage(make_mesh):
-    with shapes_only(make_mesh((2, 2), ("stage", "data"), explicit=True)):
-        assert jax.sharding.get_abstract_mesh().axis_types == (AxisType.Manual, AxisType.Auto)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

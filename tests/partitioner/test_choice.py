@@ -282,11 +282,6 @@ def test_it_costs_at_most_what_the_rules_alone_would(seed):
     assert plan_of(function, lying, *shapes).cost <= rules_alone(function, lying, *shapes)
 
 
-def test_partial_sums_are_left_where_they_are_wanted():
-    plan = plan_of(jnp.dot, [COLUMNS, ROWS], (64, 512), (512, 512), wanted=lambda _: (PARTIAL,))
-    assert sent(plan) == [] and plan.results == ((PARTIAL,),)
-
-
 @pytest.mark.parametrize("examples", [1, 2, 4])
 def test_what_was_gathered_for_one_product_is_there_for_the_next(examples):
     """Whether an activation is larger than each of its weights or not: they are all split, and it is one."""

@@ -10,18 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.partitioner.conversions import (
-    FLOPS,
-    SCATTERED,
-    WRITTEN,
-    bytes_sent,
-    convert,
-    cost_of_conversion,
-    cost_of_work,
-    hops,
-    ring_bytes,
-    sent_in,
-)
+from jpipe.partitioner.conversions import bytes_sent, convert, hops, sent_in
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, is_possible, part_shape, replicated
 from parts import AXES, DEVICES, X, cut
 from planned import COLUMNS, WHOLE, plan_of, sent
@@ -123,22 +112,6 @@ def test_a_loop_costs_what_its_iterations_do():
     assert [kind for kind, *_ in sent(body)] == ["all_gather"]
 
 
-def test_a_device_computes_and_writes_its_part():
-    """A product of `[8, 16]` and `[16, 4]`, split along the 16 over two devices, in bfloat16."""
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(8, 16), (16, 4)]]
-    (product,) = jax.make_jaxpr(jnp.dot)(*shapes).jaxpr.eqns
-    cost = cost_of_work(product, [(8, 8), (8, 4)], [(8, 4)])
-    assert cost == 2 * 8 * 8 * 4 * FLOPS + 8 * 4 * 2 * WRITTEN
-
-
-def test_a_sum_that_is_scattered_is_counted_apart():
-    axes, size = (Axis(("model",), (4,)),), 8 * 4 * 2
-    scattered = cost_of_conversion(axes, (8, 4), 2, (PARTIAL,), (Shard(0),))
-    whole = cost_of_conversion(axes, (8, 4), 2, (PARTIAL,), (REPLICATED,))
-    assert [scattered, whole] == [3 / 4 * size * SCATTERED, 2 * 3 / 4 * size]
-    assert not cost_of_conversion(axes, (8, 4), 2, (REPLICATED,), (Shard(0),)), "a device cuts what it has"
-
-
 SIZES = {"stage": 2, "model": 4, "data": 1}
 
 
@@ -181,8 +154,3 @@ def test_in_loops_and_scopes_with_the_line_that_made_it():
     file, line = one.line.split(":")
     assert file == "test_conversions.py"
     assert "# this line" in Path(__file__).read_text().splitlines()[int(line) - 1]
-
-
-def test_on_a_ring_of_one_nothing_is_sent():
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        assert ring_bytes(kind, 100.0, 1) == 0

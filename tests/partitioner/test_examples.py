@@ -75,10 +75,7 @@ def test_how_a_micro_batch_has_a_value(function, at):
         (lambda x, w: jnp.sort(x, 0), "in order"),
         (lambda x, w: x[:4] - x[4:], "by their place in the batch"),
         (lambda x, w: x.max(), "all examples together"),
-        (
-            lambda x, w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
-            "isn't known to treat",
-        ),
+        (lambda x, w: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), "isn't known to treat"),
     ],
 )
 def test_what_couples_examples(function, words):

@@ -2,12 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jpipe.partitioner.rule import RuleResult, by_labels, on_partial
-from jpipe.partitioner.rules import RULES
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard
+from jpipe.partitioner.rule import RuleResult, by_labels
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Shard
 from partitioned import array, case, compare, integers
 
 
@@ -21,29 +19,12 @@ def test_by_labels():
     assert rule(REPLICATED, PARTIAL) is None
 
 
-def test_dimensions_without_a_label_are_not_split_and_operands_behind_are_replicated():
-    labels = [0, None]  # the second dimension is never split
-    assert list(labels) == [0, None]
-    assert by_labels([labels], [range(2)], [Shard(1), Shard(0)]) is None
-    assert by_labels([labels], [range(2)], [Shard(0), Shard(0)]) == RuleResult([Shard(0), REPLICATED], [Shard(0)])
-
-
-def test_on_partial():
-    assert on_partial([REPLICATED, PARTIAL, Shard(0)], 1) == RuleResult([PARTIAL] * 3, [PARTIAL])
-    assert on_partial([PARTIAL, Shard(0)], 2, 1) == RuleResult([PARTIAL, REPLICATED], [PARTIAL, PARTIAL])
-    assert on_partial([REPLICATED, PARTIAL], 1, 1) is None
-
-
 def look_up(table, ids):
     return table[ids]
 
 
 def cross_entropy(logits, ids):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1).mean()
-
-
-def look_up_filled(table, ids):
-    return jnp.take(table, ids - 3, axis=0, mode="fill", fill_value=5.0)
 
 
 CASES = {
@@ -72,45 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("ways", [(3, 2), pytest.param((40, 40), marks=pytest.mark.slow)], ids=["some ways", "many"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(make_mesh, name):
-    compare(make_mesh, CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_however_arguments_lie(make_mesh, name):
-    compare(make_mesh, CASES[name], 40, 40)
-
-
-def test_updates_that_cannot_be_split_are_written_by_windows():
-    """What is written (not added) at split indices: each device writes all of it into its part of every window."""
-    write = lambda x, i, y: x.at[i].set(y)
-    jaxpr = jax.make_jaxpr(write)(np.zeros((8, 4)), np.zeros(2, np.int32), np.zeros((2, 4)))
-    equation = next(e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scatter")
-    axis = Axis(("model",), (2,))
-    found = RULES["scatter"](equation, [Shard(1), REPLICATED, Shard(0)], axis)
-    assert found == RuleResult([Shard(1), REPLICATED, Shard(1)], [Shard(1)])
-    assert RULES["scatter"](equation, [REPLICATED, REPLICATED, Shard(0)], axis) is None
-    added = RULES["scatter-add"](equation, [REPLICATED, REPLICATED, Shard(0)], axis)
-    assert added == RuleResult([PARTIAL, Shard(0), Shard(0)], [PARTIAL])
-
-
-def added(target, updates, **options):
-    """The rule's answer for additions of whole updates at indices to rows of a target that lies so."""
-    jaxpr = jax.make_jaxpr(lambda x, i, y: x.at[i].add(y, **options))(
-        np.zeros((8, 4)), np.zeros(2, np.int32), np.zeros((2, 4))
-    )
-    equation = next(e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scatter-add")
-    return RULES["scatter-add"](equation, [target, REPLICATED, updates], Axis(("model",), (2,)))
-
-
-@pytest.mark.parametrize("updates", [REPLICATED, PARTIAL])
-def test_whole_updates_are_added_by_the_device_that_has_the_rows(updates):
-    found = added(Shard(0), updates)
-    assert found.operands == [Shard(0), REPLICATED, REPLICATED] and found.results == [Shard(0)]
-    assert added(Shard(0, 2), REPLICATED) is None  # rows in several runs
-
-
-def test_clipped_additions_see_whole_targets():
-    assert added(Shard(0), REPLICATED, mode="clip") is None
+def test_values_and_gradients(make_mesh, name, ways):
+    compare(make_mesh, CASES[name], *ways)

@@ -81,16 +81,8 @@ def stacked(x, y):
     )
 
 
-def vmapped(x, w):
-    return jax.vmap(lambda a: jnp.linalg.norm(a @ w, axis=0) * a[0, 0])(x)
-
-
 def tiled(x):
     return jnp.tile(x, (1, 3, 1)), jnp.tile(x, (2, 1, 2)), jnp.tile(x.sum(0), (2, 1, 1)), jnp.tile(x[:, :0], 2)
-
-
-def not_a_number(x):
-    return (x / 0.0 * 0.0).max(0) + jnp.where(x > 1, jnp.nan, x).max(0)
 
 
 def extremes(x, n):
@@ -119,10 +111,6 @@ def casts(n, x):
 
 def dropped(x):
     return jnp.where(jax.random.bernoulli(jax.random.key(3), 0.5, x.shape), x, 0)
-
-
-def integer_division(n):
-    return n.sum(0) // 4, lax.div(n.sum(0), 3), (n > 2).sum(1) // 2
 
 
 def attention(x, q, k, v):
@@ -190,15 +178,10 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("ways", [(3, 2), pytest.param((40, 40), marks=pytest.mark.slow)], ids=["some ways", "many"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(make_mesh, name):
-    compare(make_mesh, CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_however_arguments_lie(make_mesh, name):
-    compare(make_mesh, CASES[name], 40, 40)
+def test_values_and_gradients(make_mesh, name, ways):
+    compare(make_mesh, CASES[name], *ways)
 
 
 def primitives(jaxpr):

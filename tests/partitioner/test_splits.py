@@ -73,30 +73,6 @@ def test_what_can_not_be_split_is_named(mesh, spec, message):
         at_rest(Splits(mesh, DATA), struct(8, 3), *spec)
 
 
-def test_at_work_and_examples(mesh):
-    splits = Splits(mesh, DATA)  # its axes at work: (data, fsdp) jointly, and model
-    assert [axis.names for axis in splits.axes] == [("data", "fsdp"), ("model",)]
-    assert splits.at_work(PartitionSpec("fsdp", "model")) == (REPLICATED, Shard(1))
-    assert splits.at_work(PartitionSpec(("fsdp", "model"))) == (REPLICATED, Shard(0, 2))
-    assert splits.of_examples(8) == (Shard(0), REPLICATED)
-    assert splits.of_examples(6) == (REPLICATED, REPLICATED)
-    assert WHOLE.axes == WHOLE.of_examples(8) == WHOLE.at_work(PartitionSpec("model")) == ()
-
-
-def test_weights_that_are_gathered_at_each_use(mesh):
-    splits = Splits(mesh, DATA, gather="use")
-    assert [(axis.names, axis.is_data) for axis in splits.axes] == [
-        (("data",), True),
-        (("fsdp",), True),
-        (("model",), False),
-    ]
-    spec = PartitionSpec(("fsdp", "model"))
-    assert splits.at_work(spec) == (REPLICATED, Shard(0), Shard(0, 2)), "as at rest"
-    assert splits.gathered(spec) == (REPLICATED, REPLICATED, Shard(0, 2))
-    assert splits.of_examples(8) == (Shard(0), Shard(0, 2), REPLICATED)
-    assert splits.of_examples(6) == (REPLICATED,) * 3
-
-
 def test_shards_are_of_the_data_axes(mesh):
     assert Splits(mesh, DATA).num_shards == 4
     assert Splits(mesh, ("expert",)).num_shards == WHOLE.num_shards == 1

@@ -1,6 +1,5 @@
 """Meshes whose axes lie along the links that suit them: stages across the slowest, other axes never across slices."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jpipe
-from jpipe.partitioner.users_mesh import Torus, as_mesh, check_context
+from jpipe.partitioner.users_mesh import as_mesh, check_context
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 
@@ -152,12 +151,3 @@ def test_the_mesh_in_context_has_the_same_axes(make_mesh):
     check_context(mesh)
     with jax.set_mesh(make_mesh((2,), ("stage",))), pytest.raises(ValueError, match=r"set pipe\.mesh"):
         check_context(mesh)
-
-
-# --- TPUs: links along the axes of a torus ----------------------------------------------------------------------------
-
-
-def on_torus(version, *shape, **sizes):
-    """TPUs in a slice of this shape, in the order of their coordinates."""
-    places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), -1)
-    return Torus(version, tuple(sizes.items()), tuple(tuple(map(int, place)) for place in places))

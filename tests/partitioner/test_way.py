@@ -24,29 +24,25 @@ def collectives(function, shardings, *arguments):
     return [n for n in names if n in ("psum", "all_gather", "all_to_all", "reduce_scatter")], program.shardings
 
 
-def test_a_value_is_converted_once():
-    """It is wanted as a whole by two operations without a rule."""
-    x = np.eye(4, dtype=np.float32)
-    found = collectives(lambda x: cholesky(x) + cholesky(x), [(Shard(0),)], x)
-    assert found == (["all_gather"], [(REPLICATED,)])
+EYE, X, W = np.eye(4, dtype=np.float32), np.ones((4, 8), np.float32), np.ones((8, 4), np.float32)
+ONCE = {
+    "wanted as a whole by two operations without a rule": (lambda x: cholesky(x) + cholesky(x), [(Shard(0),)], (EYE,)),
+    "read by what is called": (
+        lambda x: jax.jit(cholesky)(x) + jax.jit(lambda x: cholesky(x))(x),
+        [(Shard(0),)],
+        (EYE,),
+    ),
+    "without a rule": (lambda x: cholesky(x * 2), [(Shard(0),)], (EYE,)),
+    # By itself the product is partial; the factorisation needs the sum, and the addition after it takes it then.
+    "a sum": (lambda x, w: ((y := x @ w), cholesky(y) + y)[1], [(Shard(1),), (REPLICATED,)], (X, W)),
+}
 
 
-def test_also_where_it_is_read_by_what_is_called():
-    x = np.eye(4, dtype=np.float32)
-    found = collectives(lambda x: jax.jit(cholesky)(x) + jax.jit(lambda x: cholesky(x))(x), [(Shard(0),)], x)
-    assert found == (["all_gather"], [(REPLICATED,)])
-
-
-def test_what_was_added_up_is_not_added_up_again():
-    """By itself the product is partial; the factorisation needs the sum, and the addition after it takes it then."""
-    x, w = np.ones((4, 8), np.float32), np.ones((8, 4), np.float32)
-    found = collectives(lambda x, w: ((y := x @ w), cholesky(y) + y)[1], [(Shard(1),), (REPLICATED,)], x, w)
-    assert found == (["psum"], [(REPLICATED,)])
-
-
-def test_an_operation_without_a_rule_sees_whole_arrays():
-    found = collectives(lambda x: cholesky(x * 2), [(Shard(0),)], np.eye(4, dtype=np.float32))
-    assert found == (["all_gather"], [(REPLICATED,)])
+@pytest.mark.parametrize("name", ONCE)
+def test_a_value_is_converted_once(name):
+    function, shardings, arguments = ONCE[name]
+    kind = "psum" if name == "a sum" else "all_gather"
+    assert collectives(function, shardings, *arguments) == ([kind], [(REPLICATED,)])
 
 
 def test_names_of_scopes_stay_within_calls():

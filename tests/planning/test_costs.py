@@ -28,27 +28,8 @@ def costs(layers, balance, k=2, m=2, **options):
     return pipe.partition
 
 
-@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("layer", 2), ("stage", 2), ("full", 3)])
-def test_flops_count_the_matrix_products(remat, forwards):
-    """A step multiplies three times for each product: forward, and two in the backward; the first has no input's."""
-    wide = [lambda x: x, *[jpipe.Layer(init, product) for init in (square, square, up, down)], nn.relu]
-    found = costs(wide, "flops", remat=remat).layer_costs
-    products = [2 * 4 * 16 * 16, 2 * 4 * 16 * 16, 2 * 4 * 16 * 64, 2 * 4 * 64 * 16]
-    for cost, size in zip(found[1:], products, strict=False):
-        assert (forwards + 2) * size <= cost < 1.1 * (forwards + 2) * size
-    assert found[-1] < 0.1 * max(products)
-
-
 def square(key, x):
     return jnp.ones((16, 16), jnp.float32)
-
-
-def up(key, x):
-    return jnp.ones((16, 64), jnp.float32)
-
-
-def down(key, x):
-    return jnp.ones((64, 16), jnp.float32)
 
 
 def product(w, x):
@@ -56,19 +37,10 @@ def product(w, x):
     return jnp.sin(x @ w)
 
 
-def test_layers_of_one_group_have_one_cost():
-    found = costs([nn.Dense(16) for _ in range(5)], "flops").layer_costs
-    assert found[1] == found[2] == found[3]
-
-
 def test_size_is_bytes_of_what_training_holds():
     """Four copies of the parameters; the layer's input, which waits for the backward; the first one's is the batch."""
     found = costs([nn.Dense(8), nn.Dense(4, use_bias=False)], "size").layer_costs
     assert found == (4 * (16 * 8 + 8) * 4, (4 * 8 * 4 + 4 * 8) * 4)
-
-
-def test_even():
-    assert costs([nn.Dense(8), nn.Dense(8), nn.relu, nn.relu], "even").layer_costs == (1, 1, 1, 1)
 
 
 class Clock:
@@ -150,13 +122,6 @@ def test_a_time_is_the_median_of_several_runs(clock, seconds, runs, median):
     assert count == 1 + runs
 
 
-def test_runs_are_timed_by_turns(clock):
-    calls = []
-    runs = [(calls.append, (name,)) for name in "ab"]
-    costs_module._median_seconds(runs)
-    assert "".join(calls) == "ab" * 51
-
-
 def test_what_a_layer_makes_is_timed_with_the_rest_of_it():
     """A regression: what follows from no argument was computed ahead, operation by operation, and only read."""
 
@@ -190,9 +155,7 @@ def test_ones_own_balance(balance, counts):
 
 def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
     layers = [nn.Dense(16), nn.Dense(16), nn.Dense(16), nn.Dense(4096)]
-    with pytest.warns(
-        UserWarning, match=r"layer 3 \(Dense\) alone takes \d+% of the model's cost, more than the share"
-    ):
+    with pytest.warns(UserWarning, match=r"3 \(Dense\) alone takes \d+% of the model's cost, more than the share"):
         assert costs(layers, "flops").cuts == (3,)
     with pytest.warns(UserWarning, match=r"layer 0 .* alone takes 60% .* 2 stages \(50%\).* 1\.20 times the mean"):
         costs(layers, [6.0, 1.0, 1.0, 2.0])
@@ -200,6 +163,8 @@ def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
         warnings.simplefilter("error")
         costs(layers, [1, 3])  # the user's own decision
         costs(layers, [1.0, 1.0, 1.0, 3.0])
+        for balance in ("flops", "size"):  # a model that takes next to nothing: every toy model was warned of
+            costs([nn.Dense(2), nn.Dense(2), nn.Dense(2), nn.Dense(32)], balance)
 
 
 class Absent:
@@ -216,25 +181,17 @@ def test_time_needs_a_device_like_those_of_the_mesh():
         costs_module._device_like(SimpleNamespace(devices=np.asarray([Absent()])))
 
 
-@pytest.mark.parametrize("balance", ["flops", "size"])
-def test_no_warning_of_a_model_that_takes_next_to_nothing(balance):
-    """A regression: every toy model was warned of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        costs([nn.Dense(2), nn.Dense(2), nn.Dense(2), nn.Dense(32)], balance)
-
-
 @pytest.mark.parametrize(("remat", "again"), [("none", 0), ("layer", 1), ("stage", 1), ("full", 2)])
 def test_a_cost_is_kept_in_its_parts(remat, again):
     """One product forward; one for the input and one for the weights backward, and what remat computes again."""
-    layers = [lambda x: x, jpipe.Layer(square, product), jpipe.Layer(square, product), nn.relu]
+    layers = [lambda x: x, *[jpipe.Layer(square, product)] * 3, nn.relu]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, remat=remat)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     found, size = pipe.planner.known_plan().costs[2], 2 * 4 * 16 * 16
     parts = found.forward, found.backward
     for part, products in zip(parts, (1, 2 + again), strict=True):
         assert products * size <= part < products * size + 0.15 * size * (1 + again)
-    assert found.total == sum(parts) == pipe.partition.layer_costs[2]
+    assert found.total == sum(parts) == pipe.partition.layer_costs[2] == pipe.partition.layer_costs[1]
     assert (found.parameter_bytes, found.state_bytes) == (16 * 16 * 4, 0)
     assert found.residual_bytes == (2 if remat in ("none", "stage") else 1) * 4 * 16 * 4
 
@@ -248,20 +205,8 @@ def layers_of(pipe, batch):
 
 def make(layer, mesh):
     loss = lambda y, _: jnp.mean(jnp.square(y))
-    return jpipe.Pipeline(
-        [jnp.tanh, layer, jnp.tanh], loss, num_stages=2, num_microbatches=2, mesh=mesh, balance="even"
-    )
-
-
-def test_windows_over_a_split_dimension(make_mesh):
-    """Forward; backward its cotangent is whole anyway, and takes as much."""
-    batch = np.ones((8, 65536, 1), np.float32)
-    warn_once.cache_clear()  # another test may have been told
-    with pytest.warns(UserWarning, match="has to see whole arrays"):
-        traced, layers = layers_of(make(windows, make_mesh((2, 2), ("stage", "model"))), batch)
-    found = unsplit_in(traced[1], layers[1])
-    assert {(one.operation, one.line.split(":")[0]) for one in found} == {("conv_general_dilated", "test_costs.py")}
-    assert sum(one.share for one in found) == pytest.approx(0.5, abs=0.01)
+    options = {"num_stages": 2, "num_microbatches": 2, "mesh": mesh, "balance": "even"}
+    return jpipe.Pipeline([jnp.tanh, layer, jnp.tanh], loss, **options)
 
 
 def windows(x):
@@ -271,7 +216,10 @@ def windows(x):
 
 
 def test_a_small_layer_of_a_large_model_is_no_warning(make_mesh):
-    """Half of the layer is done whole, 6 operations an element, where another layer does 6 * 2048 of each."""
+    """Half of a convolution is done whole: forward; backward its cotangent is whole anyway, and takes as much.
+
+    It does 6 operations an element, where another layer does 6 * 2048 of each.
+    """
     mesh = make_mesh((2, 2), ("stage", "model"))
     batch, loss = np.ones((8, 65536, 1), np.float32), lambda y, _: jnp.mean(jnp.square(y))
     weights = jnp.ones((2048, 2048), jnp.float32)
@@ -285,7 +233,9 @@ def test_a_small_layer_of_a_large_model_is_no_warning(make_mesh):
             warnings.simplefilter("always")
             warn_once.cache_clear()
             traced, on_device = layers_of(pipe, batch)
-        assert sum(one.share for one in unsplit_in(traced[1], on_device[1])) == pytest.approx(0.5, abs=0.01)
+        found = unsplit_in(traced[1], on_device[1])
+        assert {(one.operation, one.line.split(":")[0]) for one in found} == {("conv_general_dilated", "test_costs.py")}
+        assert sum(one.share for one in found) == pytest.approx(0.5, abs=0.01)
         assert ["has to see whole arrays" in str(warning.message) for warning in given] == [True] * warns
 
 

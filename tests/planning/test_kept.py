@@ -8,33 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jpipe
 from cases import assert_equal
-from jpipe.memory.storage import Row, build_storage
-from jpipe.planning.kept import AwayStorage
 from jpipe.processes.progress import warn_once
 from small_pipeline import make
-
-
-def test_a_row_goes_and_comes_back():
-    """Two types of records on two virtual stages; a row has room for those of either."""
-    leaves = [[jax.ShapeDtypeStruct((2, 3), "float32")], [jax.ShapeDtypeStruct((5,), "int32")]]
-    places = build_storage(leaves, [[0, 0, 1], [1]], device_of=[0, 0], rows=[1])
-    storage = AwayStorage(places.record_types, places.named_buffers, 1, host_rows=3, moves=False)
-    here, host = storage.empty(), storage.empty_host()
-    values = [jnp.full((2, 3), float(i)) for i in range(2)]
-    for i, value in enumerate(values):
-        here = storage.write(here, 0, i, [value], Row(0, 0))
-    host = storage.sent(host, storage.leaving(here, jnp.int32(-1)), jnp.int32(2))
-    assert {array.shape[0] for array in host.values()} == {3}
-    for i in range(2):
-        here = storage.write(here, 0, i, [jnp.full((2, 3), 9.0)], Row(0, 0))
-    back = storage.fetched(host, jnp.int32(2))
-    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, storage.empty_row())
-    for i, value in enumerate(values):
-        assert_equal(storage.read_back(here, back, 0, i, Row(0, 0, stays=jnp.int32(0))), [value])
-        assert_equal(
-            storage.read_back(here, back, 0, i, Row(0, 0, stays=jnp.int32(1))), [np.full((2, 3), 9, np.float32)]
-        )
-
 
 OFFLOADS_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names
 NAMED = {"names_which_can_be_saved": [], "offload_src": "device", "offload_dst": "pinned_host"}
@@ -76,34 +51,26 @@ def test_a_policy_that_offloads_by_name_or_products():
         run(OFFLOADS_NAMES(names_which_can_be_offloaded=["hidden"], **NAMED | {"offload_dst": "unpinned_host"}))
 
 
-def plan_step(**options):
-    pipe = make(**options)
-    batch = {name: np.ones((8, 4), np.float32) for name in ("inputs", "targets")}
-    jax.eval_shape(pipe.init, jax.random.key(0), batch)
-    return pipe.planner.training_step(pipe.planner.for_training(batch))
-
-
-def test_cpus_move_nothing_and_say_so_once():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 2, "num_microbatches": 4, "offload": "residuals"}, "offload= moves nothing on CPUs"),
+        ({"num_stages": 1, "offload": "residuals"}, "moves no residuals: under '1f1b' with num_stages=1"),
+        (
+            {"num_stages": 2, "num_microbatches": 4, "offload": {"residuals": 0.5}},
+            r"offload={'residuals': 0.5} moves no residuals: each of the layers' residua",
+        ),
+    ],
+)
+def test_where_nothing_moves_it_is_said_once(options, message):
     warn_once.cache_clear()
-    pipe = make(remat="none", offload="residuals", num_stages=2, num_microbatches=4)
+    pipe = make(**{"remat": "none"} | options)
     batch = {name: np.ones((8, 4), np.float32) for name in ("inputs", "targets")}
     variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
-    with pytest.warns(UserWarning, match="offload= moves nothing on CPUs") as caught:
+    with pytest.warns(UserWarning, match=message) as caught:
         for _ in range(2):
             jax.eval_shape(pipe.value_and_grad, variables, batch)
     assert len(caught) == 1
-
-
-def test_where_nothing_waits_it_says_so():
-    warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="moves no residuals: under '1f1b' with num_stages=1"):
-        plan_step(num_stages=1, remat="none", offload="residuals")
-
-
-def test_a_share_smaller_than_any_residual_says_so():
-    warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=r"offload={'residuals': 0.5} moves no residuals: each of the layers' residua"):
-        plan_step(offload={"residuals": 0.5}, num_stages=2, num_microbatches=4)
 
 
 def test_values_inside_of_a_jit_cannot_go():
@@ -127,57 +94,9 @@ def test_a_share_takes_the_largest_first(share, goes):
 
     init = lambda key, x: {"a": jnp.ones((4, 16)), "b": jnp.ones((16, 4))}
     layers = [jpipe.Layer(init, block)] * 6
-    options = {
-        "num_stages": 2,
-        "num_microbatches": 4,
-        "remat": "none",
-        "balance": "even",
-    }
+    options = {"num_stages": 2, "num_microbatches": 4, "remat": "none", "balance": "even"}
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), offload={"residuals": share}, **options)
     batch = np.ones((8, 4), np.float32)
     jax.eval_shape(pipe.init, jax.random.key(0), batch)
     kept = pipe.planner.training_step(pipe.planner.for_training(batch)).kept
     assert kept.rows_of[1].count("residual_away") == goes
-
-
-IN_PARTS = [["F0", "F1", "I0", "I1", "W0", "W1"], ["F0", "I0", "F1", "I1", "W0", "W1"]]
-BATCH = np.ones((4, 4), np.float32)
-
-
-def block(params, x):
-    return x + jax.nn.gelu(x @ params[0]) @ params[1]
-
-
-def step_of(schedule):
-    init = lambda key, x: [jax.random.normal(key, shape) for shape in ((4, 8), (8, 4))]
-    layers = [jnp.sin, jpipe.Layer(init, block), jpipe.Layer(init, block), jnp.cos]
-    pipe = jpipe.Pipeline(
-        layers,
-        lambda y, _: jnp.mean(y),
-        num_stages=2,
-        num_microbatches=2,
-        schedule=schedule,
-        remat="none",
-        balance="even",
-    )
-    jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
-    return pipe.planner.training_step(pipe.planner.for_training(BATCH))
-
-
-def test_a_split_backward_has_rows_of_its_own():
-    whole, parts = step_of("1f1b").kept, step_of(jpipe.Schedule(IN_PARTS, slots=("F", "B", "W"))).kept
-    assert (list(whole.storages), whole.rows_of[1]) == (["residual"], ("residual", "residual"))
-    assert (list(parts.storages), parts.rows_of[1]) == (
-        ["residual", "late_residual", "w_input"],
-        ("late_residual", "late_residual"),
-    )
-    assert [leaf.shape for leaf in parts.storages["w_input"].record_types[1].leaves] == [(2, 8), (2, 4)]
-
-
-@pytest.mark.parametrize("slots", [None, ("F", "B", "W")])
-def test_residuals_come_back_in_their_own_order(slots):
-    kept = step_of("1f1b" if slots is None else jpipe.Schedule(IN_PARTS, slots=slots)).kept
-    rows = {name: Row(0, 0) for name in kept.storages}
-    leaves = [jnp.full((2, 4), 1.0), jnp.full((2, 8), 2.0)]
-    written = kept.write_residuals(kept.empty(), (1, 0), leaves, rows)
-    assert_equal(kept.read_residuals(written, (1, 0), rows, {}), leaves)

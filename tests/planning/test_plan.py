@@ -38,14 +38,6 @@ def test_cuts_that_follow_from_no_shapes(balance, early, measured):
     assert len(plan(found).costs) == measured
 
 
-def test_cuts_that_follow_from_shapes():
-    found = planner("flops")
-    assert early_partition(found.request) is None
-    made = plan(found)
-    assert made.partition.layer_costs == tuple(cost.total for cost in made.costs)
-    assert found.plan is None, "making a plan leaves the planner as it was"
-
-
 def test_times_of_stages():
     """Matrix products of `[4, 16]` and `[16, 16]`: one forward, two more backward; without costs a third is forward."""
     forward, backward = plan(planner([1, 3])).stage_times
@@ -60,12 +52,6 @@ def test_times_of_stages():
     assert plan(planner([0.0] * 4)).stage_times == ((1.0, 1.0), (2.0, 2.0))
 
 
-def test_the_model_as_the_stages_run_it():
-    made = plan(planner("even"))
-    assert [group.indices for group in made.model.groups] == [(0,), (1, 2), (3,)]
-    assert set(made.layouts) == {"params"}
-
-
 def test_a_model_at_other_shapes_has_to_have_the_same_variables():
     found = planner("even")
     made = plan(found)
@@ -73,11 +59,6 @@ def test_a_model_at_other_shapes_has_to_have_the_same_variables():
     wide = found.model(cut_batch(np.ones((8, 12), np.float32), 2))
     with pytest.raises(ValueError, match=r"layer 0 \(Dense\) takes float32\[4,12\] from this batch but took float32"):
         made.check_model(wide)
-
-
-def test_a_rule_for_a_collection_that_no_layer_has():
-    with pytest.raises(ValueError, match="merge has a rule for 'counts', a collection that no layer has"):
-        plan(planner("even", merge={"counts": "sum"}))
 
 
 def test_a_module_that_looks_tied_and_is_not():

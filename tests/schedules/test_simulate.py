@@ -4,7 +4,6 @@ import itertools
 import re
 from collections import defaultdict
 from dataclasses import replace
-from fractions import Fraction
 from time import process_time
 
 import pytest
@@ -50,33 +49,6 @@ def test_bubble_of_interleaved(num_stages, num_microbatches, num_chunks):
     assert timeline.busy == pytest.approx((4 * num_microbatches,) * num_stages)
 
 
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 4), (4, 32), (8, 16), (1, 3), (3, 1)])
-def test_speedup_over_naive(num_stages, num_microbatches):
-    ratio = num_stages * num_microbatches / (num_microbatches + num_stages - 1)
-    assert simulate(make("gpipe", num_stages, num_microbatches)).speedup_over_naive == pytest.approx(ratio)
-    assert simulate(make("naive", num_stages, num_microbatches)).speedup_over_naive == 1.0
-
-
-def test_speedup_of_eight_stages_and_sixteen_microbatches():
-    """128/23, where 4.6 is often said."""
-    assert simulate(make("1f1b", 8, 16)).speedup_over_naive == pytest.approx(float(Fraction(128, 23)))
-
-
-@given(
-    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5),
-    st.integers(1, 6),
-    st.sampled_from(["gpipe", "1f1b", "forward"]),
-)
-def test_speedup_compares_with_the_naive_order_at_the_same_times(times, num_microbatches, name):
-    f, b = map(list, zip(*times, strict=True))
-    timeline = simulate(make(name, len(f), num_microbatches), f, b)
-    naive = simulate(make("naive", len(f), num_microbatches), f, b).makespan
-    assert naive == num_microbatches * (sum(f) + sum(b))
-    if name == "forward":
-        naive = num_microbatches * sum(f)
-    assert timeline.speedup_over_naive == naive / timeline.makespan
-
-
 @given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=6), st.integers(1, 7))
 def test_gpipe_with_unequal_stages(times, num_microbatches):
     f, b = map(list, zip(*times, strict=True))
@@ -88,11 +60,7 @@ def test_gpipe_with_unequal_stages(times, num_microbatches):
 
 
 @settings(max_examples=50)
-@given(
-    st.sampled_from(names(split=None)),
-    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
-    st.integers(1, 5),
-)
+@given(st.sampled_from(names(split=None)), st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4), st.integers(1, 5))
 def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbatches):
     f, b = map(list, zip(*times, strict=True))
     num_chunks = 2 if name in CHUNKED else 1
@@ -109,40 +77,29 @@ def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbat
     assert timeline.makespan == max(end.values())
 
 
-def rows(timeline):
-    """Stage, action, start and end of each span."""
-    return [(span.stage, str(span.action), span.start, span.end) for span in timeline.spans]
+@pytest.mark.parametrize(
+    ("times", "drawn"),
+    [
+        # Stage 1 takes three times as long: the start of stage 0's last backward waits for it.
+        ({"forward": [1, 3], "backward": [2, 6]},
+         ("F0 0-1, F1 1-2, B0 10-12, B1 19-21", "F0 1-4, B0 4-10, F1 10-13, B1 13-19")),
+        # A hop of 3 shows where nothing runs beside it: F1 is on its way to stage 1 while B0 runs there.
+        ({"forward": 1, "backward": 2, "transfer": 3},
+         ("F0 0-1, F1 1-2, B0 10-12, B1 13-15", "F0 4-5, B0 5-7, F1 7-8, B1 8-10")),
+    ],
+)  # fmt: skip
+def test_timeline_of_two_stages(times, drawn):
+    timeline = simulate(make("1f1b", 2, 2), **times)
+    for spans, line in zip(timeline.of_stages, drawn, strict=True):
+        assert ", ".join(f"{span.action} {span.start:g}-{span.end:g}" for span in spans) == line
 
 
-def test_timeline_of_two_unequal_stages():
-    """Stage 1 takes three times as long: the start of stage 0's last backward waits for it."""
-    timeline = simulate(make("1f1b", 2, 2), forward=[1, 3], backward=[2, 6])
-    assert rows(timeline) == [
-        (0, "F0", 0.0, 1.0),
-        (0, "F1", 1.0, 2.0),
-        (1, "F0", 1.0, 4.0),
-        (1, "B0", 4.0, 10.0),
-        (1, "F1", 10.0, 13.0),
-        (0, "B0", 10.0, 12.0),
-        (1, "B1", 13.0, 19.0),
-        (0, "B1", 19.0, 21.0),
-    ]
-
-
-def test_timeline_with_transfers():
-    """A hop of 3 shows where nothing runs beside it: F1 is on its way to stage 1 while B0 runs there."""
-    timeline = simulate(make("1f1b", 2, 2), forward=1, backward=2, transfer=3)
-    assert rows(timeline) == [
-        (0, "F0", 0.0, 1.0),
-        (0, "F1", 1.0, 2.0),
-        (1, "F0", 4.0, 5.0),
-        (1, "B0", 5.0, 7.0),
-        (1, "F1", 7.0, 8.0),
-        (0, "B0", 10.0, 12.0),
-        (1, "B1", 8.0, 10.0),
-        (0, "B1", 13.0, 15.0),
-    ]
-    assert timeline.speedup_over_naive == (2 * 2 * 3 + 4 * 3) / 15
+def test_transfers_cross_beside_work():
+    """1F1B pays for K-1 hops while it fills and K-1 while it drains; GPipe in every other tick."""
+    longer = lambda s: simulate(s, 1, 2, transfer=0.5).makespan - simulate(s, 1, 2).makespan
+    for K, M in ((1, 3), (2, 1), (3, 7), (6, 12)):
+        assert longer(make("1f1b", K, M)) == 2 * (K - 1) * 0.5
+    assert longer(make("gpipe", 2, 8)) == 0.5 * 8
 
 
 @given(
@@ -161,20 +118,6 @@ def test_speedup_compares_with_the_naive_order_at_the_same_transfer_time(times, 
     assert timeline.speedup_over_naive == naive / timeline.makespan
 
 
-@given(st.integers(1, 6), st.integers(1, 12))
-def test_short_transfers_of_1f1b_show_once_each_way(num_stages, num_microbatches):
-    """Those no longer than a forward cross beside work, but for K-1 hops while it fills and K-1 while it drains."""
-    schedule = make("1f1b", num_stages, num_microbatches)
-    shown = simulate(schedule, 1, 2, transfer=0.5).makespan - simulate(schedule, 1, 2).makespan
-    assert shown == 2 * (num_stages - 1) * 0.5
-
-
-def test_transfers_of_gpipe_show_in_every_other_tick():
-    """A tick of forwards alone has nothing beside which they, and the empty hops back, could cross."""
-    schedule = make("gpipe", 2, 8)
-    assert simulate(schedule, 1, 2, transfer=0.5).makespan - simulate(schedule, 1, 2).makespan == 0.5 * 8
-
-
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (4, 16), (4, 4), (4, 2), (3, 7)])
 def test_peak_in_flight(num_stages, num_microbatches):
     def peak(schedule: Schedule) -> tuple[int, ...]:
@@ -188,15 +131,6 @@ def test_peak_in_flight(num_stages, num_microbatches):
     assert peak(one_slot_from_k(num_stages, M)) == tuple(min(M, num_stages - k) for k in stages)
 
 
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 8), (4, 16)])
-def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
-    """With F and B equally long the papers' order has the ideal bubble; with B longer, F waits for it in lockstep."""
-    schedule = one_slot_from_k(num_stages, num_microbatches)
-    bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    assert simulate(schedule, 1.0, 1.0).bubble_fraction == pytest.approx(bubble)
-    assert simulate(schedule, 1.0, 3.0).bubble_fraction > bubble
-
-
 @pytest.mark.parametrize(
     ("times", "error", "message"),
     [
@@ -205,11 +139,7 @@ def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
         ({"forward": [1.0, float("nan")]}, ValueError, "forward=nan has to be more than 0 and finite"),
         ({"backward": [1.0, 2.0, 3.0]}, ValueError, "has shape (3,); use one number, or one for each of the 2 stages"),
         ({"recompute": -1.0}, ValueError, "recompute=-1.0 has to be at least 0 and finite"),
-        (
-            {"weight": [0.5, 3.0]},
-            ValueError,
-            "weight=[0.5, 3.0] must be no more than backward=2.0, of which it is a part",
-        ),
+        ({"weight": [0.5, 3.0]}, ValueError, "weight=[0.5, 3.0] must be no more than backward=2.0, of which it is"),
         ({"weight": -1}, ValueError, "weight=-1 has to be at least 0 and finite"),
         ({"transfer": -1}, ValueError, "transfer=-1 has to be at least 0 and finite"),
         ({"transfer": float("inf")}, ValueError, "transfer=inf has to be at least 0 and finite"),
@@ -223,9 +153,6 @@ def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
 def test_wrong_times_are_named(times, error, message):
     with pytest.raises(error, match=re.escape(message)):
         simulate(make("gpipe", 2, 2), **times)
-
-
-def test_only_a_schedule_is_simulated():
     with pytest.raises(TypeError, match=r"schedule='gpipe' must be a Schedule; make one with jpipe\.make_schedule"):
         simulate("gpipe")  # pyright: ignore[reportArgumentType]
 
@@ -245,11 +172,7 @@ def test_recomputation_is_time_of_the_backward(name):
 
 
 @settings(max_examples=50)
-@given(
-    st.sampled_from(names(split=None)),
-    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
-    st.integers(1, 6),
-)
+@given(st.sampled_from(names(split=None)), st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4), st.integers(1, 6))
 def test_in_flight_is_what_peak_in_flight_is_the_most_of(name, times, num_microbatches):
     f, b = map(list, zip(*times, strict=True))
     timeline = simulate(make(name, len(f), num_microbatches, 2 if name in CHUNKED else 1), f, b)
@@ -270,24 +193,12 @@ def test_a_timeline_in_words_counts_micro_batches_and_no_pairs_with_chunks():
     """A regression: of 8 micro-batches 11 were said to be in flight, as each of two chunks counted for itself."""
     timeline = simulate(make_schedule("interleaved", num_stages=4, num_microbatches=8, num_chunks=2))
     assert str(timeline) == ("interleaved: K=4, M=8, V=2; time 28.5, bubble 15.8 %, peak in flight 5.5, 4.5, 3.5, 2.5")
-
-
-def test_a_timeline_in_short():
-    for num_stages, num_microbatches in ((4, 8), (64, 512)):
-        timeline = simulate(make_schedule("1f1b", num_stages=num_stages, num_microbatches=num_microbatches))
-        assert repr(timeline) == f"<Timeline {timeline}>" and len(repr(timeline)) <= 120
+    assert repr(timeline) == f"<Timeline {timeline}>"
 
 
 def bubble(timeline: Timeline) -> float:
     """The time in which the stage that works longest idles."""
     return timeline.makespan - max(timeline.busy)
-
-
-@pytest.mark.parametrize(("name", "num_chunks", "most"), [("1f1b", 1, 7.0), ("interleaved", 2, 7.0)])
-def test_zero_bubble_idles_less(name, num_chunks, most):
-    """At F = I = W = 1 it was 21 and 10.5."""
-    assert bubble(simulate(make(name, 8, 32, num_chunks))) == 21.0 / num_chunks
-    assert bubble(simulate(make("zero_bubble", 8, 32, num_chunks))) <= most
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
@@ -313,15 +224,6 @@ def test_bubble_of_zero_bubble(num_stages, f, i, w):
                     ((K - 1) * (f + i) + w * (K > 1)) / V
                 )
                 assert bubble(simulate(make("zero_bubble", K, M, V), **times)) == pytest.approx((K - 1) * (f + i) / V)
-
-
-@pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_zero_bubble_never_idles_longer_than_what_it_is_made_of(weight):
-    for K, M, V in itertools.product((1, 2, 4), (1, 3, 4, 7, 12), (1, 2, 3)):
-        base = make("interleaved", K, M, V)
-        for most in (None, range(K), 0) if V == 1 or M >= K else ():
-            split = simulate(zero_bubble(base, most_waiting=most), weight=weight)
-            assert split.makespan <= simulate(base).makespan * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
@@ -397,15 +299,11 @@ def test_of_chunks_that_differ_the_slowest_of_each_slot_counts(name, num_chunks)
     assert sum(found.busy) == 4 * 3 * sum(numbers)
 
 
-def test_bars_cover_the_busy_time():
-    timeline = simulate(make("interleaved", 3, 6, 2), recompute=1.0)
+def test_bars_cover_the_busy_time_and_recomputation_is_a_bar_before_its_backward():
+    timeline = simulate(make("interleaved", 3, 6, 2), recompute=0.5)
     for stage, busy in enumerate(timeline.busy):
-        assert sum(bar.end - bar.start for bar in timeline.bars if bar.stage == stage) == pytest.approx(busy)
-
-
-def test_recomputation_is_a_bar_before_its_backward():
-    schedule = make("interleaved", 3, 6, 2)
-    kinds = [bar.action.kind for bar in simulate(schedule, recompute=0.5).bars if bar.stage == 0]
-    assert kinds.count("R") == kinds.count("B") == kinds.count("F") == 12
-    assert all(kinds[i + 1] == "B" for i, kind in enumerate(kinds) if kind == "R")
-    assert "R" not in {bar.action.kind for bar in simulate(schedule).bars}
+        bars = [bar for bar in timeline.bars if bar.stage == stage]
+        assert sum(bar.end - bar.start for bar in bars) == pytest.approx(busy)
+        kinds = [bar.action.kind for bar in bars]
+        assert kinds.count("R") == kinds.count("B") == kinds.count("F") == 12
+        assert all(kinds[i + 1] == "B" for i, kind in enumerate(kinds) if kind == "R")

@@ -7,7 +7,6 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from any_schedule import schedules
 from cases import names
@@ -232,18 +231,6 @@ def check(schedule: Schedule, *, keep_inputs: bool) -> None:
     assert table.rows == {name: rows[name] for name in KEEPS}
 
 
-@given(schedules(), st.booleans())
-def test_any_valid_schedule_reads_what_was_written_in_as_few_rows_as_can_be(schedule, keep_inputs):
-    check(schedule, keep_inputs=keep_inputs)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize("keep_inputs", [False, True])
-def test_named_schedules_read_what_was_written_in_as_few_rows_as_can_be(num_chunks, keep_inputs):
-    for schedule in named(num_chunks):
-        check(schedule, keep_inputs=keep_inputs)
-
-
 def parts_of(kinds: set[str]) -> str:
     """What all stages compute where some have a B, others parts of one."""
     return "IW" if "B" in kinds and kinds <= {*"BIW"} else ""
@@ -269,18 +256,6 @@ def check_idle_work(schedule: Schedule, *, keep_inputs: bool) -> None:
             is_kept = np.array(plain.rows[name]) > 0
             recomputes_parts = keep_inputs and schedule.splits  # `Request` refuses it
             assert (rows[:, is_kept] >= 0).all() or not {*run.together[i]} & {*kinds} or recomputes_parts
-
-
-@given(schedules(), st.booleans())
-def test_stages_that_work_along_write_where_nothing_is_kept(schedule, keep_inputs):
-    check_idle_work(schedule, keep_inputs=keep_inputs)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize("keep_inputs", [False, True])
-def test_in_named_schedules_too(num_chunks, keep_inputs):
-    for schedule in named(num_chunks):
-        check_idle_work(schedule, keep_inputs=keep_inputs)
 
 
 def play_away(schedule: Schedule, table: TickTable, name: str) -> int:
@@ -322,15 +297,27 @@ def check_away(schedule: Schedule) -> None:
             assert play_away(schedule, table, name) > 0
 
 
+CHECKS = {
+    "each read finds what was written, in as few rows as can be": lambda schedule: check(schedule, keep_inputs=False),
+    "so it is if inputs are kept": lambda schedule: check(schedule, keep_inputs=True),
+    "stages that work along write where nothing is kept": lambda schedule: check_idle_work(schedule, keep_inputs=False),
+    "so they do if inputs are kept": lambda schedule: check_idle_work(schedule, keep_inputs=True),
+    "what goes to the host is back in time": check_away,
+}
+
+
+@pytest.mark.parametrize("promise", CHECKS)
 @given(schedules())
-def test_what_goes_to_the_host_is_back_in_time(schedule):
-    check_away(schedule)
+def test_the_table_of_any_valid_schedule(promise, schedule):
+    CHECKS[promise](schedule)
+    assert any(slot.kind[-1].any() for slot in schedule.ticks.slots), "no idle tick at the end"
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
-def test_what_goes_to_the_host_is_back_in_time_in_named_schedules(num_chunks):
+@pytest.mark.parametrize("promise", CHECKS)
+def test_the_tables_of_named_schedules(promise, num_chunks):
     for schedule in named(num_chunks):
-        check_away(schedule)
+        CHECKS[promise](schedule)
 
 
 def test_rows_that_go_to_the_host():
@@ -365,13 +352,6 @@ def test_runs_of_named_schedules():
     assert often == ((0, 51, ("",)),), "kinds change often: one run"
 
 
-@given(schedules())
-def test_no_idle_tick_at_the_end(schedule):
-    table = schedule.ticks
-    assert any(slot.kind[-1].any() for slot in table.slots)
-    assert table is schedule.ticks
-
-
 def test_table_of_1f1b_with_two_stages_and_three_microbatches():
     #   tick    |0     |1     |2     |3     |4     |
     #   stage 0 |F0 .  |F1 .  |F2 B0 |.  B1 |.  B2 |
@@ -379,7 +359,7 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
     table = lower(make_schedule("1f1b", num_stages=2, num_microbatches=3))
     forward, backward = table.slots
     assert (forward.kinds, backward.kinds, table.num_ticks) == ("F", "B", 5)
-    by_stage = {
+    of_forwards = {
         "kind": ([1, 1, 1, 0, 0], [0, 1, 1, 1, 0]),
         "microbatch": ([0, 1, 2, 0, 0], [0, 0, 1, 2, 0]),
         "activation": ([-1, -1, -1, -1, -1], [-1, 0, 0, 0, -1]),  # F0 is read before F1 arrives, so one row does
@@ -388,10 +368,7 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
         # Three cotangents arrive on stage 0, each while the forwards of the next tick run; elsewhere row 0 is free.
         "cotangent_in": ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
     }
-    for name, columns in by_stage.items():
-        column = getattr(forward, name)
-        assert tuple(map(list, (column[0] if isinstance(column, tuple) else column).T)) == columns, name
-    by_stage = {
+    of_backwards = {
         "kind": ([0, 0, 1, 1, 1], [0, 1, 1, 1, 0]),
         "microbatch": ([0, 0, 0, 1, 2], [0, 0, 1, 2, 0]),
         "cotangent": ([-1, -1, 0, 0, 0], [-1, -1, -1, -1, -1]),
@@ -401,53 +378,8 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
         "residual": ([-1, -1, 0, 1, 2], [-1, 0, 0, 0, -1]),
         "activation": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
     }
-    for name, columns in by_stage.items():
-        column = getattr(backward, name)
-        assert tuple(map(list, (column[0] if isinstance(column, tuple) else column).T)) == columns, name
+    for slot, by_stage in ((forward, of_forwards), (backward, of_backwards)):
+        for name, columns in by_stage.items():
+            column = getattr(slot, name)
+            assert tuple(map(list, (column[0] if isinstance(column, tuple) else column).T)) == columns, name
     assert (*(rows_of(table, name) for name in BOUNDARIES), table.rows["residual"]) == ((0, 1), (1, 0), (3, 1))
-
-
-def test_kept_inputs_are_there_for_the_backward():
-    table = lower(make_schedule("gpipe", num_stages=2, num_microbatches=3), keep_inputs=True)
-    forward, backward = table.slots
-    assert list(forward.activation[:, 1]) == [-1, 0, 1, 2, -1, -1, -1]
-    assert list(backward.activation[:, 1]) == [-1, -1, -1, 0, 1, 2, -1]
-    assert rows_of(table, "activation") == (0, 3)
-
-
-def test_arrays_are_read_only_int32_of_ticks_by_stages():
-    table = lower(make_schedule("interleaved", num_stages=3, num_microbatches=3, num_chunks=2), away=True)
-    for slot in table.slots:
-        assert slot.away
-        for name, columns in {**vars(slot), **slot.away}.items():
-            for column in columns if isinstance(columns, tuple) else [columns] * (name not in ("kinds", "away")):
-                assert (column.shape, column.dtype) == ((table.num_ticks, 3), np.int32)
-                with pytest.raises(ValueError, match="read-only"):
-                    column[0, 0] = 1
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (4, 8), (4, 2), (3, 7)])
-def test_rows_in_flight(num_stages, num_microbatches):
-    def residual_rows(name: str) -> tuple[int, ...]:
-        return lower(make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches)).rows["residual"]
-
-    stages = range(num_stages)
-    assert residual_rows("naive") == (1,) * num_stages
-    assert residual_rows("gpipe") == (num_microbatches,) * num_stages
-    assert residual_rows("1f1b") == tuple(min(num_microbatches, 2 * (num_stages - 1 - k) + 1) for k in stages)
-    assert residual_rows("forward") == (0,) * num_stages
-
-
-def test_forward_only_keeps_no_cotangents():
-    table = make_schedule("forward", num_stages=3, num_microbatches=6, num_chunks=2).ticks
-    assert (*(rows_of(table, name) for name in BOUNDARIES), table.rows["residual"]) == ((1,) * 3, (0,) * 3, (0,) * 3)
-
-
-def test_what_a_split_backward_keeps_has_rows_of_its_own():
-    orders = [["F0", "F1", "I0", "W0", "I1", "W1"], ["F0", "I0", "F1", "W0", "I1", "W1"]]
-    schedule = Schedule(orders, slots=("FBW",))
-    assert str(schedule).splitlines()[2:] == [
-        "stage 0 |F0 |F1 |.  |I0 |W0 |.  |I1 |W1 |",
-        "stage 1 |.  |F0 |I0 |F1 |W0 |I1 |W1 |.  |",
-    ]
-    assert lower(schedule).rows == {"residual": (2, 1), "late_residual": (2, 2), "w_input": (1, 1)}
