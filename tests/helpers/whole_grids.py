@@ -195,7 +195,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_primitives.py::test_a_layer_of_it": ("layer-{}",),
     "test_memory_model.py::test_own_and_held_are_what_arrays_have": ("axes0-options0", "axes2-options2"),
     "test_dit_stream.py::test_forty_blocks_are_cut_into_equal_stages": ("4",),
-    "test_errors.py::test_a_metric_in_place_of_a_weight": (*("<lambda>-True1", "<lambda>-False0", "<lambda>-False1"),),
     "test_files.py::test_a_layer_that_is_one_array": ("all",),
     "test_meshes.py::test_layers_that_remember_the_mesh": ("linear solver", "weak scalars"),
     "test_meshes.py::test_one_stage_and_another_axis": ("data-None",),
