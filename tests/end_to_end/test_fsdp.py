@@ -138,18 +138,3 @@ def test_state_of_parameters_of_one_shape_and_different_splits(make_mesh):
     params = splits(state.variables["params"])
     assert len(set(params)) == 3
     assert splits(state.opt_state) == params
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shard_over": ("date",)}, r"shard_over=\('date',\) names 'date'; the data axes are \['data'\]"),
-        ({"shard_over": "model"}, r"names 'model'; the data axes are \['data'\]"),
-        ({"gather": "always"}, r"gather='always' is unknown; use one of \['step', 'use'\]"),
-    ],
-)
-def test_wrong_options(make_mesh, options, message):
-    mesh = make_mesh((2, 2, 2), ("stage", "data", "model"))
-    layers = [nn.Dense(4), nn.Dense(4)]
-    with pytest.raises(ValueError, match=message):
-        jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, mesh=mesh, **options)

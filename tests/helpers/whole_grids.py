@@ -71,8 +71,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_schedule.py::test_files_of_pytorch_are_run_exactly": (
         *("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
     ),
-    "test_meshes.py::test_default_explicit_mesh_of_stages_alone": ("True",),
-    "test_meshes.py::test_a_model_without_parameters_on_an_explicit_mesh": ("shape1",),
     "test_pipeline.py::test_where_the_inputs_come_from": ("None-<lambda>1",),
     # K=2, K=2 with V=2, and shared ends stay.
     "test_decoding.py::test_equals_the_model_without_a_cache": (
@@ -139,9 +137,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_fsdp.py::test_gradients_of_split_parameters": ("False-step", "True-use"),
     # One stage differs from four, three and two by sizes alone.
     "test_connections.py::test_all_sorts_of_connections": ("(1, 2, '1f1b', 1, 'layer')", "(3, 4, 'gpipe', 1, 'layer')"),
-    # An odd number of rows stays, on the mesh of two axes.
-    "test_meshes.py::test_evaluation_of_any_batch": ("shape0-6", "shape1-6", "shape0-13", "shape1-13", "shape0-7"),
-    "test_meshes.py::test_a_scalar_among_the_boundaries": ("False-4-1", "False-2-1"),
     "test_metadata.py::test_leaves_of_one_shape_with_and_without_metadata": ("2-names1", "1-names0", "1-names2"),
     "test_frozen.py::test_running_averages_of_a_frozen_layer": ("kept",),
     "test_flops.py::test_layers_of_the_examples_take_what_the_compiler_counts": ("transformer_l-none",),
@@ -162,8 +157,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     ),
     "test_models.py::test_resnets_have_the_usual_parameters": ("50",),
     "test_models.py::test_models_train_in_stages": ("resnet",),
-    "test_meshes.py::test_model_axis": ("True-True",),
-    "test_meshes.py::test_metrics_of_the_loss": ("shape0",),
     "test_merging.py::test_rules_by_collection": (
         *(
             "order1-None-3.3333333333333335-7",
@@ -196,8 +189,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_memory_model.py::test_own_and_held_are_what_arrays_have": ("axes0-options0", "axes2-options2"),
     "test_dit_stream.py::test_forty_blocks_are_cut_into_equal_stages": ("4",),
     "test_files.py::test_a_layer_that_is_one_array": ("all",),
-    "test_meshes.py::test_layers_that_remember_the_mesh": ("linear solver", "weak scalars"),
-    "test_meshes.py::test_one_stage_and_another_axis": ("data-None",),
     "test_pipeline.py::test_boundaries_cross_by_permutation_alone": (
         *("masked-gpipe-3-1-stage-3-2", "alternating-interleaved-2-2-none-1-1"),
     ),
