@@ -21,8 +21,6 @@ OTHERS = (
     # `test_whole_decoding` has outputs that no loss reads.
     "test_registry_models.py::test_outputs_that_the_loss_does_not_read_are_none",
     "test_fuzz.py::test_a_call_that_hangs_dies_or_raises_is_a_result",
-    # `test_marks_may_come_later_and_parameters_thaw` trains with frozen parameters.
-    "test_whole_models.py::test_frozen_parameters",
     # `test_its_choices_are_pipelines_that_train` compiles choices too.
     "test_search.py::test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for",
 )
@@ -47,8 +45,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_gpu.py::test_no_loop_of_a_steady_tick_stops_the_host": ("zero_bubble-1-none",),
     "test_gpu.py::test_one_stage": ("1-4-2",),
     "test_gpu.py::test_shared_ends_beside_another_axis": ("data",),
-    # ViT on an axis stays; models of other kinds are in `test_whole_models`.
-    "test_registry_models.py::test_equals_the_plain_model": ("Transformer-L-interleaved", "U-Net-zero_bubble"),
     # What is clipped, skipped and summed up over steps stays, and one by layers: lamb.
     "test_by_slices.py::test_steps_are_the_same_to_the_bit": (
         *("adam", "momentum", "no state", "lion", "adafactor", "ratios of moments", "finite layers"),
@@ -58,9 +54,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
     # The program for TPUs stays; `test_gpu` has one for GPUs that moves to hosts.
     "test_by_slices.py::test_programs_move_slices_beside_work": ("h100:8-adamw",),
-    "test_whole_models.py::test_on_meshes": ("shape0-axes0",),
     "test_whole_tools.py::test_rules_of_state": ("mean",),
-    "test_whole_models.py::test_initial_values_are_those_of_the_model": ("resnet",),
     "test_whole_checkpoints.py::test_marks_may_come_later_and_parameters_thaw": ("tx1",),
     "test_by_slices.py::test_checkpoints_go_to_pipelines_without": (
         "adam-from the hosts",
