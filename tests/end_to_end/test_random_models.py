@@ -81,7 +81,10 @@ class Random(nn.Module):
 @st.composite
 def models(draw: st.DrawFn) -> Random:
     """Models of up to eleven operations."""
-    names = "dense block branches keep join add tied scan remat norm dropout mask cast terms head".split()
+    names = [
+        *("dense", "block", "branches", "keep", "join", "add", "tied", "scan", "remat", "norm", "dropout", "mask"),
+        *("cast", "terms", "head"),
+    ]
     steps = draw(st.lists(st.tuples(st.sampled_from(names), st.integers(0, 5)), min_size=3, max_size=9))
     return Random((("dense", 1), *steps, ("dense", 0)))
 
