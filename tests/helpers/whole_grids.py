@@ -54,7 +54,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
     # The program for TPUs stays; `test_gpu` has one for GPUs that moves to hosts.
     "test_by_slices.py::test_programs_move_slices_beside_work": ("h100:8-adamw",),
-    "test_whole_tools.py::test_rules_of_state": ("mean",),
     "test_whole_checkpoints.py::test_marks_may_come_later_and_parameters_thaw": ("tx1",),
     "test_by_slices.py::test_checkpoints_go_to_pipelines_without": (
         "adam-from the hosts",
@@ -81,18 +80,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     # Two axes at once stay.
     "test_decoding.py::test_other_axes": ("axes1", "axes2"),
     "test_decoding.py::test_prompts_are_fed_several_tokens_at_a_time": ("2-5-K=2",),
-    # Every schedule stays here, in `test_any_sequence` or in `test_pipeline`, each kind of layer and each remat here.
-    "test_transparency.py::test_equals_the_sequential_model_in_float64": (
-        *("linen-interleaved-K2-M3-V3-stage", "mixed-naive-K3-M3-V1-stage", "linen-zero_bubble-K3-M6-V1-none"),
-        *("mixed-ahead-K3-M6-V1-stage", "nnx modules-gpipe-K2-M3-V1-layer"),
-        *("mixed-1f1b-K4-M3-V1-layer", "mixed-one slot-K4-M6-V1-policy"),
-    ),
-    # One that keeps residuals stays: 4-6-none.
-    "test_transparency.py::test_stage_k_runs_k_less_forwards_ahead_in_one_slot": (
-        "2-6-layer",
-        "4-3-layer",
-        "2-3-stage",
-    ),
     # The other chips stay; 13 s of the TPU's compiler.
     "test_step_times.py::test_predictions_are_those_kept": ("v5e, K=4, 1024 wide, 1x1024, none, zero_bubble",),
     # Continuous integration runs all pages.
@@ -165,15 +152,12 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_search.py::test_what_is_pinned_alone_has_the_rest_chosen_to_fit": (
         *("{'schedule': 'v'}", "{'schedule': 'gpipe'}", "{'shard_over': 'data'}"),
     ),
-    # What is computed stays with the other two, by both remats.
-    "test_kernels.py::test_layers_with_programs_inside_equal_plain_flax": ("all-layer",),
     "test_per_layer.py::test_per_layer_shows_each_layer_its_own_tree": ("multi_transform", "clipped by block"),
     # Each mode stays: none, layer, stage; full with one stage.
     "test_remat.py::test_every_layer_runs_as_often_as_its_mode_says_and_never_in_an_idle_tick": (
         *("none-interleaved-2-2-1", "full-1f1b-2-1-3"),
     ),
     "test_connections.py::test_a_skip_under_every_cut": ("counts1", "counts2"),
-    "test_packed_sequences.py::test_packed_documents_train_as_each_by_itself": ("interleaved", "zero_bubble"),
     "test_tracing.py::test_loops_that_split_keys_for_parameters_alone": ("remat_scan",),
     "test_loss.py::test_a_loss_with_a_key": ("{'num_stages': 2}",),
     "test_train_state.py::test_state_lies_with_its_layers": ("adamw", "chain"),
