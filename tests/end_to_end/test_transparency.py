@@ -35,7 +35,7 @@ IN_TEST_ALL = [
     ("linen", "1f1b", 1, 3, 1, "none"),
     ("nn.Sequential", "1f1b", 3, 4, 1, "policy"),
     ("alternating", "one slot", 2, 4, 1, "layer"),
-    ("mixed", "gpipe", 1, 4, 1, "full"),
+    ("mixed", "gpipe", 1, 3, 1, "full"),
     ("mixed", "naive", 3, 3, 1, "stage"),
     ("mixed", "ahead", 3, 6, 1, "stage"),
 ]

@@ -41,10 +41,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     ),
     # What arrives at each use stays in the tests of gradients.
     "test_fsdp.py::test_shard_over_a_data_axis": ("use-none",),
-    # The looped step of 1F1B, one stage with one chunk, and ends beside an axis that splits weights stay.
-    "test_gpu.py::test_no_loop_of_a_steady_tick_stops_the_host": ("zero_bubble-1-none",),
-    "test_gpu.py::test_one_stage": ("1-4-2",),
-    "test_gpu.py::test_shared_ends_beside_another_axis": ("data",),
     # What is clipped, skipped and summed up over steps stays, and one by layers: lamb.
     "test_by_slices.py::test_steps_are_the_same_to_the_bit": (
         *("adam", "momentum", "no state", "lion", "adafactor", "ratios of moments", "finite layers"),
