@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jpipe
-from cases import assert_close
+from cases import assert_close, run_layers
 from published import schedule_of
 
 
@@ -84,20 +84,12 @@ def batch_of(size=8):
     return batch | {"mask": np.float64(np.arange(size) % 3 > 0)}
 
 
-def check(rule, loss_fn, m, axes, **options):
-    batch, layers = batch_of(), [Block(rule) for _ in range(4)]
-    devices = jax.devices()[: 2 * max(axes.values(), default=1)]
-    mesh = jpipe.make_mesh(stage=2, **axes, devices=devices)
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=m, mesh=mesh, **options)
+def compare(layers, loss_fn, batch, **options):
+    """Loss, every gradient and a step of two stages are those of the whole model on the whole batch."""
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, **options)
     state = pipe.create_state(jax.random.key(0), batch, optax.sgd(1.0))
     trees = jax.device_get(pipe.layer_variables(state.variables))
-
-    def plain(trees):
-        x = batch["inputs"]
-        for layer, tree in zip(layers, trees, strict=True):
-            x = layer.apply(tree, x)
-        return plain_loss(loss_fn, x, batch)
-
+    plain = lambda trees: plain_loss(loss_fn, run_layers(layers, trees, batch["inputs"]), batch)
     expected, wanted = jax.jit(jax.value_and_grad(plain))(trees)
     (loss, _), grads = pipe.value_and_grad(state.variables, batch)
     assert_close(loss, expected, "loss")
@@ -105,6 +97,11 @@ def check(rule, loss_fn, m, axes, **options):
     state, _ = pipe.train_step(state, batch)
     after = jax.device_get(pipe.layer_variables(state.variables))
     assert_close(after, jax.tree.map(lambda a, g: a - g, trees, wanted), "after a step")
+
+
+def check(rule, loss_fn, m, axes, **options):
+    mesh = jpipe.make_mesh(stage=2, **axes, devices=jax.devices()[: 2 * max(axes.values(), default=1)])
+    compare([Block(rule) for _ in range(4)], loss_fn, batch_of(), num_microbatches=m, mesh=mesh, **options)
 
 
 # rule, loss, M, axes, options
@@ -156,20 +153,7 @@ def test_ends_that_all_stages_share():
     with jax.enable_x64(True):
         wide = {"param_dtype": jnp.float64}
         layers = [nn.Embed(vocabulary, 64, **wide), Block(), Block(), nn.Dense(vocabulary, use_bias=False, **wide)]
-        pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, ends="shared")
-        variables = pipe.init(jax.random.key(0), batch)
-        trees = jax.device_get(pipe.layer_variables(variables))
-
-        def plain(trees):
-            x = batch["inputs"]
-            for layer, tree in zip(layers, trees, strict=True):
-                x = layer.apply(tree, x)
-            return loss_fn(x, batch)
-
-        expected, wanted = jax.jit(jax.value_and_grad(plain))(trees)
-        (loss, _), grads = pipe.value_and_grad(variables, batch)
-        assert_close(loss, expected, "loss")
-        assert_close(jax.device_get(pipe.layer_variables({"params": grads})), wanted, "gradients")
+        compare(layers, loss_fn, batch, num_microbatches=4, ends="shared")
 
 
 def test_a_loss_that_is_scaled_up():
