@@ -54,8 +54,7 @@ def spread(tree):
     return [leaf.addressable_shards[0].data.size / leaf.size for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("gather", ["step", "use"])
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(("gather", "explicit"), [("use", False), ("step", True)])
 def test_gradients_of_split_parameters(make_mesh, split_model, gather, explicit):
     with jax.enable_x64(True):
         mesh = make_mesh((2, 2, 2), ("stage", "fsdp", "tp"), explicit=explicit)
@@ -76,9 +75,7 @@ def test_gradients_over_two_data_axes(make_mesh, split_model, gather):
         check_step(pipe, split_model)
 
 
-@pytest.mark.parametrize(
-    ("gather", "remat"), [("step", "layer"), ("use", "none"), pytest.param("use", "stage", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("gather", "remat"), [("step", "layer"), pytest.param("use", "none", marks=pytest.mark.slow)])
 def test_shard_over_a_data_axis(make_mesh, plain_model, gather, remat):
     """ZeRO-1: after two steps of adamw everything is as without it, and parameters and moments are split."""
     results = []

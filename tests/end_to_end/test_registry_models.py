@@ -68,6 +68,7 @@ def test_blocks_of_a_scan_that_returns_pairs_are_equal():
     assert [layer.same_as for layer in found] == [0, 1, 2, 1, 2, 1, 2, 7]
 
 
+@pytest.mark.slow  # `test_whole_decoding` has such outputs too
 def test_outputs_that_the_loss_does_not_read_are_none():
     case = case_of("big_vision ViT")
     pipe = jpipe.Pipeline(case.model, case.loss, num_stages=2, num_microbatches=2)

@@ -18,9 +18,6 @@ OTHERS = (
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
     # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
     "test_compiled_program.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
-    # `test_whole_decoding` has outputs that no loss reads.
-    "test_registry_models.py::test_outputs_that_the_loss_does_not_read_are_none",
-    "test_fuzz.py::test_a_call_that_hangs_dies_or_raises_is_a_result",
     # `test_its_choices_are_pipelines_that_train` compiles choices too.
     "test_search.py::test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for",
 )
@@ -39,8 +36,6 @@ MOVED: dict[str, tuple[str, ...]] = {
         "linen-case3-none-offload3-gpu",
         "linen-case0-none-residuals-cpu",
     ),
-    # What arrives at each use stays in the tests of gradients.
-    "test_fsdp.py::test_shard_over_a_data_axis": ("use-none",),
     # What is clipped, skipped and summed up over steps stays, and one by layers: lamb.
     "test_by_slices.py::test_steps_are_the_same_to_the_bit": (
         *("adam", "momentum", "no state", "lion", "adafactor", "ratios of moments", "finite layers"),
@@ -50,7 +45,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
     # The program for TPUs stays; `test_gpu` has one for GPUs that moves to hosts.
     "test_by_slices.py::test_programs_move_slices_beside_work": ("h100:8-adamw",),
-    "test_whole_checkpoints.py::test_marks_may_come_later_and_parameters_thaw": ("tx1",),
     "test_by_slices.py::test_checkpoints_go_to_pipelines_without": (
         "adam-from the hosts",
         "lamb-from the devices",
@@ -98,11 +92,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_peers.py::test_pipelines_train_that_model": ("layer,zero_bubble",),
     # Each kind of layer, split backwards and whole ones stay with another kind.
     "test_alike.py::test_a_step_and_evaluation_equal_the_sequential_model": ("linen-zero_bubble",),
-    # Each rule stays, with M=2 and M=4, at which the batch is cut.
-    "test_backward_rules.py::test_it_sees_what_it_sees_in_the_whole_model": (
-        *("clip-mean-M1-{}-{}", "clip-masked-M1-{}-{}", "clip-mean-M4-{}-{'remat': 'none'}"),
-        "clip-two_means-M4-{}-{'schedule': 'v', 'num_chunks': 2}",
-    ),
     # The narrowest type stays: 4-uint8.
     "test_decoding.py::test_prompts_of_any_integers": ("1-uint8", "1-int16", "4-int64", "1-int64", "4-int16"),
     # Each schedule and each remat stays: 1f1b with none and layer, interleaved with stage, naive with full.
@@ -110,8 +99,6 @@ MOVED: dict[str, tuple[str, ...]] = {
         *("1f1b-4-1-stage", "1f1b-4-1-full", "naive-1-1-none", "naive-1-1-layer", "naive-1-1-stage"),
         *("interleaved-4-2-none", "interleaved-4-2-layer", "interleaved-4-2-full"),
     ),
-    # Each value of both options stays: False-use, True-step.
-    "test_fsdp.py::test_gradients_of_split_parameters": ("False-step", "True-use"),
     # One stage differs from four, three and two by sizes alone.
     "test_connections.py::test_all_sorts_of_connections": ("(1, 2, '1f1b', 1, 'layer')", "(3, 4, 'gpipe', 1, 'layer')"),
     "test_metadata.py::test_leaves_of_one_shape_with_and_without_metadata": ("2-names1", "1-names0", "1-names2"),
@@ -172,7 +159,7 @@ MOVED: dict[str, tuple[str, ...]] = {
 def is_moved(file: str, test: str, case: str | None) -> bool:
     """Whether `make test` leaves out a case, or a test without cases.
 
-    >>> is_moved("test_fsdp.py", "test_gradients_of_split_parameters", "True-use")
+    >>> is_moved("test_frozen.py", "test_a_checkpoint_has_all", "nnx")
     True
     """
     name = f"{file}::{test}"
