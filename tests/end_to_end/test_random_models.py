@@ -148,6 +148,7 @@ def test_a_model_of_everything():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*look.* at several examples")
 @given(models(), SETTINGS)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 def test_any_model(model, options):

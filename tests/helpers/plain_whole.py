@@ -143,7 +143,7 @@ def check(case, *, variables=None, frozen=None, num_microbatches=4, key=KEY, out
     trained = {name: tree for name, tree in expected.items() if not frozen(name)} if frozen else expected
     own = nn.unbox(pipe.model_variables({"params": gradients}))
     assert_close(own, of_model(case, {"params": nn.unbox(trained)}), "gradients")
-    if new:
+    if new and not frozen:
         means = jax.tree.leaves(jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *states))
         for (path, leaf), mean in zip(jax.tree.leaves_with_path(pipe.model_variables(new)), means, strict=True):
             if path[-1].key == "mean":  # of which the whole batch's is the mean
