@@ -7,8 +7,7 @@ import jax
 import pytest
 
 import jpipe
-from cases import MODELS, assert_close, call_layer, model
-from jpipe.types import PyTree
+from cases import call_layer, model
 
 SIZES = {"num_stages": 2, "num_microbatches": 4}
 COUNTED = ("dot_general", "while", "collective_permute", "all_reduce", "tanh", "gather", "scatter")
@@ -39,31 +38,6 @@ def as_module(truth) -> jpipe.Layer:
         return x
 
     return jpipe.Layer(init, apply, name="chain")
-
-
-def named(trees: list) -> PyTree:
-    return {name(i): tree for i, tree in enumerate(trees)}
-
-
-@pytest.mark.parametrize(
-    "kind", [k if k in ("linen", "mixed") else pytest.param(k, marks=pytest.mark.slow) for k in MODELS]
-)
-def test_loss_and_gradients_are_the_models_by_both_doors(kind):
-    with jax.enable_x64(True):
-        truth = model(kind)
-        loss, _, gradients = truth.truth
-        by_list = jpipe.Pipeline(truth.layers, truth.loss_fn, **SIZES)
-        by_module = jpipe.Pipeline(as_module(truth), truth.loss_fn, **SIZES)
-        variables = by_list.from_layer_variables(truth.trees, truth.batch)
-        (found, _), grads = by_list.value_and_grad(variables, truth.batch)
-        assert_close(found, loss, "loss of the list")
-        assert_close(by_list.layer_variables({"params": grads}), gradients, "gradients of the list")
-        (found, _), grads = by_module.value_and_grad(
-            by_module.from_model_variables(named(truth.trees), truth.batch), truth.batch
-        )
-        assert_close(found, loss, "loss of the module")
-        leaves = jax.tree.leaves(by_module.model_variables({"params": grads}))
-        assert_close(leaves, jax.tree.leaves(named(gradients)), "gradients of the module")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_every_layout_has_layers():
     assert set(CHANGES) == set(OF_LAYOUT) == set(LAYOUTS)
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_dies_or_raises_is_a_result():
     with Worker(limit=8) as worker:
         assert worker.call("time", "sleep", 0).outcome == "ok"

@@ -93,7 +93,7 @@ def test_residuals_go_to_the_host_and_come_back_beside_work():
     ("schedule", "chunks", "remat"),
     [
         ("1f1b", 1, "layer"),
-        ("zero_bubble", 1, "none"),
+        pytest.param("zero_bubble", 1, "none", marks=pytest.mark.slow),
         pytest.param("interleaved", 2, "layer", marks=pytest.mark.slow),
         ("v", 2, "none"),
         pytest.param("1f1b", 1, "full", marks=pytest.mark.slow),
@@ -144,12 +144,9 @@ def test_residuals_of_an_end_that_all_stages_compute_are_written_in_place():
     assert not [each for each in copies if "[]" not in each and "[1," not in each], "of single activations only"
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(1, 1, 1), (1, 4, 2)])
-def test_one_stage(stages, microbatches, chunks):
+def test_one_stage():
     """XLA couldn't compute the trips of loops in which something was tied to the trip."""
-    schedule = "interleaved" if chunks > 1 else "1f1b"
-    _, step = blocks_step(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
-    compiled(step)
+    compiled(blocks_step("1f1b", stages=1, microbatches=1)[1])
 
 
 def test_weights_are_cast_ahead_of_the_ticks():
@@ -160,14 +157,13 @@ def test_weights_are_cast_ahead_of_the_ticks():
     assert in_loops and not [cast for cast in casts if f"bf16[{WIDTH},{WIDTH}]" in cast]
 
 
-@pytest.mark.parametrize("axis", ["data", "model"])
-def test_shared_ends_beside_another_axis(axis):
+def test_shared_ends_beside_another_axis():
     """A scatter's sum had sharding constraints inside, which the compiler couldn't compute as it folded constants."""
     split = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     layers = [nn.Embed(WORDS, WIDTH), nn.Dense(WIDTH), nn.Dense(WIDTH), nn.Dense(WORDS, kernel_init=split)]
     batch = {name: jax.ShapeDtypeStruct((16, 32), jnp.int32) for name in ("inputs", "targets")}
     loss_fn = lambda y, batch: optax.softmax_cross_entropy_with_integer_labels(y, batch["targets"]).mean()
-    step = lowered_step(layers, loss_fn, gpu_mesh((2, 2), ("stage", axis)), batch, ends="shared")
+    step = lowered_step(layers, loss_fn, gpu_mesh((2, 2), ("stage", "model")), batch, ends="shared")
     assert "scatter" in compiled(step).as_text()
 
 

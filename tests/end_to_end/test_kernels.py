@@ -106,13 +106,9 @@ POLICIES = {
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("attention", "remat"),
-    [
-        *[pytest.param("flash", remat, marks=SLOW) for remat in (*MODES, *POLICIES)],  # by default on a mesh, see below
-        *[pytest.param("splash", remat, marks=SLOW) for remat in (*MODES, *POLICIES)],
-    ],
-)
+@pytest.mark.slow  # by default on a mesh, see below
+@pytest.mark.parametrize("remat", [*MODES, *POLICIES])
+@pytest.mark.parametrize("attention", ["flash", "splash"])
 def test_a_language_model_with_a_kernel_has_the_sequential_gradients(attention, remat):
     check_language_model(attention, remat)
 
@@ -220,42 +216,17 @@ class Cell(nn.Module):
         return x + nn.Dropout(0.25, deterministic=not self.train)(h), None
 
 
-class Checkpointed(nn.Module):
-    """Two cells under `nn.remat`."""
-
-    @nn.compact
-    def __call__(self, x, train: bool):
-        for _ in range(2):
-            x, _ = nn.remat(Cell)(train)(x, None)
-        return x
-
-
-class Scanned(nn.Module):
-    """Two cells in `nn.scan`, each under `nn.remat` if wanted."""
-
-    remat: bool = False
-
-    @nn.compact
-    def __call__(self, x, train: bool):
-        cell = nn.remat(Cell, prevent_cse=False) if self.remat else Cell
-        cells = nn.scan(
-            cell,
-            variable_axes={"params": 0, "batch_stats": 0},
-            split_rngs={"params": True, "dropout": True},
-            length=2,
-        )
-        return cells(train)(x, None)[0]
-
-
 class All(nn.Module):
     """Everything in one layer, as each program that is compiled takes its time."""
 
     @nn.compact
     def __call__(self, x, train: bool):
-        return Scanned(remat=True)(Rounding()(nn.remat(Cell)(train)(x, None)[0]), train)
+        rngs = {"params": True, "dropout": True}
+        axes = {"params": 0, "batch_stats": 0}
+        cells = nn.scan(nn.remat(Cell, prevent_cse=False), variable_axes=axes, split_rngs=rngs, length=2)
+        return cells(train)(Rounding()(nn.remat(Cell)(train)(x, None)[0]), None)[0]
 
 
-INSIDE = {"all": All, "custom_vjp": Rounding, "remat": Checkpointed, "scan": Scanned}
 KEY = 5
 
 
@@ -264,28 +235,21 @@ def squares(outputs, batch):
 
 
 @functools.cache
-def sequential_model(name: str) -> Any:
+def sequential_model() -> Any:
     """(layers, variables, batch, what plain Flax makes of them)."""
     rng = np.random.default_rng(1)
-    layers = [wide(4), *[INSIDE[name]() for _ in range(3)], wide(3)]
+    layers = [wide(4), *[All() for _ in range(3)], wide(3)]
     batch = {"inputs": rng.normal(size=(4 * M, 5)), "targets": rng.normal(size=(4 * M, 3))}
     items = sequential.random_items(layers, batch, 2)
     return layers, items, batch, sequential.truth(layers, items, squares, batch, key=jax.random.key(KEY), m=M, rate=0.1)
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"),
-    [
-        ("all", "layer"),
-        *[pytest.param("all", remat, marks=SLOW) for remat in ("none", "stage", "full", "dots")],
-        *[("custom_vjp", remat) for remat in ("none", "stage")],
-        *[pytest.param("custom_vjp", remat, marks=SLOW) for remat in ("layer", "full", "dots")],
-        *[pytest.param(name, remat, marks=SLOW) for name in ("remat", "scan") for remat in (*MODES, "dots")],
-    ],
+    "remat", ["none", "layer", *(pytest.param(remat, marks=SLOW) for remat in ("stage", "full", "dots"))]
 )
-def test_layers_with_programs_inside_equal_plain_flax(name, remat):
+def test_layers_with_programs_inside_equal_plain_flax(remat):
     with jax.enable_x64(True):
-        layers, items, batch, expected = sequential_model(name)
+        layers, items, batch, expected = sequential_model()
         pipe = pipeline(layers, squares, POLICIES.get(remat, remat))
         assert_step_equals(pipe, items, batch, jax.random.key(KEY), expected)
 

@@ -77,8 +77,7 @@ def run_all(directory: Path, processes: int, devices: int, cases: list[str]) -> 
 
 
 STEP = "stage across, data within"
-MORE_STEPS = ["stage across", "stage within, data across"]
-"""Those of `make test-all`; by default a loop and a run that goes on have the other axis across."""
+"""That of `make test`; a loop and a run that goes on have the other axis across."""
 
 
 def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
@@ -126,13 +125,6 @@ def two(tmp_path_factory, saved_run):
     return once(tmp_path_factory, "two", lambda: run_all(saved_run[0], 2, 2, cases))
 
 
-@pytest.fixture(scope="module")
-def two_more(tmp_path_factory):
-    """What two processes found in the cases of `make test-all`."""
-    run = lambda: run_all(tmp_path_factory.mktemp("more"), 2, 2, [*MORE_STEPS, "whole model"])
-    return once(tmp_path_factory, "two_more", run)
-
-
 @pytest.fixture
 def four_devices(monkeypatch):
     """The cases of the worker in this process, on as many devices as the processes have together."""
@@ -156,12 +148,6 @@ def check_step(found: dict[int, Any], case: str) -> None:
 
 def test_a_step_of_two_processes_is_that_of_one(two, four_devices):
     check_step(two, STEP)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE_STEPS)
-def test_so_is_a_step_with_other_axes_across(two_more, four_devices, case):
-    check_step(two_more, case)
 
 
 @pytest.mark.slow
@@ -240,11 +226,12 @@ def test_variables_go_from_mesh_to_mesh_though_no_process_has_them_whole(two):
 
 
 @pytest.mark.slow
-def test_a_model_that_is_one_module_trains_and_goes_on(two_more, four_devices, tmp_path, monkeypatch):
+def test_a_model_that_is_one_module_trains_and_goes_on(four_devices, tmp_path, tmp_path_factory, monkeypatch):
     """A scan's parameters are stacked on the hosts alone, once its checkpoint is read."""
+    found = run_all(tmp_path_factory.mktemp("processes"), 2, 2, ["whole model"])
     monkeypatch.setattr(process_worker, "OUT", tmp_path)
     alone = process_worker.whole_model()
-    for by_case in two_more.values():
+    for by_case in found.values():
         found = by_case["whole model"]
         np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
         assert_equal(found["loaded"], found["trained"])

@@ -9,14 +9,16 @@ import pytest
 from flax import nnx
 
 import jpipe
+import plain_whole
+import whole_models
 
-X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+X = np.random.default_rng(0).normal(size=(8, 4))
 KEY = jax.random.key(0)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def standard():
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -28,23 +30,8 @@ def pipeline(model, loss=square, **options):
     return jpipe.Pipeline(model, loss, num_stages=2, num_microbatches=2, **options)
 
 
-def check_gradients(init, apply, loss=square):
-    """Compares all gradients of functions `init(key, x)`, `apply(params, x)` with plain JAX."""
-    pipe = pipeline(jpipe.Layer(init, apply), loss)
-    variables = pipe.init(KEY, X)
-    found = pipe.model_variables({"params": pipe.value_and_grad(variables, X)[1]})
-    plain = lambda params: (loss(apply(params, X[:4]), X) + loss(apply(params, X[4:]), X)) / 2
-    expected = jax.jit(jax.grad(plain))(pipe.model_variables(variables))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)
-
-
-def test_a_slice_that_is_read_whole_and_in_slices():
-    weights = np.random.default_rng(1).normal(size=(3, 2, 4, 4)).astype(np.float32)
-
-    def block(x, w):
-        return jax.lax.scan(lambda x, v: (jnp.tanh(x @ v), None), x, w)[0] + 0.1 * jnp.mean(w**2), None
-
-    check_gradients(lambda key, x: {"w": jnp.asarray(weights)}, lambda p, x: jax.lax.scan(block, x, p["w"])[0])
+def dense(width=4):
+    return nn.Dense(width, param_dtype=jnp.float64)
 
 
 class Chain(nn.Module):
@@ -63,30 +50,19 @@ class Chain(nn.Module):
         if self.first == "callback":
             jax.experimental.io_callback(lambda mean: None, None, x.mean())
         if self.first == "norm":
-            x = nn.BatchNorm(use_running_average=not train)(x)
+            x = nn.BatchNorm(use_running_average=not train, param_dtype=jnp.float64)(x)
         if self.first == "noise" and train:
             x = x + jax.random.normal(self.make_rng("dropout"), x.shape)
         for _ in range(4):
-            x = jnp.tanh(nn.Dense(4)(x))
+            x = jnp.tanh(dense()(x))
         return x
 
 
-def test_prints_and_callbacks_of_the_batch_alone(capfd):
+def test_prints_of_the_batch_alone(capfd):
     pipe = pipeline(Chain("print"))
     jax.block_until_ready(pipe.value_and_grad(pipe.init(KEY, X), X))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("mean") >= 2
-    with pytest.raises(ValueError, match="calls back into Python"):
-        pipeline(Chain("callback")).init(KEY, X)
-
-
-@pytest.mark.parametrize("first", ["norm", "noise"])
-def test_what_is_done_first_may_differ_in_evaluation(first):
-    model, pipe = Chain(first), pipeline(Chain(first))
-    variables = pipe.init(KEY, X)
-    pipe.value_and_grad(variables, X, KEY)
-    expected = model.apply(pipe.model_variables(variables), X)
-    np.testing.assert_allclose(pipe.apply(variables, X), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_missing_collections_stay_missing():
@@ -113,7 +89,6 @@ def test_stacked_weights_under_other_keys(impl):
             pipeline(jpipe.Layer(init, apply)).init(key, X)
 
 
-@pytest.mark.usefixtures("standard")
 def test_hyperparameters_may_be_named_as_parameters_are():
     def init(key, x):
         keys = jax.random.split(key, 3)
@@ -135,26 +110,13 @@ def test_hyperparameters_may_be_named_as_parameters_are():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)
 
 
-def test_outputs_of_parameters_alone():
-    def init(key, x):
-        keys = jax.random.split(key, 4)
-        return {f"w{i}": nn.initializers.lecun_normal()(keys[i], (4, 4)) for i in range(4)} | {"scale": jnp.ones(())}
-
-    def apply(p, x):
-        for i in range(4):
-            x = jnp.tanh(x @ p[f"w{i}"])
-        return x, jnp.exp(p["scale"])
-
-    check_gradients(init, apply, lambda outputs, batch: (outputs[0] ** 2).mean() * outputs[1])
-
-
 class Largest(nn.Module):
     """Blocks that keep what they don't read: how large their activations were."""
 
     @nn.compact
     def __call__(self, x):
         for i in range(4):
-            x = jnp.tanh(nn.Dense(4)(x))
+            x = jnp.tanh(dense()(x))
             kept = self.variable("stats", f"largest_{i}", jnp.zeros, ())
             if self.is_mutable_collection("stats"):
                 kept.value = jnp.abs(x).max()
@@ -176,15 +138,8 @@ class Noisy(nn.Module):
     @nn.compact
     def __call__(self, x):
         for _ in range(4):
-            x = jnp.tanh(nn.Dense(4)(x)) + jax.random.normal(jax.random.key(7), x.shape)
+            x = jnp.tanh(dense()(x)) + jax.random.normal(jax.random.key(7), x.shape)
         return x
-
-
-def test_a_key_among_the_constants():
-    pipe = pipeline(Noisy())
-    variables = pipe.init(KEY, X)
-    expected = np.concatenate([Noisy().apply(pipe.model_variables(variables), part) for part in (X[:4], X[4:])])
-    np.testing.assert_allclose(pipe.apply(variables, X), expected, rtol=1e-5)
 
 
 class Pairs(nn.Module):
@@ -202,17 +157,10 @@ def test_blocks_are_equal_whatever_their_numbers():
     assert len({layer.same_as for layer in found[2:-1]}) == 1
 
 
-@pytest.mark.usefixtures("standard")
 def test_arguments_of_other_types_are_others():
     run = jax.jit(lambda arguments: arguments.both[0][0] * arguments.both[1]["by"])
     dtypes = [run(jpipe.Arguments(jnp.ones(2, jnp.int32), by=by)).dtype for by in (1, 1.0)]
-    assert dtypes == [jnp.int32, jnp.float32]
-
-
-def test_the_pieces_are_no_modules():
-    pipe = pipeline(Chain())
-    with pytest.raises(ValueError, match="Chain is one module; call it with"):
-        pipe.modules(pipe.init(KEY, X))
+    assert dtypes == [jnp.int32, jnp.float64]
 
 
 class Marked(nn.Module):
@@ -221,11 +169,6 @@ class Marked(nn.Module):
     @nn.compact
     def __call__(self, x):
         return jpipe.cut(Chain()(x))
-
-
-def test_a_mark_of_no_use_is_named():
-    with pytest.raises(ValueError, match=r"it has 1 marks \(jpipe.cut\), and with marks nothing else is a place"):
-        pipeline(Marked()).init(KEY, X)
 
 
 USES = {
@@ -266,7 +209,6 @@ class Auxiliary(nn.Module):
 
     @nn.compact
     def __call__(self, x, train: bool = False):
-        dense = lambda width: nn.Dense(width, param_dtype=jnp.float64)
         blocks = [(dense(4), Weights(self.use)) for _ in range(self.num_blocks)]
         return with_auxiliary(dense(4), blocks, dense(2), dense(2), x, train)
 
@@ -297,51 +239,6 @@ def squares(outputs, batch):
     return sum((leaf**2).mean() for leaf in jax.tree.leaves(outputs))
 
 
-def check_in_float64(model, apply):
-    """Compares loss, every gradient and the evaluation of a module with plain JAX.
-
-    Args:
-      model: the module, as `Pipeline` takes it.
-      apply: a function of parameters, inputs and whether they are for training.
-    """
-    x = np.random.default_rng(0).normal(size=(8, 4))
-    pipe = pipeline(model, squares)
-    variables = pipe.init(KEY, x)
-    (loss, _), gradients = pipe.value_and_grad(variables, x)
-    params = pipe.model_variables(variables)["params"]
-    plain = lambda params, train: sum(squares(apply(params, part, train), part) for part in (x[:4], x[4:])) / 2
-    expected = jax.jit(jax.value_and_grad(lambda params: plain(params, True)))(params)
-    found = loss, pipe.model_variables({"params": gradients})["params"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, expected)
-    np.testing.assert_allclose(pipe.evaluate(variables, x), plain(params, False), rtol=1e-12)
-
-
-@pytest.mark.usefixtures("standard")
-@pytest.mark.parametrize("num_blocks", [2, 4])
-@pytest.mark.parametrize("use", USES)
-def test_a_head_that_only_training_has(use, num_blocks):
-    """The last block's gradients were zero, silently, where it added a sum that follows from its weights alone.
-
-    Evaluation was cut one operation earlier than training, so two pieces had the block's weights, each its own copy.
-    """
-    with jax.enable_x64(True):
-        model = Auxiliary(use, num_blocks)
-        check_in_float64(model, lambda params, x, train: model.apply({"params": params}, x, train))
-
-
-@pytest.mark.usefixtures("standard")
-def test_a_head_that_only_training_has_in_nnx():
-    with jax.enable_x64(True):
-        make = lambda rngs: NnxAuxiliary("a, sum(a ** 2)", 3, rngs)
-        graph, _, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
-
-        def apply(params, x, train):
-            filled = nnx.merge(graph, nnx.State(params), rest)
-            return filled(x, train)
-
-        check_in_float64(make, apply)
-
-
 class Adapted(nn.Module):
     """Blocks behind which training alone has one more layer, the same behind all."""
 
@@ -349,19 +246,73 @@ class Adapted(nn.Module):
 
     @nn.compact
     def __call__(self, x, train: bool = False):
-        dense, adapter = nn.Dense(4, param_dtype=jnp.float64), nn.Dense(4, param_dtype=jnp.float64, name="adapter")
-        x = dense(x)
+        adapter = nn.Dense(4, param_dtype=jnp.float64, name="adapter")
+        x = dense()(x)
         x = jpipe.cut(x) if self.marked else x
         for _ in range(3):
-            x = x + jnp.tanh(nn.Dense(4, param_dtype=jnp.float64)(x))
+            x = x + jnp.tanh(dense()(x))
             x = x + jnp.tanh(adapter(x)) if train or self.is_initializing() else x
         return x
 
 
-def test_a_shared_layer_that_only_training_has_is_told_or_marked():
-    """The error spoke of evaluation's places, and named neither the layer nor that it is in several pieces."""
-    with jax.enable_x64(True):
-        with pytest.raises(ValueError, match=r"uses adapter/bias, adapter/kernel in several places.*jpipe\.cut"):
-            pipeline(Adapted(), squares).init(KEY, X.astype(np.float64))
-        model = Adapted(marked=True)
-        check_in_float64(model, lambda params, x, train: model.apply({"params": params}, x, train))
+def stacked(key, x):
+    return {"w": jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, 4, 4)))}
+
+
+def block(x, w):
+    return jax.lax.scan(lambda x, v: (jnp.tanh(x @ v), None), x, w)[0] + 0.1 * jnp.mean(w**2), None
+
+
+def scaled(key, x):
+    keys = jax.random.split(key, 4)
+    return {f"w{i}": nn.initializers.lecun_normal()(keys[i], (4, 4)) for i in range(4)} | {"scale": jnp.ones(())}
+
+
+def with_scale(p, x):
+    for i in range(4):
+        x = jnp.tanh(x @ p[f"w{i}"])
+    return x, jnp.exp(p["scale"])
+
+
+SLICED = jpipe.Layer(stacked, lambda p, x: jax.lax.scan(block, x, p["w"])[0])
+WITH_SCALE = jpipe.Layer(scaled, with_scale), lambda outputs, batch: (outputs[0] ** 2).mean() * outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        pytest.param(SLICED, square, id="a slice that is read whole and in slices"),
+        pytest.param(Chain("norm"), square, id="what is done first differs in evaluation"),
+        pytest.param(Chain("noise"), square, id="noise in training"),
+        pytest.param(Noisy(), square, id="a key among the constants"),
+        pytest.param(*WITH_SCALE, id="outputs of parameters alone"),
+        # The last block's gradients were zero, silently, where it added a sum that follows from its weights alone:
+        # evaluation was cut one operation earlier than training, so two pieces had them, each its own copy.
+        *(pytest.param(Auxiliary(use, count), squares, id=f"{use}, {count}") for use in USES for count in (2, 4)),
+        pytest.param(lambda rngs: NnxAuxiliary("a, sum(a ** 2)", 3, rngs), squares, id="nnx"),
+        pytest.param(Adapted(marked=True), squares, id="a shared layer that only training has"),
+    ],
+)
+def test_equals_the_plain_model(model, loss):
+    """Loss, every gradient and the outputs of evaluation."""
+    plain_whole.check(whole_models.Case(model, X, loss), num_microbatches=2, outputs=model is not WITH_SCALE[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Chain("callback"), "calls back into Python"),
+        (Marked(), r"it has 1 marks \(jpipe.cut\), and with marks nothing else is a place"),
+        # The error spoke of evaluation's places, and named neither the layer nor that it is in several pieces.
+        (Adapted(), r"uses adapter/bias, adapter/kernel in several places.*jpipe\.cut"),
+    ],
+)
+def test_what_can_not_be_cut(model, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline(model, squares).init(KEY, X)
+
+
+def test_the_pieces_are_no_modules():
+    pipe = pipeline(Chain())
+    with pytest.raises(ValueError, match="Chain is one module; call it with"):
+        pipe.modules(pipe.init(KEY, X))

@@ -26,17 +26,16 @@ def float64():
 
 
 class Chain(nn.Module):
-    """Products between a table and a head of so many words."""
+    """Products between a table and a head."""
 
-    words: int = 128
     width: int = 16
 
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(self.words, self.width, param_dtype=FLOAT, name="table")(tokens)
+        x = nn.Embed(128, self.width, param_dtype=FLOAT, name="table")(tokens)
         for i in range(3):
             x = x + jnp.tanh(nn.Dense(self.width, param_dtype=FLOAT, name=f"h_{i}")(x))
-        return nn.Dense(self.words, param_dtype=FLOAT, name="head")(x)
+        return nn.Dense(128, param_dtype=FLOAT, name="head")(x)
 
 
 BATCH = whole_models.tokens("inputs", "targets")
@@ -53,18 +52,13 @@ def checked(pipe, batch=BATCH):
 
 
 def test_printed_it_has_the_names_of_the_model():
+    """Once it has seen a batch; a copy sees its first batch anew."""
     pipe = pipeline()
     assert repr(pipe).startswith("Pipeline(Chain: cut at the first batch, num_stages=2")
     pipe.abstract_state(BATCH, optax.sgd(0.1))
     assert repr(pipe).startswith("Pipeline(Chain: 5 layers, num_stages=2")
     assert all(name in str(pipe) for name in ("table", "h_0", "h_2", "head")), str(pipe)
-
-
-def test_a_copy_and_what_is_unpickled_sees_its_first_batch_anew():
-    pipe = pipeline()
-    pipe.abstract_state(BATCH, optax.sgd(0.1))
-    loaded = pickle.loads(pickle.dumps(pipe))
-    for other in (copy.deepcopy(pipe), loaded):
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
         assert "cut at the first batch" in repr(other)
 
 
@@ -102,32 +96,13 @@ def test_options(options, make_mesh):
     checked(pipeline(**options))
 
 
-def test_a_loss_of_sums_with_metrics():
-    def loss(logits, batch):
-        wrong = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        right = (logits.argmax(-1) == batch["targets"]).astype(FLOAT)
-        weights = (batch["targets"] > 7).astype(FLOAT)
-        return (wrong * weights).sum(), weights.sum(), {"right": (right.sum(), float(right.size))}
-
-    pipe = pipeline(loss=loss)
-    state = pipe.create_state(KEY, BATCH, optax.sgd(0.1))
-    logits = pipe.apply(state.variables, BATCH)
-    total, weight, metrics = loss(logits, BATCH)
-    _, found = pipe.train_step(state, BATCH)
-    np.testing.assert_allclose(found["loss"], total / weight, rtol=1e-12)
-    np.testing.assert_allclose(found["right"], metrics["right"][0] / metrics["right"][1])
-
-
-@pytest.mark.parametrize("rule", ["last", "mean"])
-def test_rules_of_state(rule):
+def test_rules_of_state():
     case = CASES["resnet"]
-    pipe = pipeline(whole_models.ResNet(), merge={"batch_stats": rule}, num_microbatches=2)
+    pipe = pipeline(whole_models.ResNet(), merge={"batch_stats": "last"}, num_microbatches=2)
     variables = dict(jax.jit(case.model.init)(KEY, case.batch["inputs"]))
     (_, new), _ = pipe.value_and_grad(pipe.from_model_variables(variables, case.batch), case.batch)
     run = jax.jit(lambda part: case.model.apply(variables, part, train=True, mutable=["batch_stats"])[1]["batch_stats"])
-    first, last = map(run, np.split(case.batch["inputs"], 2))
-    expected = last if rule == "last" else jax.tree.map(lambda a, b: (a + b) / 2, first, last)
-    pairs = pipe.model_variables(new)["batch_stats"], expected
+    pairs = pipe.model_variables(new)["batch_stats"], run(np.split(case.batch["inputs"], 2)[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *pairs)
 
 
@@ -155,7 +130,7 @@ def test_forecast_and_view(tmp_path):
 
 @pytest.mark.slow
 def test_profile():
-    pipe, tx = pipeline(Chain(512, 256)), optax.sgd(0.1)
+    pipe, tx = pipeline(Chain(256)), optax.sgd(0.1)
     batch = jax.tree.map(lambda a: np.tile(a, (32, 4)), BATCH)
     profile = jpipe.profile(pipe, pipe.create_state(KEY, batch, tx), batch, rounds=2)
     assert "Stages: milliseconds" in str(profile)

@@ -30,7 +30,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
-def assert_close(found: Any, expected: Any, what: str = "") -> None:
+def assert_close(found: Any, expected: Any, what: str = "", tolerances: dict[str, float] = TOLERANCES) -> None:
     """Every leaf has the expected dtype, shape and values; the message names the first one that doesn't.
 
     The tolerance follows from the dtype: float64 to 1e-12, float32 to 1e-5, of each element or of the leaf's largest
@@ -47,7 +47,7 @@ def assert_close(found: Any, expected: Any, what: str = "") -> None:
         if not is_float(want):
             np.testing.assert_array_equal(got, want, err_msg=name)
         elif want.size:
-            tolerance = TOLERANCES[want.dtype.name]
+            tolerance = tolerances[want.dtype.name]
             largest = max(float(np.max(np.abs(want))), 1e-3 * scale)
             np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * largest, err_msg=name)
 

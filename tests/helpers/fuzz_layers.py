@@ -361,22 +361,8 @@ def _like(x: Any, side: Any) -> Any:
 
 
 ANYWHERE = (
-    dense,
-    narrow_dense,
-    norm,
-    activation,
-    nnx_factory,
-    nnx_ready,
-    nnx_split,
-    nnx_batch_norm,
-    plain_layer,
-    dropout,
-    batch_norm,
-    batch_norm_over_data,
-    split_block,
-    constrained,
-    centred,
-    contrasted,
+    *(dense, narrow_dense, norm, activation, nnx_factory, nnx_ready, nnx_split, nnx_batch_norm, plain_layer, dropout),
+    *(batch_norm, batch_norm_over_data, split_block, constrained, centred, contrasted),
 )
 OF_LAYOUT = {
     "features": (),

@@ -9,9 +9,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+import jpipe
+from cases import assert_close
 from jpipe.layers.calls import signature_of
 from jpipe.memory.batches import default_inputs
+
+KEY = jax.random.key(3)
 
 
 @contextmanager
@@ -61,19 +66,41 @@ def arguments(case, batch):
 
 def called(case, variables, batch, key=None):
     """(outputs, new state) of the model in plain Flax; in training if there is a key."""
-    names = signature_of(type(case.model).__call__)
+    model = case.model
+    if isinstance(model, jpipe.Layer):
+        return model.apply(variables["params"], *arguments(case, batch)), {}
+    is_linen = isinstance(model, nn.Module)
+    names = signature_of(type(model).__call__ if is_linen else type(_nnx(model)).__call__)
     mode = {"train": key is not None} if "train" in names else {}
     mode |= {"deterministic": key is None} if "deterministic" in names else {}
+    if not is_linen:
+        graph, _, rest = nnx.split(_nnx(model), nnx.Param, ...)
+        return nnx.merge(graph, nnx.State(variables["params"]), rest)(*arguments(case, batch), **mode), {}
     if key is None:
-        return jax.jit(lambda *given: case.model.apply(*given, **mode))(variables, *arguments(case, batch)), {}
+        return jax.jit(lambda *given: model.apply(*given, **mode))(variables, *arguments(case, batch)), {}
     mutable = [name for name in variables if name != "params"]
-    return case.model.apply(variables, *arguments(case, batch), rngs={"dropout": key}, mutable=mutable, **mode)
+    return model.apply(variables, *arguments(case, batch), rngs={"dropout": key}, mutable=mutable, **mode)
+
+
+def _nnx(model):
+    """The module of a factory."""
+    return model if isinstance(model, nnx.Module) else model(rngs=nnx.Rngs(0))
 
 
 def made(case):
-    """New variables in plain Flax."""
+    """New variables in plain Flax, by collection."""
     inputs = arguments(case, jax.tree.map(lambda a: a[:2], case.batch))
-    return dict(jax.jit(case.model.init)(jax.random.key(0), *inputs))
+    if isinstance(case.model, jpipe.Layer):
+        return {"params": case.model.init(jax.random.key(0), *inputs)}
+    if isinstance(case.model, nn.Module):
+        return dict(jax.jit(case.model.init)(jax.random.key(0), *inputs))
+    return {"params": nnx.to_pure_dict(nnx.state(_nnx(case.model), nnx.Param))}
+
+
+def parts_of(batch, count):
+    """A batch's micro-batches."""
+    cut = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
+    return [jax.tree.map(itemgetter(m), cut) for m in range(count)]
 
 
 def plain(case, variables, num_microbatches, key):
@@ -84,14 +111,49 @@ def plain(case, variables, num_microbatches, key):
         return case.loss(outputs, part), state
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    cut = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), case.batch)
-    steps = [
-        step(variables["params"], jax.tree.map(itemgetter(m), cut), jax.random.fold_in(key, m))
-        for m in range(num_microbatches)
-    ]
+    parts = enumerate(parts_of(case.batch, num_microbatches))
+    steps = [step(variables["params"], part, jax.random.fold_in(key, m)) for m, part in parts]
     mean = lambda *leaves: sum(leaves) / num_microbatches
     losses, states = zip(*(pair for pair, _ in steps), strict=True)
     return mean(*losses), states, jax.tree.map(mean, *(gradients for _, gradients in steps))
+
+
+def of_model(case, variables):
+    """Variables by collection as the model's own `init` returns them: a function's are its parameters alone."""
+    return variables["params"] if isinstance(case.model, jpipe.Layer) else variables
+
+
+def check(case, *, variables=None, frozen=None, num_microbatches=4, key=KEY, outputs=True, **options):
+    """Loss, gradients, running means and outputs of a pipeline are those of plain Flax; (pipeline, its variables).
+
+    Args:
+      case: the model and its batch. Other options are the pipeline's, which has two stages by default.
+      variables: by collection, if not new ones.
+      frozen: tells by their names which parameters at the top are frozen.
+      num_microbatches, key: of the step.
+      outputs: whether those of `apply` are compared too; a pipeline leaves out what its loss doesn't read.
+    """
+    model = jpipe.freeze(case.model, frozen) if frozen else case.model
+    options = {"num_stages": 2, "num_microbatches": num_microbatches, "inputs": case.inputs} | options
+    pipe, variables = jpipe.Pipeline(model, case.loss, **options), variables or made(case)
+    loss, states, expected = plain(case, variables, num_microbatches, key)
+    placed = pipe.from_model_variables(of_model(case, variables), case.batch)
+    (found, new), gradients = pipe.value_and_grad(placed, case.batch, key)
+    assert_close(found, loss, "loss")
+    trained = {name: tree for name, tree in expected.items() if not frozen(name)} if frozen else expected
+    own = nn.unbox(pipe.model_variables({"params": gradients}))
+    assert_close(own, of_model(case, {"params": nn.unbox(trained)}), "gradients")
+    if new and not frozen:
+        means = jax.tree.leaves(jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *states))
+        for (path, leaf), mean in zip(jax.tree.leaves_with_path(pipe.model_variables(new)), means, strict=True):
+            if path[-1].key == "mean":  # of which the whole batch's is the mean
+                np.testing.assert_allclose(leaf, mean.astype(leaf.dtype), rtol=1e-6)
+    if outputs:
+        parts = [called(case, variables, part)[0] for part in parts_of(case.batch, num_microbatches)]
+        assert_close(
+            pipe.apply(placed, case.batch), jax.tree.map(lambda *each: np.concatenate(each), *parts), "outputs"
+        )
+    return pipe, placed
 
 
 def difference(found, expected) -> float:

@@ -18,11 +18,6 @@ OTHERS = (
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
     # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
     "test_compiled_program.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
-    # `test_whole_decoding` has outputs that no loss reads.
-    "test_registry_models.py::test_outputs_that_the_loss_does_not_read_are_none",
-    "test_fuzz.py::test_a_call_that_hangs_dies_or_raises_is_a_result",
-    # `test_marks_may_come_later_and_parameters_thaw` trains with frozen parameters.
-    "test_whole_models.py::test_frozen_parameters",
     # `test_its_choices_are_pipelines_that_train` compiles choices too.
     "test_search.py::test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for",
 )
@@ -41,14 +36,6 @@ MOVED: dict[str, tuple[str, ...]] = {
         "linen-case3-none-offload3-gpu",
         "linen-case0-none-residuals-cpu",
     ),
-    # What arrives at each use stays in the tests of gradients.
-    "test_fsdp.py::test_shard_over_a_data_axis": ("use-none",),
-    # The looped step of 1F1B, one stage with one chunk, and ends beside an axis that splits weights stay.
-    "test_gpu.py::test_no_loop_of_a_steady_tick_stops_the_host": ("zero_bubble-1-none",),
-    "test_gpu.py::test_one_stage": ("1-4-2",),
-    "test_gpu.py::test_shared_ends_beside_another_axis": ("data",),
-    # ViT on an axis stays; models of other kinds are in `test_whole_models`.
-    "test_registry_models.py::test_equals_the_plain_model": ("Transformer-L-interleaved", "U-Net-zero_bubble"),
     # What is clipped, skipped and summed up over steps stays, and one by layers: lamb.
     "test_by_slices.py::test_steps_are_the_same_to_the_bit": (
         *("adam", "momentum", "no state", "lion", "adafactor", "ratios of moments", "finite layers"),
@@ -58,10 +45,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
     # The program for TPUs stays; `test_gpu` has one for GPUs that moves to hosts.
     "test_by_slices.py::test_programs_move_slices_beside_work": ("h100:8-adamw",),
-    "test_whole_models.py::test_on_meshes": ("shape0-axes0",),
-    "test_whole_tools.py::test_rules_of_state": ("mean",),
-    "test_whole_models.py::test_initial_values_are_those_of_the_model": ("resnet",),
-    "test_whole_checkpoints.py::test_marks_may_come_later_and_parameters_thaw": ("tx1",),
     "test_by_slices.py::test_checkpoints_go_to_pipelines_without": (
         "adam-from the hosts",
         "lamb-from the devices",
@@ -71,8 +54,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_schedule.py::test_files_of_pytorch_are_run_exactly": (
         *("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"),
     ),
-    "test_meshes.py::test_default_explicit_mesh_of_stages_alone": ("True",),
-    "test_meshes.py::test_a_model_without_parameters_on_an_explicit_mesh": ("shape1",),
     "test_pipeline.py::test_where_the_inputs_come_from": ("None-<lambda>1",),
     # K=2, K=2 with V=2, and shared ends stay.
     "test_decoding.py::test_equals_the_model_without_a_cache": (
@@ -89,18 +70,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     # Two axes at once stay.
     "test_decoding.py::test_other_axes": ("axes1", "axes2"),
     "test_decoding.py::test_prompts_are_fed_several_tokens_at_a_time": ("2-5-K=2",),
-    # Every schedule stays here, in `test_any_sequence` or in `test_pipeline`, each kind of layer and each remat here.
-    "test_transparency.py::test_equals_the_sequential_model_in_float64": (
-        *("linen-interleaved-K2-M3-V3-stage", "mixed-naive-K3-M3-V1-stage", "linen-zero_bubble-K3-M6-V1-none"),
-        *("mixed-ahead-K3-M6-V1-stage", "nnx modules-gpipe-K2-M3-V1-layer"),
-        *("mixed-1f1b-K4-M3-V1-layer", "mixed-one slot-K4-M6-V1-policy"),
-    ),
-    # One that keeps residuals stays: 4-6-none.
-    "test_transparency.py::test_stage_k_runs_k_less_forwards_ahead_in_one_slot": (
-        "2-6-layer",
-        "4-3-layer",
-        "2-3-stage",
-    ),
     # The other chips stay; 13 s of the TPU's compiler.
     "test_step_times.py::test_predictions_are_those_kept": ("v5e, K=4, 1024 wide, 1x1024, none, zero_bubble",),
     # Continuous integration runs all pages.
@@ -121,11 +90,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     # Mixed layers and a chain of one kind stay.
     "test_beside_slots.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
     "test_peers.py::test_pipelines_train_that_model": ("layer,zero_bubble",),
-    # Each rule stays, with M=2 and M=4, at which the batch is cut.
-    "test_backward_rules.py::test_it_sees_what_it_sees_in_the_whole_model": (
-        *("clip-mean-M1-{}-{}", "clip-masked-M1-{}-{}", "clip-mean-M4-{}-{'remat': 'none'}"),
-        "clip-two_means-M4-{}-{'schedule': 'v', 'num_chunks': 2}",
-    ),
     # The narrowest type stays: 4-uint8.
     "test_decoding.py::test_prompts_of_any_integers": ("1-uint8", "1-int16", "4-int64", "1-int64", "4-int16"),
     # Each schedule and each remat stays: 1f1b with none and layer, interleaved with stage, naive with full.
@@ -133,13 +97,8 @@ MOVED: dict[str, tuple[str, ...]] = {
         *("1f1b-4-1-stage", "1f1b-4-1-full", "naive-1-1-none", "naive-1-1-layer", "naive-1-1-stage"),
         *("interleaved-4-2-none", "interleaved-4-2-layer", "interleaved-4-2-full"),
     ),
-    # Each value of both options stays: False-use, True-step.
-    "test_fsdp.py::test_gradients_of_split_parameters": ("False-step", "True-use"),
     # One stage differs from four, three and two by sizes alone.
     "test_connections.py::test_all_sorts_of_connections": ("(1, 2, '1f1b', 1, 'layer')", "(3, 4, 'gpipe', 1, 'layer')"),
-    # An odd number of rows stays, on the mesh of two axes.
-    "test_meshes.py::test_evaluation_of_any_batch": ("shape0-6", "shape1-6", "shape0-13", "shape1-13", "shape0-7"),
-    "test_meshes.py::test_a_scalar_among_the_boundaries": ("False-4-1", "False-2-1"),
     "test_metadata.py::test_leaves_of_one_shape_with_and_without_metadata": ("2-names1", "1-names0", "1-names2"),
     "test_frozen.py::test_running_averages_of_a_frozen_layer": ("kept",),
     "test_flops.py::test_layers_of_the_examples_take_what_the_compiler_counts": ("transformer_l-none",),
@@ -160,8 +119,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     ),
     "test_models.py::test_resnets_have_the_usual_parameters": ("50",),
     "test_models.py::test_models_train_in_stages": ("resnet",),
-    "test_meshes.py::test_model_axis": ("True-True",),
-    "test_meshes.py::test_metrics_of_the_loss": ("shape0",),
     "test_merging.py::test_rules_by_collection": (
         *(
             "order1-None-3.3333333333333335-7",
@@ -176,14 +133,11 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_search.py::test_what_is_pinned_alone_has_the_rest_chosen_to_fit": (
         *("{'schedule': 'v'}", "{'schedule': 'gpipe'}", "{'shard_over': 'data'}"),
     ),
-    # What is computed stays with the other two, by both remats.
-    "test_kernels.py::test_layers_with_programs_inside_equal_plain_flax": ("all-layer",),
     "test_per_layer.py::test_per_layer_shows_each_layer_its_own_tree": ("multi_transform", "clipped by block"),
     # Each mode stays: none, layer, stage; full with one stage.
     "test_remat.py::test_every_layer_runs_as_often_as_its_mode_says_and_never_in_an_idle_tick": (
         *("none-interleaved-2-2-1", "full-1f1b-2-1-3"),
     ),
-    "test_packed_sequences.py::test_packed_documents_train_as_each_by_itself": ("interleaved", "zero_bubble"),
     "test_tracing.py::test_loops_that_split_keys_for_parameters_alone": ("remat_scan",),
     "test_loss.py::test_a_loss_with_a_key": ("{'num_stages': 2}",),
     "test_train_state.py::test_state_lies_with_its_layers": ("adamw", "chain"),
@@ -192,10 +146,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_primitives.py::test_a_layer_of_it": ("layer-{}",),
     "test_memory_model.py::test_own_and_held_are_what_arrays_have": ("axes0-options0", "axes2-options2"),
     "test_dit_stream.py::test_forty_blocks_are_cut_into_equal_stages": ("4",),
-    "test_errors.py::test_a_metric_in_place_of_a_weight": (*("<lambda>-True1", "<lambda>-False0", "<lambda>-False1"),),
     "test_files.py::test_a_layer_that_is_one_array": ("all",),
-    "test_meshes.py::test_layers_that_remember_the_mesh": ("linear solver", "weak scalars"),
-    "test_meshes.py::test_one_stage_and_another_axis": ("data-None",),
     "test_pipeline.py::test_boundaries_cross_by_permutation_alone": (
         *("masked-gpipe-3-1-stage-3-2", "alternating-interleaved-2-2-none-1-1"),
     ),
@@ -205,7 +156,7 @@ MOVED: dict[str, tuple[str, ...]] = {
 def is_moved(file: str, test: str, case: str | None) -> bool:
     """Whether `make test` leaves out a case, or a test without cases.
 
-    >>> is_moved("test_fsdp.py", "test_gradients_of_split_parameters", "True-use")
+    >>> is_moved("test_frozen.py", "test_a_checkpoint_has_all", "nnx")
     True
     """
     name = f"{file}::{test}"
