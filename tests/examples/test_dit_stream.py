@@ -92,62 +92,6 @@ def test_a_block_is_that_of_the_paper(wide):
     np.testing.assert_array_equal(passed, condition)
 
 
-def test_an_untrained_model_gives_zeros_and_its_blocks_pass_everything_on():
-    _, times, classes = dit_stream.make_batch(3, options_of(""))["inputs"]
-    embedding, block, output = dit.dit(1, 16, 2)
-    latents = np.random.default_rng(0).standard_normal((3, 4, 4, 4)).astype("float32")
-    run = lambda layer, *x: jax.jit(layer.init_with_output)(jax.random.key(0), *x)[0]
-    x, condition = run(embedding, latents, times, classes)
-    assert float(jnp.std(x)) > 0.1
-    passed, _ = run(block, x, condition)
-    np.testing.assert_array_equal(passed, x)
-    np.testing.assert_array_equal(run(output, x, condition), np.zeros((3, 4, 4, 4)))
-
-
-def test_patches_are_put_back_where_they_were(wide):
-    """With unit kernels the output layer undoes the cut into patches, which the embedding makes by a convolution."""
-    latents = np.random.default_rng(0).standard_normal((2, 6, 6, 4))
-    patches = latents.reshape(2, 3, 2, 3, 2, 4).swapaxes(2, 3).reshape(2, 9, 16)
-    output = dit.Output(2, 4, nn.initializers.zeros, "float64")
-    zeros = np.zeros((16, 32)), np.zeros(32)
-    params = {
-        "Dense_0": dict(zip(("kernel", "bias"), zeros, strict=True)),
-        "Dense_1": {"kernel": np.eye(16), "bias": np.zeros(16)},
-    }
-    given = output.apply({"params": params}, patches, np.zeros((2, 16)))
-    wanted = normalised(patches).reshape(2, 3, 3, 2, 2, 4).swapaxes(2, 3).reshape(latents.shape)
-    assert_close(given, wanted)
-
-
-def test_positions_are_those_of_column_and_row():
-    found = dit.positions(3, 8, "float32")
-    rates = 10000.0 ** -(np.arange(2) / 2)
-    of = lambda place: np.concatenate([np.sin(place * rates), np.cos(place * rates)])
-    for row in range(3):
-        for column in range(3):
-            np.testing.assert_allclose(found[row, column], np.concatenate([of(column), of(row)]), atol=1e-6)
-
-
-def test_ddim_finds_the_image_if_the_noise_is_known(wide):
-    clean, noise = np.random.default_rng(0).standard_normal((2, 3, 4, 4, 4))
-    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
-    asked = []
-
-    def denoise(inputs):
-        x, times, classes = inputs
-        asked.append((x.shape, times.shape, classes))
-        here = jnp.asarray(kept)[times.astype(int)][:, None, None, None]
-        return (x - jnp.sqrt(here) * clean) / jnp.sqrt(1 - here)
-
-    assert_close(dit.sample(denoise, noise, "classes", 7), clean)
-    assert asked == [((3, 4, 4, 4), (3,), "classes")]  # traced once
-
-
-def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"width=32 has to be a multiple of 4 and of heads=5; use 20"):
-        dit.dit(1, 32, 5)
-
-
 # --- the stream -------------------------------------------------------------------------------------------------------
 
 
@@ -177,13 +121,6 @@ def loops(jaxpr: Any) -> set[int]:
     return found
 
 
-def test_a_queue_is_made_once_however_it_is_asked_for(wide):
-    stream = stream_of(2)
-    stream.variables = "none: shapes are enough"
-    assert stream.queue(3) is stream.queue(3, None) is stream.queue(3, 3)
-    assert stream.queue(3, 6) is not stream.queue(3)
-
-
 @pytest.mark.slow
 def test_ddim_in_stages_is_that_of_the_plain_model(wide):
     stream = stream_of(2)
@@ -194,19 +131,13 @@ def test_ddim_in_stages_is_that_of_the_plain_model(wide):
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_equal_stages_are_busy_as_the_formula_says(stages, depth):
-    timeline = jpipe.simulate(jpipe.make_schedule("forward", num_stages=stages, num_microbatches=depth), 1.0)
-    assert timeline.makespan == depth + stages - 1
-    assert timeline.busy == (depth,) * stages
-    found = dit_stream.simulate(depth, [1.0] * stages)
-    assert (found.first, found.last) == (stages, depth + stages - 1)
-    assert found.busy == pytest.approx(depth / (depth + stages - 1), rel=1e-15)
-
-
-def test_the_slowest_stage_sets_the_pace():
-    found = dit_stream.simulate(5, [1.0, 3.0, 2.0])
-    assert (found.first, found.last, found.busy) == (6, 6 + 4 * 3, pytest.approx(5 * 6 / (3 * 18)))
+def test_equal_stages_are_busy_as_the_formula_says_and_the_slowest_sets_the_pace(stages):
+    for depth in DEPTHS:
+        found = dit_stream.simulate(depth, [1.0] * stages)
+        assert (found.first, found.last) == (stages, depth + stages - 1)
+        assert found.busy == pytest.approx(depth / (depth + stages - 1), rel=1e-15)
+    slow = dit_stream.simulate(5, [1.0, 3.0, 2.0])
+    assert (slow.first, slow.last, slow.busy) == (6, 6 + 4 * 3, pytest.approx(5 * 6 / (3 * 18)))
 
 
 def costs_of(stages: int) -> list[float]:
@@ -256,43 +187,11 @@ def test_runs_prints_and_draws(tmp_path, capsys, monkeypatch):
     assert picture.stat().st_size > 20_000
 
 
-def test_of_what_was_not_measured_the_first_is_drawn(tmp_path):
-    unknown = lambda stages, depth: (dit_stream.simulate(depth, [1.0] * stages), dit_stream.UNKNOWN)
-    rows = [dit_stream.Row(stages, depth, depth, *unknown(stages, depth)) for stages in (4, 8) for depth in (1, 2)]
-    drawn = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dit_stream, "curve", lambda _, own, name, *__: drawn.append((name, [row[:2] for row in own])))
-        patch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)  # of nothing
-        dit_stream.draw(rows, tmp_path / "stream.png")
-    four, eight = [(4, 1), (4, 2)], [(8, 1), (8, 2)]
-    assert drawn[:4] == [(name, own) for own in (four, eight) for name in ("busy, %", "images/s")]
-    assert drawn[4:] == [("first out, ms", four), ("last out, ms", four)]
-
-
-@pytest.mark.parametrize(("cores", "asked"), [(4, [1, 2]), (3, [])])
-def test_stages_that_share_cores_are_not_measured_but_for_one_request_alone(cores, asked, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    stream, points = stream_of(4, "--dtype float32 --depths 1 2"), {1: dit_stream.Point(0.25, 7.0, 8.0)}
-    stream.variables = "none: shapes are enough"
-    monkeypatch.setattr(stream, "measure", lambda depths: (depths == asked and points) or {})
-    alone, other = stream.rows()
-    assert alone.measured == points[1] and alone.simulated.last == pytest.approx(8.0)
-    assert np.isnan(other.measured).all() and 8.0 < other.simulated.last < 16.0
-
-
 def test_one_that_is_not_the_plain_model_is_noticed(monkeypatch, capsys):
     monkeypatch.setattr(dit_stream.Stream, "difference", lambda *_: float("nan"))
     with pytest.raises(SystemExit, match="isn't the plain model"):
         dit_stream.run(options_of("--stages 2 --depths 1"))
     assert "equal" not in capsys.readouterr().out
-
-
-def test_a_picture_of_more_stages_than_it_has_colours_is_refused(capsys):
-    """The fifth P was left out of it, and nothing said."""
-    with pytest.raises(SystemExit):
-        options_of("--stages 1 2 3 4 5 --picture stream.png")
-    assert "--picture has colours for 4 of --stages [1, 2, 3, 4, 5]" in capsys.readouterr().err
-    options_of("--stages 1 2 3 4 5")
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,11 @@ def call(worker, function, *arguments):
     return worker.value("tunix_decoding", function, *arguments)
 
 
-@pytest.mark.parametrize(("shape", "tied", "rows", "chosen"), QUICK)
+@pytest.mark.parametrize(
+    ("shape", "tied", "rows", "chosen"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
 def test_tokens_are_those_of_tunix_own_sampler(worker, shape, tied, rows, chosen):
     assert call(worker, "check", shape, tied, rows, chosen) > rows / 2  # few go on alike
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "tied", "rows", "chosen"), GRID)
-def test_tokens_are_those_of_tunix_own_sampler_elsewhere(worker, shape, tied, rows, chosen):
-    assert call(worker, "check", shape, tied, rows, chosen) > rows / 2
 
 
 def test_a_block_takes_any_number_of_tokens_at_a_time(worker):

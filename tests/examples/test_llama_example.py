@@ -39,14 +39,10 @@ def call(worker, function, *arguments):
     return worker.value("tunix_llama", function, *arguments)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "tied", "chosen"), QUICK)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tied", "chosen"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
 def test_equals_tunix_own_model(worker, shape, dtype, tied, chosen):
-    assert call(worker, "check", shape, dtype, tied, chosen) == LEAVES - tied
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "dtype", "tied", "chosen"), GRID)
-def test_equals_tunix_own_model_on_other_meshes(worker, shape, dtype, tied, chosen):
     assert call(worker, "check", shape, dtype, tied, chosen) == LEAVES - tied
 
 

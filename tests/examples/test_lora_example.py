@@ -36,14 +36,10 @@ def call(worker, function, *arguments):
     return worker.value("tunix_lora", function, *arguments)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "chosen"), QUICK)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "chosen"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
 def test_equals_tunix_whole_model(worker, shape, dtype, chosen):
-    assert call(worker, "check", shape, dtype, chosen) == 1 + BLOCKS * CHANGES
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "dtype", "chosen"), GRID)
-def test_equals_tunix_whole_model_elsewhere(worker, shape, dtype, chosen):
     assert call(worker, "check", shape, dtype, chosen) == 1 + BLOCKS * CHANGES
 
 

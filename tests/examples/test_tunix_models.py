@@ -29,12 +29,8 @@ def worker():
         yield worker
 
 
-@pytest.mark.parametrize(("name", "shape", "chosen"), QUICK)
+@pytest.mark.parametrize(
+    ("name", "shape", "chosen"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
 def test_equals_tunix_own_model(worker, name, shape, chosen):
-    assert worker.value("tunix_models", "check", name, shape, chosen) == LEAVES[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "shape", "chosen"), GRID)
-def test_equals_tunix_own_model_in_every_order(worker, name, shape, chosen):
     assert worker.value("tunix_models", "check", name, shape, chosen) == LEAVES[name]

@@ -1,7 +1,6 @@
 """`jpipe.initialize`: wrong arguments, a taken port; what joined processes do is in `test_processes.py`."""
 
 import contextlib
-import math
 import socket
 import threading
 import time
@@ -74,21 +73,12 @@ def test_another_number_of_processes_is_told(index):
     assert other == f"RuntimeError: process 0 gave up: {first.partition(': ')[2]}"
 
 
-def test_a_process_that_left_may_come_again():
-    port = free_port()
-    with ThreadPoolExecutor() as threads:
-        first = threads.submit(gather, port, 3, 10)
-        knock(port, b"jpipe: process 1 of 3\n").close()
-        time.sleep(0.2)  # until it is noticed
-        assert met((come, HOST, port, 3, 1, 10), (come, HOST, port, 3, 2, 10)) == ["", ""]
-        assert first.result() is None
-
-
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"process 0 can't listen on port {port}: .*; use another port"):
-            gather(port, 1, 1)
+        for call in (lambda: gather(port, 1, 1), lambda: jpipe.initialize(f"localhost:{port}", 1, 0)):
+            with pytest.raises(RuntimeError, match=rf"process 0 can't listen on port {port}: .*; use another port"):
+                call()
 
 
 def test_nobody_listens_and_somebody_else_does():
@@ -168,18 +158,3 @@ def test_strangers_without_end_do_not_keep_it_beyond_its_time():
 def test_wrong_arguments_of_initialize(arguments, kind, message):
     with pytest.raises(kind, match=message):
         jpipe.initialize(*arguments)
-
-
-@pytest.mark.parametrize("name", ["timeout", "heartbeat_timeout"])
-@pytest.mark.parametrize(
-    "seconds, kind", [("60", TypeError), (None, TypeError), (0, ValueError), (math.inf, ValueError)]
-)
-def test_seconds_that_are_none(name, seconds, kind):
-    with pytest.raises(kind, match=rf"^{name}={seconds!r} .*; give seconds, such as 60"):
-        jpipe.initialize("localhost:1234", 2, 0, **{name: seconds})
-
-
-def test_a_taken_port_is_an_error_even_for_one_process_alone():
-    """JAX 0.12 ends with a segmentation fault."""
-    with socket.create_server(("", 0)) as taken, pytest.raises(RuntimeError, match="process 0 can't listen on port"):
-        jpipe.initialize(f"localhost:{taken.getsockname()[1]}", 1, 0)

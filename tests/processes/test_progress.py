@@ -95,16 +95,6 @@ def test_nothing_compiles_under_a_jit_of_the_users(terminal, soon, tasks):
     np.testing.assert_array_equal(outputs, pipe.apply(variables, BATCH))
 
 
-def test_without_a_terminal_nothing_waits_for_the_first_step(monkeypatch):
-    waited = []
-    monkeypatch.setattr(jax, "block_until_ready", waited.append)
-    with first_call("the step", BATCH) as done:
-        jax.jit(lambda x: (progress.is_shown(), x)[1])(BATCH)
-        compiles("a test")
-        assert done(BATCH) is BATCH
-    assert not waited
-
-
 def test_checkpoints_show_their_bytes(terminal, soon, tasks, tmp_path):
     pipe, tx = make_pipe(), optax.sgd(0.1, momentum=0.9)
     state = pipe.create_state(jax.random.key(0), BATCH, tx)
@@ -148,32 +138,13 @@ def test_who_follows_calls_holds_a_metric_and_no_state(monkeypatch):
     assert len(calls) == 2
 
 
-# --- first calls ------------------------------------------------------------------------------------------------------
-
-
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_is_drawn_with_its_bar_and_leaves_a_line(terminal, soon):
-    before = sys.stderr
-    with task("measuring costs", total=5, unit="layers") as advance:
-        wait_for("measuring costs", terminal)
-        advance(2)
-        wait_for("40%", terminal)
-        with task("copying", total=3_000_000, unit="bytes") as copied:
-            copied(1_500_000)
-            wait_for("50%", terminal)
-    assert lines_on(terminal) == ["measuring costs (5 layers)"]
-    assert sys.stderr is before
-
-
-def test_how_much_is_unknown_has_no_share(terminal, soon):
-    with task("tracing [4, 8] layers"):  # no markup of rich's
-        wait_for("tracing [4, 8] layers", terminal)
-    assert "%" not in shown_on(terminal)
-
-
 def test_what_takes_half_a_second_is_drawn_and_what_takes_a_second_leaves_a_line(terminal):
+    with task("quick"), task("quicker"):
+        pass
+    assert terminal.getvalue() == ""
     with task("long enough to be drawn"):
         wait_for("long enough", terminal)
     assert lines_on(terminal) == []
@@ -182,57 +153,24 @@ def test_what_takes_half_a_second_is_drawn_and_what_takes_a_second_leaves_a_line
     assert lines_on(terminal) == ["long enough to stay"]
 
 
-def test_who_catches_what_is_printed_gets_it(terminal, monkeypatch):
-    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.1)
-    before = sys.stdout
-    with task("working"), contextlib.redirect_stdout(io.StringIO()) as caught:
-        monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
-        time.sleep(0.3)
-        print("mine")
-    assert caught.getvalue() == "mine\n" and sys.stdout is before
-
-
-def test_what_is_quick_shows_nothing(terminal):
-    with task("quick"), task("quicker"):
-        pass
-    assert terminal.getvalue() == ""
-
-
-def test_errors_pass_and_leave_no_line(terminal, soon):
+def test_a_task_is_drawn_with_its_bar_and_leaves_a_line_unless_it_fails(terminal, soon):
+    """What is printed meanwhile stays whole; threads beside show nothing, nor does what has no total show a share."""
     error, before = ValueError("mine"), sys.stderr
-    with pytest.raises(ValueError, match="mine") as raised, task("failing"):
-        wait_for("failing", terminal)
+    with pytest.raises(ValueError, match="mine") as raised, task("tracing [4, 8] layers"):  # no markup of rich's
+        wait_for("tracing [4, 8] layers", terminal)
         raise error
-    assert raised.value is error
-    assert lines_on(terminal) == []
-    assert sys.stderr is before
-    with task("the next"):
-        pass
-    assert lines_on(terminal) == ["the next"]
-
-
-def test_what_is_printed_meanwhile_stays_whole(terminal, soon):
-    with task("working"):
-        wait_for("working", terminal)
+    assert raised.value is error and "%" not in shown_on(terminal)
+    with task("measuring costs", total=5, unit="layers") as advance:
+        wait_for("measuring costs", terminal)
+        advance(2)
+        wait_for("40%", terminal)
         print("a message", file=sys.stderr)
-    assert "a message" in shown_on(terminal).splitlines()
-    assert lines_on(terminal) == ["working"]
-
-
-def test_other_threads_show_nothing(terminal, soon):
-    def work():
-        with task("beside") as advance:
-            advance()
-
-    with task("in front"):
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=lambda: task("beside").__enter__())
         thread.start()
         thread.join()
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert lines_on(terminal) == ["in front"]
-    assert "beside" not in shown_on(terminal)
+    assert lines_on(terminal) == ["measuring costs (5 layers)"]
+    assert "a message" in shown_on(terminal).splitlines() and "beside" not in shown_on(terminal)
+    assert sys.stderr is before
 
 
 # --- where it is quiet ------------------------------------------------------------------------------------------------
@@ -242,10 +180,6 @@ def is_quiet(stream):
     with task("working"):
         time.sleep(0.05)
     return stream.getvalue() == ""
-
-
-def test_it_is_shown_on_a_terminal(terminal, soon):
-    assert not is_quiet(terminal)
 
 
 def test_it_can_be_switched_off_and_on(terminal, soon, monkeypatch):
@@ -260,15 +194,6 @@ def test_it_can_be_switched_off_and_on(terminal, soon, monkeypatch):
         jpipe.show_progress("off")
 
 
-@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_it_is_quiet_in_files_and_pipes_even_coloured_ones(name, monkeypatch, soon):
-    stream = io.StringIO()
-    monkeypatch.setattr(progress, "sys", Streams(stream))
-    monkeypatch.setenv(name, "1")
-    jpipe.show_progress(True)
-    assert is_quiet(stream)
-
-
 @pytest.mark.parametrize("stream", [None, Terminal()], ids=["none", "closed"])
 def test_it_is_quiet_without_stderr(stream, monkeypatch):
     if stream is not None:
@@ -278,13 +203,18 @@ def test_it_is_quiet_without_stderr(stream, monkeypatch):
         pass
 
 
-def test_it_is_quiet_on_terminals_that_move_no_cursor(terminal, soon, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    assert is_quiet(terminal)
-
-
-def test_it_is_quiet_but_in_the_first_process(terminal, soon, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+@pytest.mark.parametrize("where", ["FORCE_COLOR", "TTY_COMPATIBLE", "dumb", "another process"])
+def test_it_is_quiet_elsewhere(where, terminal, monkeypatch, soon):
+    """In files and pipes, even coloured ones, on terminals that move no cursor, and in other processes."""
+    if where == "dumb":
+        monkeypatch.setenv("TERM", "dumb")
+    elif where == "another process":
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+    else:
+        terminal = io.StringIO()
+        monkeypatch.setattr(progress, "sys", Streams(terminal))
+        monkeypatch.setenv(where, "1")
+        jpipe.show_progress(True)
     assert is_quiet(terminal)
 
 
