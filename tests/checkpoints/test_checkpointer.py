@@ -431,7 +431,7 @@ FOLLOWING = optax.GradientTransformation(
 MISUSE = [
     (lambda saved, pipe, state: saved.restore(None, SMALL, None), "pipe is a NoneType; pass a jpipe.Pipeline"),
     (lambda saved, pipe, state: saved.save(pipe, state.variables), "state is a dict; make it with pipe.create_state"),
-    (lambda saved, pipe, state: saved.save(pipe, state, position={(1, 2): 3}), "the key (1, 2); use strings or numbers"),
+    (lambda saved, pipe, state: saved.save(pipe, state, position={(1, 2): 3}), "the key (1, 2); use strings"),
     (lambda saved, pipe, state: saved.save(pipe, state, position={"r": [object()]}), "holds a object at r/0"),
     (lambda saved, pipe, state: saved.save(pipe, donated(state)), "donated"),
     (lambda saved, pipe, state: saved.save(small(count=3)[0], state), "another pipeline"),

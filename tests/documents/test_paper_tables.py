@@ -45,11 +45,6 @@ def test_equal_stages_follow_the_formula(k, m, backward):
     assert share["recomputation"] / share["computation"] == pytest.approx(1 / (1 + backward))
 
 
-def test_four_micro_batches_give_less_than_the_paper_has():
-    assert [round(tables.throughput(equal_stages(k), 4), 2) for k in (2, 4, 8)] == [1.6, 2.29, 2.91]
-    assert all(paper > tables.balanced(k, 4) for k, paper in zip((2, 4, 8), (1.7, 3.2, 4.8), strict=True))
-
-
 @pytest.mark.parametrize("m", [1, 4, 32])
 def test_unequal_stages_follow_the_formula(m):
     work = [3.0, 1.0, 2.0, 2.0]
@@ -60,11 +55,6 @@ def test_unequal_stages_follow_the_formula(m):
     share = tables.slices(times, m)
     assert sum(share.values()) == pytest.approx(100)
     assert share["load imbalance"] == pytest.approx(100 * (m - 1) / (8 + (m - 1) * 3))
-
-
-def test_a_stage_computes_its_forward_once_more():
-    for stage, none in zip(*(tables.costs_of("Transformer-24", remat) for remat in ("stage", "none")), strict=True):
-        assert stage.total - none.total == pytest.approx(stage.forward)
 
 
 def test_the_page_shows_what_is_predicted_for_transformers():

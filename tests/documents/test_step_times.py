@@ -84,10 +84,3 @@ def test_kernels_in_loops_are_counted_as_often_as_these_turn():
 def test_compiled_steps_are_those_kept(setting):
     compiled = float(KEPT[str(setting)]["compiled, ms"])
     assert time_model.compiled_ms(setting) == pytest.approx(compiled, rel=0.02)
-
-
-def test_pairs_and_errors_are_counted():
-    rows = [
-        {"step": str(i), "predicted": p, "there": t} for i, (p, t) in enumerate([("1", "2"), ("3", "3"), ("4", "1")])
-    ]
-    assert time_model.summary(rows) == "3 | 50% | +300% | 1 of 3"

@@ -119,10 +119,6 @@ def test_no_file_imports_itself_through_others():
         visit(name, ())
 
 
-def test_names_that_users_may_want_are_free():
-    assert not (PACKAGE / "plan.py").exists() and not (PACKAGE / "plan").exists()
-
-
 def too_long(path: Path) -> Iterator[str]:
     """What of a file is too long to be read at one sitting."""
     if len(path.read_text().splitlines()) > 500:

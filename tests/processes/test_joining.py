@@ -73,6 +73,16 @@ def test_another_number_of_processes_is_told(index):
     assert other == f"RuntimeError: process 0 gave up: {first.partition(': ')[2]}"
 
 
+def test_a_process_that_left_may_come_again():
+    port = free_port()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(gather, port, 3, 10)
+        knock(port, b"jpipe: process 1 of 3\n").close()
+        time.sleep(0.2)  # until it is noticed
+        assert met((come, HOST, port, 3, 1, 10), (come, HOST, port, 3, 2, 10)) == ["", ""]
+        assert first.result() is None
+
+
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

@@ -95,6 +95,16 @@ def test_nothing_compiles_under_a_jit_of_the_users(terminal, soon, tasks):
     np.testing.assert_array_equal(outputs, pipe.apply(variables, BATCH))
 
 
+def test_without_a_terminal_nothing_waits_for_the_first_step(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    with first_call("the step", BATCH) as done:
+        jax.jit(lambda x: (progress.is_shown(), x)[1])(BATCH)
+        compiles("a test")
+        assert done(BATCH) is BATCH
+    assert not waited
+
+
 def test_checkpoints_show_their_bytes(terminal, soon, tasks, tmp_path):
     pipe, tx = make_pipe(), optax.sgd(0.1, momentum=0.9)
     state = pipe.create_state(jax.random.key(0), BATCH, tx)
@@ -116,26 +126,6 @@ def test_checkpoints_show_their_bytes(terminal, soon, tasks, tmp_path):
     assert "reading the layers of step 1" in lines_on(terminal)
     bars = [task for task in tasks if task.total]
     assert len(bars) == 2 and all(task.completed == task.total for task in bars)
-
-
-def test_who_follows_calls_holds_a_metric_and_no_state(monkeypatch):
-    """What a step gives is in use afterwards, or donated; of what is traced nobody is told."""
-    calls, scalar = [], lambda value: jnp.asarray(value)
-    monkeypatch.setattr("jpipe.processes.progress.followers", [calls.append])
-    state = {"key": jax.random.key(0), "kernel": jnp.ones((4, 4)), "step": scalar(1)}
-    metrics = {"loss": scalar(2.0)}
-    with first_call("the step", BATCH) as done:
-        assert [(call.what, call.has_returned, call.is_compiling) for call in calls] == [("the step", False, False)]
-        compiles("a test")
-        assert calls[0].is_compiling
-        done((state, metrics))
-        assert not calls[0].is_compiling
-    assert calls[0].has_returned and calls[0].result is metrics["loss"]
-    with first_call("keys", BATCH) as done:
-        done((state["key"], np.ones(3)))
-    assert calls[1].has_returned and calls[1].result is None
-    jax.eval_shape(make_pipe().init, jax.random.key(0), BATCH)
-    assert len(calls) == 2
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------

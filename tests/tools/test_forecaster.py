@@ -1,4 +1,3 @@
-import importlib.util
 import re
 from dataclasses import replace
 
@@ -117,12 +116,6 @@ def test_what_does_not_fit_on_gpus_is_told_though_their_compiler_compiles_it(lay
         said = r"XLA_PYTHON_CLIENT_MEM_FRACTION=0\.[89]\d or more has to be set; by default it is 0\.75"
     assert found.fits == fits and re.fullmatch(said, found.message)
     assert (found.seconds is None) == ("more than 2 stages" in str(found)) == (not fits)
-
-
-def test_a_missing_gpu_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"topology='h100:8' needs the GPU compiler; pip install 'jpipe\[gpu-compil"):
-        jpipe.forecast(make_pipe(), batch_of(), optax.sgd(0.1), topology="h100:8")
 
 
 @needs_tpu_compiler

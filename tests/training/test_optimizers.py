@@ -141,21 +141,8 @@ def accumulated(tx, every=8):
 
 
 SCHEDULE_OF_PROBING = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
-BY_NAME = [
-    "adam",
-    "lion",
-    "adabelief",
-    "adagrad",
-    "adadelta",
-    "adamaxw",
-    "adan",
-    "amsgrad",
-    "nadamw",
-    "radam",
-    "rprop",
-    "yogi",
-]
-BY_NAME += ["sgd", "sign_sgd", "optimistic_gradient_descent", "polyak_sgd", "adamw"]
+BY_NAME = ["adam", "lion", "adabelief", "adagrad", "adadelta", "adamaxw", "adan", "amsgrad", "nadamw", "radam", "rprop"]
+BY_NAME += ["yogi", "sgd", "sign_sgd", "optimistic_gradient_descent", "polyak_sgd", "adamw"]
 OF_CONTRIB = ["schedule_free_adamw", "ademamix", "prodigy", "dadapt_adamw", "dog"]
 WHOLE = {
     **{name: getattr(optax, name)(1e-3) for name in BY_NAME},

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_close, assert_equal, compilations, linen, model, pipeline, tokens
+from jpipe.jax.in_place import HOST
 from updates import is_matrix, labels
 
 
@@ -116,16 +117,38 @@ def test_the_optimiser_of_a_placed_state_is_checked(loop, tx):
         pipe.place_state(tx.init(params), tx)
 
 
-def test_what_cannot_be_placed(loop):
+def of_other_stages(pipe, tx):
+    sizes = {"num_stages": 4, "num_microbatches": 2, "balance": "even"}
+    four = jpipe.Pipeline([nn.Dense(4) for _ in range(4)], lambda y, b: jnp.mean(y), **sizes)
+    return tx.init(four.init(jax.random.key(0), np.ones((4, 4), np.float32))["params"])
+
+
+def gone(*_):
+    array = jnp.zeros(3)
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    ("make_state", "kind", "message"),
+    [
+        (lambda pipe, tx: {"name": "adam"}, TypeError, r"state\['name'\] is a str, which can't lie on devices"),
+        (gone, ValueError, "state: these arrays were donated"),
+        (of_other_stages, ValueError, r"laid out for num_stages=4, and this pipeline has 2; begin with"),
+    ],
+)
+def test_what_cannot_be_placed(loop, make_state, kind, message):
     pipe, _, _, tx, _ = loop
-    with pytest.raises(TypeError, match=r"state\['name'\] is a str, which can't lie on devices"):
-        pipe.place_state({"name": "adam"}, tx)
-    with pytest.raises(TypeError, match="tx is a int; pass an optax transformation"):
-        pipe.place_state({"step": 0}, 0)
-    gone = jnp.zeros(3)
-    gone.delete()
-    with pytest.raises(ValueError, match="state: these arrays were donated"):
-        pipe.place_state(gone, None)
+    with pytest.raises(kind, match=message):
+        pipe.place_state(make_state(pipe, tx), tx)
+
+
+def test_what_a_user_put_on_the_hosts_stays_there(loop):
+    """It went to the devices."""
+    pipe, _, params, _, _ = loop
+    there = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)), params)
+    placed = pipe.place_state({"average": there, "step": 0}, None)
+    assert all(leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(placed["average"]))
 
 
 # --- train step -------------------------------------------------------------------------------------------------------
