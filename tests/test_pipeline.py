@@ -59,18 +59,6 @@ def data(size=8, seed=0):
     return {name: rng.standard_normal((size, 4)).astype(np.float32) for name in ("inputs", "targets")}
 
 
-def test_training_from_given_variables():
-    pipe, batch = small(), data()
-    given = pipe.init(jax.random.key(1), batch)
-    expected = jax.device_get(given)
-    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1), given)
-    assert_equal(state.variables, expected)
-    other = small(4).init(jax.random.key(0), batch)
-    with pytest.raises(ValueError, match="laid out by another pipeline"):
-        pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1), other)
-    assert repr(pipe).startswith("Pipeline(4 layers, num_stages=2, num_microbatches=2")
-
-
 def test_train_step():
     pipe, batch = small(), data()
     state = pipe.create_state(jax.random.key(KEY), batch, optax.sgd(0.1))
@@ -161,22 +149,6 @@ def test_initial_values_follow_from_the_key_and_the_layers_place():
     trees = pipe.layer_variables(pipe.init(jax.random.key(KEY), data()))
     for i in (0, 1, 3):
         assert_equal(trees[i], jax.random.normal(init_key(jax.random.key(KEY), i), (4, 4), jnp.float32))
-
-
-def test_initial_values_follow_the_layers_initialisers():
-    layers = [nn.Dense(4, kernel_init=nn.initializers.constant(3), bias_init=nn.initializers.ones) for _ in range(3)]
-    pipe = small(3, layers=layers)
-    for tree in pipe.layer_variables(pipe.init(jax.random.key(0), data())):
-        expected = {"kernel": np.full((4, 4), 3, np.float32), "bias": np.ones(4, np.float32)}
-        assert_equal(tree, {"params": expected})
-
-
-def test_ready_modules_keep_their_values():
-    modules = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(4)]
-    pipe = small(2, layers=modules)
-    trees = pipe.layer_variables(pipe.init(jax.random.key(KEY), data()))
-    for module, tree in zip(modules, trees, strict=True):
-        assert_equal(tree, {"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
 
 
 def test_modules_are_callable(x64):
@@ -387,32 +359,6 @@ def test_every_kind_of_layer_draws_from_the_key(x64, layer):
 # --- the compiled program ---------------------------------------------------------------------------------------------
 
 
-def equations(jaxpr):
-    """All equations of a program, those of the programs inside of it included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
-def test_each_parameter_is_moved_once_an_action():
-    """Unlike layers: a parameter is sliced out of its buffer once forward and once backward, and so is its gradient."""
-    layers = [nn.Dense(5), nn.Dense(6), nn.Dense(7), nn.Dense(4)]
-    pipe, batch = small(2, 2, layers=layers), data()
-    variables = pipe.init(jax.random.key(KEY), batch)
-    shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(variables)]
-    program = jax.make_jaxpr(pipe.value_and_grad)(variables, batch)
-    count = lambda name: sum(
-        equation.primitive.name == name and equation.invars[0].aval.shape in shapes
-        for equation in equations(program.jaxpr)
-    )
-    num_leaves = 2 * len(layers)
-    assert count("dynamic_slice") == 3 * num_leaves, "forward, backward, and the sum of gradients so far"
-    assert count("dynamic_update_slice") == num_leaves, "the sum of gradients"
-
-
 def masked():
     """A run of layers that pass on a tuple."""
     batch = {"inputs": (np.ones((8, 5, 4)), np.ones((8, 5), bool), np.ones(8, np.float32))}
@@ -436,16 +382,6 @@ def test_boundaries_cross_by_permutation_alone(x64, kind, order, k, v, remat, fo
     assert in_loops(step) == ["collective-permute"] * (forward + backward)
     apply = jax.jit(pipe.apply).lower(variables, truth.batch).compile()
     assert in_loops(apply) == ["collective-permute"] * forward
-
-
-def test_each_device_makes_its_own_stages_variables_only():
-    width, depth, k = 64, 32, 4
-    pipe = small(k, 2, layers=[nn.Dense(width) for _ in range(depth)])
-    batch = {name: np.zeros((8, width), np.float32) for name in ("inputs", "targets")}
-    memory = jax.jit(pipe.init).lower(jax.random.key(0), batch).compile().memory_analysis()
-    model_bytes = depth * (width * width + width) * 4
-    assert memory.output_size_in_bytes < 1.05 * model_bytes / k
-    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 0.6 * model_bytes
 
 
 # --- schedules of one's own -------------------------------------------------------------------------------------------

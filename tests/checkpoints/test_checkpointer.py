@@ -362,40 +362,40 @@ def test_a_foreign_checkpoint(tmp_path):
         saved.restore(pipe_of(), BATCH, optimizer())
 
 
-def untied():
-    return [nn.Embed(11, 8), *layers()[1:-1], jpipe.Shared(nn.Embed(11, 8)).using("attend")]
-
-
 @pytest.mark.parametrize(
-    ("own", "tx", "message"),
+    ("change", "tx", "message"),
     [
         (
-            lambda: [*layers()[:-1], nn.Dense(8), layers()[-1]],
+            lambda own: [*own[:-1], nn.Dense(8), own[-1]],
             optimizer,
             "layer 7 is 0007_Embed in the checkpoint and 0007_D",
         ),
         (
-            lambda: [*layers()[:3], nn.Dense(8), *layers()[4:]],
+            lambda own: [*own[:3], nn.Dense(8), *own[4:]],
             optimizer,
             "layer 3 is 0003_Drops in the checkpoint and 0003_D",
         ),
         (
-            lambda: [*layers()[:2], nn.Dense(8, use_bias=False), *layers()[3:]],
+            lambda own: [*own[:2], nn.Dense(8, use_bias=False), *own[3:]],
             optimizer,
             r"layers/0002_Dense/params/bias is float32\[8\] in the checkpoint and missing in the pipeline",
         ),
-        (untied, optimizer, "layer 0007_Embed has the variables of 0000_Embed in the checkpoint"),
         (
-            layers,
+            lambda own: [nn.Embed(11, 8), *own[1:-1], jpipe.Shared(nn.Embed(11, 8)).using("attend")],
+            optimizer,
+            "layer 0007_Embed has the variables of 0000_Embed in the checkpoint",
+        ),
+        (
+            list,
             lambda: optax.adam(1e-3),
             r"optimizer/0/count is missing in the checkpoint and int32\[\] in the pipeline",
         ),
     ],
     ids=["appended", "another", "shape", "untied", "optimiser"],
 )
-def test_the_first_difference_is_named(run, own, tx, message):
+def test_the_first_difference_is_named(run, change, tx, message):
     with jpipe.Checkpointer(run[0]) as saved, pytest.raises(ValueError, match=message):
-        saved.restore(pipe_of(own(), balance="even"), BATCH, tx())
+        saved.restore(pipe_of(change(layers()), balance="even"), BATCH, tx())
 
 
 # --- misuse -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ def contents_of(k=2):
     first = jpipe.Shared(nn.Dense(8))
     own = [first, nn.Dense(8, use_bias=False), lambda x: x, first]
     pipe = jpipe.Pipeline(own, lambda y, _: jnp.mean(y), num_stages=k, num_microbatches=2, balance="even")
-    return Contents(pipe.plan.model, pipe.abstract_state(X, optax.adam(1e-3)))
+    state = pipe.abstract_state(X, optax.adam(1e-3))
+    return Contents(pipe.plan.model, state)
 
 
 def test_names_and_shapes_are_those_of_layers_whatever_the_layout():

@@ -2,15 +2,12 @@
 
 import json
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import jpipe
 from cases import assert_equal
 from jpipe.checkpoints import files
 
@@ -77,28 +74,3 @@ def test_steps_the_newest_first_and_those_set_aside_no_more(tmp_path):
     assert files.steps_in(directory) == [1]
     assert (directory / "damaged-3-1").is_dir() and (directory / "damaged-20").is_dir()
     assert files.listed(directory / "nowhere") == []
-
-
-# --- other frozen parameters ------------------------------------------------------------------------------------------
-
-
-def test_other_frozen_parameters_are_refused_and_values_go_over_by_hand(tmp_path):
-    batch, layers, tx = np.ones((4, 6), np.float32), [nn.Dense(6) for _ in range(3)], optax.sgd(1e-2, momentum=0.9)
-
-    def pipe_of(num_frozen, num_stages):
-        own = [*map(jpipe.freeze, layers[:num_frozen]), *layers[num_frozen:]]
-        sizes = {"num_stages": num_stages, "num_microbatches": 2}
-        return jpipe.Pipeline(own, lambda y, _: jnp.mean(y**2), balance="even", **sizes)
-
-    first, second = pipe_of(2, 2), pipe_of(1, 1)
-    state, _ = first.train_step(first.create_state(jax.random.key(0), batch, tx), batch)
-    trees = jax.device_get(first.layer_variables(state.variables))
-    with jpipe.Checkpointer(tmp_path) as saved:
-        saved.save(first, state)
-        words = r"layers/0001_Dense/frozen/bias is float32\[6\] in the checkpoint and missing in the pipeline"
-        with pytest.raises(ValueError, match=rf"{words}; use the same, or put what fits of jpipe\.load_layers"):
-            saved.restore(second, batch, tx)
-    variables = second.from_layer_variables(jpipe.load_layers(tmp_path), batch)
-    state = second.create_state(jax.random.key(0), batch, tx, variables)
-    assert_equal(jax.device_get(second.layer_variables(state.variables)), trees)
-    second.train_step(state, batch)

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import collectives
 import jpipe
-from collectives import axes_along, groups_of
 from compiled_transfers import (
     branches_of,
     counted,
@@ -240,35 +239,3 @@ def test_a_forecast_says_which_part_of_a_step_waits_for_links():
     # Each layer sums its result and its input's cotangent, [2048, 1024] each, by 2 n 3/4 on two links.
     each = 2 * 2048 * 1024 * 2 * 3 / 4 / (2 * CHIPS["v5p"].link_bandwidth)
     assert found.slices["collectives"] == pytest.approx(4 * 2 * 2 * each, rel=0.3)
-
-
-# --- device groups ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "groups"),
-    [
-        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ((0, 1, 2, 3), (4, 5, 6, 7))),
-        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
-        ("replica_groups={}", ()),
-        ("no group is named", ()),
-    ],
-)
-def test_groups_in_each_way_in_which_they_are_written(text, groups):
-    assert groups_of(f"%a = f32[] all-reduce(%b), {text}, to_apply=%add") == groups
-
-
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        (((0, 1, 2, 3), (4, 5, 6, 7)), ("model",)),
-        (((0, 4),), ("stage",)),
-        (((0, 5),), ("stage", "model")),
-        (((3,),), ()),
-    ],
-)
-def test_a_group_lies_along_the_axes_in_which_its_devices_differ(groups, axes):
-    assert axes_along(groups, MESH) == axes

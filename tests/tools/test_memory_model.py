@@ -28,17 +28,6 @@ def of(function, *shapes, **options):
     return working_bytes(jax.make_jaxpr(function)(*shapes), **options)
 
 
-def test_elementwise_operations_need_nothing_of_their_own():
-    assert of(lambda x: jnp.where(x > 0, x + 1, x) * 2, X) == 0
-    assert of(lambda x: jnp.sum(x * x), X) == 4
-
-
-def test_a_product_lives_until_its_last_reader():
-    assert of(lambda x: x @ x, X) == ARRAY
-    assert of(lambda x: (x @ x) @ x, X) == 2 * ARRAY
-    assert of(lambda x: jnp.sum((x @ x) + (x @ x.T @ x)), X) == 3 * ARRAY
-
-
 def test_what_is_tied_is_not_copied():
     def chain(x, tie):
         y = x @ x
@@ -49,31 +38,36 @@ def test_what_is_tied_is_not_copied():
     assert of(tied, X, chip=TPU) == of(lambda x: chain(x, lambda *values: values), X, chip=TPU)
 
 
-def test_what_isnt_fused_reads_a_copy_of_a_slice():
-    assert of(lambda x: x @ x, X, copied=[0]) == 2 * ARRAY
-    assert of(lambda x: x + x, X, copied=[0]) == 0
+TPU, GPU = replace(CHIPS["v5e"], vector_memory=0), CHIPS["h100"]
+TURNED = (((0,), (1,)), ((), ()))
 
 
-def test_each_product_reads_a_copy_of_its_own():
-    assert of(lambda x: (x @ x.T, x @ x), X, copied=[0]) == 4 * ARRAY  # each reads it once; and two results
-
-
-TPU = replace(CHIPS["v5e"], vector_memory=0)
-
-
-def test_a_tpus_products_read_and_give_what_is_elementwise():
-    assert of(lambda x: jnp.sum(jnp.tanh(x @ x) @ x, 0) @ x, X, chip=TPU) == 2 * ARRAY
-    assert of(lambda x: (x @ x).astype("bfloat16"), X, chip=TPU) == 0  # added to a sum elsewhere
-    assert of(lambda x: x @ x, X, copied=[0], chip=TPU) == 0
-
-
-def test_a_gpus_elementwise_results_take_the_place_of_what_they_read_and_its_products_turn_nothing():
-    """Two arrays of logits were counted as three: predicted steps with a large vocabulary were a sixth too large."""
-    gpu = CHIPS["h100"]
-    chain = lambda x: jnp.tanh(x @ x) @ x[0]
-    assert (of(chain, X), of(chain, X, chip=gpu)) == (2 * ARRAY, ARRAY + 2 * 8 * 4)  # and x[0], and the result
-    turned = lambda x: jax.lax.dot_general(x, x, (((0,), (1,)), ((), ())))
-    assert of(turned, X, chip=gpu) == ARRAY < of(turned, X)
+@pytest.mark.parametrize(
+    ("function", "options", "needed"),
+    [
+        (lambda x: jnp.where(x > 0, x + 1, x) * 2, {}, 0),  # elementwise
+        (lambda x: jnp.sum(x * x), {}, 4),
+        (lambda x: (x @ x, x)[1], {}, 0),  # dead code
+        (lambda x: x @ x, {}, ARRAY),  # lives until its last reader
+        (lambda x: (x @ x) @ x, {}, 2 * ARRAY),
+        (lambda x: jnp.sum((x @ x) + (x @ x.T @ x)), {}, 3 * ARRAY),
+        (lambda x: x @ x, {"copied": [0]}, 2 * ARRAY),  # reads a copy of a slice, which an elementwise one fuses
+        (lambda x: x + x, {"copied": [0]}, 0),
+        (lambda x: (x @ x.T, x @ x), {"copied": [0]}, 4 * ARRAY),  # each reads it once; and two results
+        # A TPU's products read and give what is elementwise.
+        (lambda x: jnp.sum(jnp.tanh(x @ x) @ x, 0) @ x, {"chip": TPU}, 2 * ARRAY),
+        (lambda x: (x @ x).astype("bfloat16"), {"chip": TPU}, 0),  # added to a sum elsewhere
+        (lambda x: x @ x, {"copied": [0], "chip": TPU}, 0),
+        # A GPU's elementwise results take the place of what they read, and its products turn nothing. Two arrays of
+        # logits were counted as three: predicted steps with a large vocabulary were a sixth too large.
+        (lambda x: jnp.tanh(x @ x) @ x[0], {}, 2 * ARRAY),
+        (lambda x: jnp.tanh(x @ x) @ x[0], {"chip": GPU}, ARRAY + 2 * 8 * 4),  # and x[0], and the result
+        (lambda x: jax.lax.dot_general(x, x, TURNED), {}, 2 * ARRAY),
+        (lambda x: jax.lax.dot_general(x, x, TURNED), {"chip": GPU}, ARRAY),
+    ],
+)
+def test_what_operations_need(function, options, needed):
+    assert of(function, X, **options) == needed
 
 
 def test_arrays_lie_on_the_chip_while_there_is_room():

@@ -254,24 +254,6 @@ def test_a_reduction_is_a_pass_but_of_what_a_product_makes():
     assert roofline(made, CHIP) == pytest.approx(flops + 2 * 4 * 512**2 / CHIP.pass_bandwidth, abs=small)
 
 
-def test_a_softmax_takes_a_pass_more_if_its_sum_is_kept():
-    def attend(x, keep):
-        scores = x @ x.T
-        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        total = weights.sum(-1, keepdims=True)
-        return ((weights / total) @ x, total) if keep else (weights / total) @ x
-
-    kept, free = (roofline(traced(lambda x, keep=keep: attend(x, keep), (1024, 128)), CHIP) for keep in (True, False))
-    assert kept - free == pytest.approx(one_pass(1024**2 + 1024), rel=1e-6)
-
-
-def test_a_narrow_last_dimension_is_turned_by_a_pass():
-    wide, narrow = (traced(lambda x, w: jnp.tensordot(x, w, 1), (256, 512), (512, *to)) for to in ((8, 128), (16, 64)))
-    turned = 512 * 1024 + 256 * 1024  # the operand and the result
-    assert roofline(narrow, CHIP) - roofline(wide, CHIP) == pytest.approx(one_pass(turned))
-    assert roofline(narrow, CPU) == pytest.approx(roofline(wide, CPU))
-
-
 def test_loops_take_their_trips_and_branches_the_longest():
     once = lambda x: x @ x
     single = roofline(traced(once, (64, 64)), CHIP)

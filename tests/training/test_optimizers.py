@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,26 +221,6 @@ def test_transformations_of_single_parameters_are_refused(name):
 
 
 # --- in a pipeline ----------------------------------------------------------------------------------------------------
-
-
-def make(num_stages=2, **options):
-    layers = [nn.Dense(8) for _ in range(4)]
-    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=num_stages, num_microbatches=2, **options)
-
-
-BATCH = np.ones((4, 8), np.float32)
-
-
-def test_a_state_with_such_an_optimizer_is_refused():
-    key, pipe = jax.random.key(0), make()
-    for build in (
-        lambda: pipe.create_state(key, BATCH, optax.lamb(1e-3)),
-        lambda: pipe.abstract_state(BATCH, optax.lamb(1e-3)),
-        lambda: jax.eval_shape(lambda key: pipe.create_state(key, BATCH, optax.lamb(1e-3)).step, key),
-    ):
-        with pytest.raises(ValueError, match=r"off by up to .*jpipe\.per_layer"):
-            build()
-    pipe.abstract_state(BATCH, jpipe.per_layer(optax.lamb(1e-3)))
 
 
 def test_trying_compiles_nothing_and_happens_once():
