@@ -10,7 +10,6 @@ from flax import serialization
 import jpipe
 from jpipe.checks import (
     check_complete,
-    check_is_variables,
     check_variables,
     differences,
     facts,
@@ -69,19 +68,6 @@ def test_variables(ready, change, error, message):
 def test_variables_of_another_pipeline(ready, other, message):
     with pytest.raises(ValueError, match=f"laid out by another pipeline {message}"):
         check_variables(planned(**other)[1], {"params": ready[1]["params"]})
-
-
-def test_what_is_no_variables(ready):
-    _, variables = ready
-    check_is_variables(variables)
-    for wrong, message in (
-        (variables["params"], "variables is a single collection; pass them by collection"),
-        ([variables], r"variables is a list; lay out trees of layers by pipe\.from_layer_variables"),
-        ({}, r"variables is a dict; pass what pipe\.init returned"),
-        (jpipe.TrainState(0, variables, None, None, None), r"variables is a TrainState; pass state\.variables"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            check_is_variables(wrong)
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------

@@ -173,14 +173,6 @@ def test_modules_inside_jit():
     assert_close(norms(variables), [np.sum(np.square(tree["params"]["kernel"])) for tree in trees])
 
 
-def test_apply_takes_bare_inputs_and_other_batches():
-    pipe = small()
-    variables, batch = pipe.init(jax.random.key(0), data()), data()
-    expected = pipe.apply(variables, batch)
-    assert_equal(pipe.apply(variables, batch["inputs"]), expected)
-    assert_equal(pipe.apply(variables, {"inputs": batch["inputs"]}), expected)
-
-
 @pytest.mark.parametrize(
     ("inputs", "wrap"),
     [

@@ -52,17 +52,6 @@ def test_there_are_languages_enough_and_no_name_held_out_was_learnt(learnt):
     assert ("Allemagne", "Germany") in learnt["fr"] + held_out["fr"]
 
 
-def test_a_vocabulary_gives_names_back(learnt):
-    vocabulary = names.Vocabulary.train({"ja": learnt["ja"], "mt": learnt["mt"]}, 600)
-    pairs = learnt["ja"][:20] + learnt["hi"][:5]  # what it never saw is spelt in bytes
-    examples = names.Examples.encode(pairs, vocabulary)
-    assert examples.inputs.shape == (len(examples.targets), names.SOURCE_TOKENS)
-    assert examples.targets.shape[1] == names.TARGET_TOKENS
-    assert 10 <= len(examples.inputs) <= len(pairs)
-    texts = {(vocabulary.text(i), vocabulary.text(t)) for i, t in zip(examples.inputs, examples.targets, strict=True)}
-    assert texts <= set(pairs)
-
-
 # --- translation ------------------------------------------------------------------------------------------------------
 
 

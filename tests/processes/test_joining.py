@@ -45,11 +45,6 @@ def knock(port: int, data: bytes) -> socket.socket:
     return stranger
 
 
-def test_all_come_and_go_on():
-    port = free_port()
-    assert met((gather, port, 4, 10), *((come, HOST, port, 4, k, 10) for k in (1, 2, 3))) == [""] * 4
-
-
 def test_who_is_missing_is_named_to_all():
     port = free_port()
     message = f"processes [2] of 3 did not come to port {port} within 1 s; start them with the same coordinator, or"

@@ -10,7 +10,6 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import collectives
 import jpipe
 from compiled_transfers import (
     branches_of,
@@ -194,29 +193,6 @@ def test_what_work_leaves_of_a_transfer_is_waited_for():
         "sum": (2 * SIZE, 3.5 * SIZE - SIZE * 0.75, 0.75 * SIZE, "sum"),
     }
     assert next(at for at, operation in begun if operation.name == "work") == 0
-
-
-def test_a_gather_in_steps_beside_products_is_under_way_from_its_first_step_to_its_last():
-    """As a v5e's compiler has it: each step is a fusion that holds the whole gather."""
-    gather = (
-        "  ROOT %gather{} = bf16[8,128]{{1,0}} all-gather(%p), channel_id=3, "
-        'replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
-    )
-    names = ("first", "async_collective_fusion.1", "last")
-    steps = [f"%{name} (p: bf16[2,128]) -> bf16[8,128] {{\n{gather.format(i)}\n}}" for i, name in enumerate(names)]
-    program = """ENTRY %main (p: bf16[2,128]) -> bf16[8,128] {
-  %p = bf16[2,128]{1,0} parameter(0)
-  %async-collective-start = bf16[8,128]{1,0} fusion(%p), calls=%first
-  %work = bf16[8,128]{1,0} fusion(%p), calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"500"}
-  ROOT %async-collective-done = bf16[8,128]{1,0} fusion(%work), calls=%last
-}"""
-    text = "\n\n".join(["HloModule step", *steps, program])
-    takes = transfer_seconds(read(text), NETWORK, MESH)
-    (one,) = turn_in_time(read(text), takes, CHIP)[1]
-    assert (one.begin, one.end) == (0, SIZE * 3 / 4 / 2)
-    assert (one.waited, one.at) == (SIZE * 3 / 4 / 2 - 500, "async-collective-done")
-    (counted,) = collectives.read(text)
-    assert counted.name == one.name and counted.beside_work
 
 
 @needs_tpu_compiler

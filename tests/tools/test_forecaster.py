@@ -118,18 +118,6 @@ def test_what_does_not_fit_on_gpus_is_told_though_their_compiler_compiles_it(lay
     assert (found.seconds is None) == ("more than 2 stages" in str(found)) == (not fits)
 
 
-@needs_tpu_compiler
-@pytest.mark.slow
-def test_what_does_not_fit_is_told_by_part():
-    """Two stages of 10 layers of 16384 by 16384: 10 GiB of parameters and as much of momentum, where there are 16."""
-    found = jpipe.forecast(
-        make_pipe(16384, layers=20), batch_of(16384), optax.sgd(0.1, momentum=0.9), topology="v5e:2x2"
-    )
-    assert (found.fits, found.limit, found.seconds) == (False, "memory", None)
-    assert found.bytes["optimizer"] >= 10 * 2**30
-    assert "more than 2 stages" in str(found)
-
-
 @needs_gpu_compiler
 def test_bytes_on_the_host_are_apart():
     tx, batch = optax.sgd(0.1, momentum=0.9), batch_of(128)

@@ -48,6 +48,7 @@ def test_five_steps_equal_the_sequential_ones(kind, order, k, m, v, remat, mask)
         pipe = pipeline(truth, order, k, m, v, remat=remat)
         state = pipe.create_state(jax.random.key(0), truth.batch, chain(jpipe.per_layer(adamw())))
         state = state.replace(variables=pipe.from_layer_variables(truth.trees))
+        start, losses = jax.tree.map(jnp.copy, state), []
 
         tx, trees = chain(adamw()), params(truth)
         opt_state = tx.init(trees)
@@ -63,9 +64,14 @@ def test_five_steps_equal_the_sequential_ones(kind, order, k, m, v, remat, mask)
             state, metrics = pipe.train_step(state, batch)
             assert_close(metrics["loss"], loss, f"loss of step {number}")
             assert_close(metrics["grad_norm"], norm, f"gradient norm of step {number}")
+            losses.append(loss)
             assert norm > 0.05, "the norm has to be clipped for this to show anything"
-        assert int(state.step) == 5
-        assert_close(pipe.layer_variables({"params": state.variables["params"]}), trees, "parameters")
+        joined = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+        end, metrics = jax.jit(lambda state, batches: jax.lax.scan(pipe.train_step, state, batches))(start, joined)
+        assert_close(metrics["loss"], np.stack(losses), "losses of one program with a scan over the steps")
+        for found in (state, end):
+            assert int(found.step) == 5
+            assert_close(pipe.layer_variables({"params": found.variables["params"]}), trees, "parameters")
 
 
 # --- single updates ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from flax.training import train_state as of_flax
 from jax.sharding import PartitionSpec
 
 import jpipe
-from cases import assert_close, assert_equal, compilations, linen, model, pipeline, tokens
+from cases import assert_equal, compilations, model, pipeline
 from jpipe.jax.in_place import HOST
 from updates import is_matrix, labels
 
@@ -176,33 +176,6 @@ def test_one_compiled_step_for_each_optimizer():
         other = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.2, momentum=0.9))
         state, _ = pipe.train_step(state.replace(tx=other), BATCH)
     assert count() == 1
-
-
-def test_a_scan_over_steps_is_the_loop_over_them_and_the_models():
-    """In one program of the user's, on batches `[3, B, ...]`."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        truth, tx = linen(jnp.float64, num_blocks=2), optax.adam(1e-2)
-        batches = [truth.batch | tokens(seed=seed) for seed in range(3)]
-        pipe = pipeline(truth, "1f1b", 2, 3)
-        variables = pipe.from_layer_variables(truth.trees, truth.batch)
-        start = pipe.create_state(jax.random.key(0), truth.batch, tx, variables)
-        joined = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-        end, metrics = jax.jit(lambda state, batches: jax.lax.scan(pipe.train_step, state, batches))(start, joined)
-
-        @jax.jit
-        def step(trees, opt_state, batch):
-            loss, grads = jax.value_and_grad(truth.loss_of)(trees, batch)
-            updates, opt_state = tx.update(grads, opt_state, trees)
-            return optax.apply_updates(trees, updates), opt_state, loss
-
-        state, trees, opt_state = start, truth.trees, tx.init(truth.trees)
-        for i, batch in enumerate(batches):
-            trees, opt_state, loss = step(trees, opt_state, batch)
-            state, found = pipe.train_step(state, batch)
-            assert_close([metrics["loss"][i], found["loss"]], [loss, loss], "loss")
-        assert_close(pipe.layer_variables(end.variables), trees, "variables after the scan")
-        assert_close(pipe.layer_variables(state.variables), trees, "variables after the loop")
-        assert int(end.step) == 3
 
 
 class TwoLayers(nn.Module):
