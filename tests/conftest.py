@@ -6,7 +6,9 @@ Warnings are errors by pyproject.toml.
 import gc
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import quick
 
@@ -42,6 +44,8 @@ settings.register_profile("jpipe", deadline=None, derandomize=True, print_blob=T
 settings.load_profile("jpipe")
 
 pytest_plugins = ["terminals"]
+for folder in ("benchmarks/peers", "benchmarks", "examples"):  # whose scripts are tested
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 MakeMesh = Callable[..., Mesh]
 
 

@@ -2,15 +2,12 @@
 
 import csv
 import re
-import sys
 from pathlib import Path
 
+import capacity
 import pytest
 
 from tpu_program import needs_tpu_compiler
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import capacity
 
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "benchmarks" / "results" / "capacity.md").read_text()

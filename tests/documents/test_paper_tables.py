@@ -1,14 +1,11 @@
 """The GPipe paper's tables, what `benchmarks/paper_tables.py` predicts beside them, what its page of results says."""
 
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import paper_tables as tables
+import pytest
 
 from jpipe.tools.measure import StageTimes
 

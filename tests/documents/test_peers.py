@@ -5,17 +5,14 @@ import sys
 from pathlib import Path
 
 import chex
+import compare
 import jax
 import jax.numpy as jnp
+import jax_functions
+import jpipe_peer
 import numpy as np
 import optax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
-import compare
-import jax_functions
-import jpipe_peer
 import results
 from common import make_layers
 from results import Row

@@ -1,21 +1,18 @@
 """What benchmarks/results/time_model.md says of `benchmarks/time_model.py`, and the rows that it keeps."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+import time_model
 from jax.sharding import SingleDeviceSharding
 
 from gpu_program import needs_gpu_compiler
 from jpipe.tools.chips import ABSENT, CHIPS, parse_topology
 from jpipe.tools.compiled_program import read
 from tpu_program import needs_tpu_compiler
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import time_model
 
 PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "time_model.md").read_text()
 KEPT = {row["step"]: row for name in ("tpu", "gpu") for row in time_model.kept_rows(name)}

@@ -6,12 +6,8 @@ import sys
 from pathlib import Path
 
 import jax
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import names
+import pytest
 import same_losses
 import transfer
 import translate

@@ -4,22 +4,18 @@ They are counted by shapes only, and equal layers are traced once: depth costs n
 """
 
 import math
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import amoebanet, dit, resnet, transformer_l, translation, unet
 
 import jpipe
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.model.groups import Model
 from jpipe.model.trace import trace_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from models import amoebanet, dit, resnet, transformer_l, translation, unet
 
 
 def traced(layers: list, batch: dict) -> Model:

@@ -1,14 +1,11 @@
 """PipeDream's asynchronous pipeline as `examples/pipedream.py` simulates it, against formulas and jpipe's own 1F1B."""
 
-import sys
 from pathlib import Path
 
+import pipedream
 import pytest
 
 import jpipe
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import pipedream
 
 PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "pipedream.md").read_text()
 

@@ -3,8 +3,16 @@
 import jax
 import numpy as np
 import optax
+import pytest
 
 from cases import Model, assert_close, model, params_of
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax itself mixes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def is_kernel(tree):

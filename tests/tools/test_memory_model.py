@@ -1,10 +1,10 @@
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import memory_model as against_compilers
 import numpy as np
 import optax
 import pytest
@@ -13,9 +13,6 @@ import jpipe
 from jpipe.tools.chips import CHIPS, parse_topology
 from jpipe.tools.memory_model import held_by_device, held_by_stages, predict_memory, working_bytes
 from tpu_program import needs_tpu_compiler
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import memory_model as against_compilers
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing on CPUs")
 

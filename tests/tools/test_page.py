@@ -189,24 +189,6 @@ def test_settings_have_the_numbers_of_simulate(page, draw):
     check_settings(page, random_settings(**draw))
 
 
-@pytest.mark.parametrize("name", OFFERED)
-def test_bars_are_the_spans_of_simulate(page, name):
-    """Every bar, in order: stage, kind, micro-batch, chunk, start and end; and what every stage holds over time."""
-    schedule = schedule_of(name, 3, 6, chunks_of(name, 2))
-    setting = {"num_stages": 3, "num_microbatches": 6, "num_chunks": schedule.num_chunks, "schedule": name}
-    times = {"forward": [1.5, 1.0, 2.0], "backward": [3.0, 2.0, 2.5], "transfer": 0.75}
-    found = page.get(f"jpipe.simulate({json.dumps(setting | times)})")
-    timeline = simulate(schedule, **times)
-    expected = [
-        {"stage": s.stage, "kind": s.action.kind, "m": s.action.microbatch, "v": s.action.chunk} for s in timeline.spans
-    ]
-    assert [{key: span[key] for key in ("stage", "kind", "m", "v")} for span in found["spans"]] == expected
-    assert [(span["start"], span["end"]) for span in found["spans"]] == [(s.start, s.end) for s in timeline.spans]
-    changes = lambda counts: [pair for i, pair in enumerate(counts) if not i or counts[i - 1][1] != pair[1]]
-    for stage, counts in enumerate(found["held"]):
-        assert changes(list(map(tuple, counts))) == changes(timeline.in_flight(stage))
-
-
 @pytest.mark.parametrize("remat", ["none", "stage"])
 def test_what_waits_has_the_rows_of_the_tick_table(page, remat):
     """Rows that any device writes, and those that a stage's own values are in."""

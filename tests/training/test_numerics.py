@@ -12,13 +12,7 @@ import pytest
 import jpipe
 from cases import assert_close, assert_equal, take_microbatch
 from updates import one_by_one
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax itself mixes dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+from updates import standard_promotion as standard_promotion
 
 
 class Block(nn.Module):

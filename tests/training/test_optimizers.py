@@ -13,14 +13,7 @@ import jpipe
 from cases import assert_close, compilations, model, pipeline, run_layers, take_microbatch, tokens
 from jpipe.training.optimizers import check_elementwise, deviation
 from updates import check_updates, filled, is_kernel, is_matrix, params
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax itself mixes dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
+from updates import standard_promotion as standard_promotion
 
 # --- five steps -------------------------------------------------------------------------------------------------------
 

@@ -13,13 +13,7 @@ import jpipe
 from cases import assert_equal, compilations, model, pipeline
 from jpipe.jax.in_place import HOST
 from updates import is_matrix, labels
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax itself mixes dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+from updates import standard_promotion as standard_promotion
 
 
 @pytest.mark.parametrize(
