@@ -57,14 +57,3 @@ def test_the_documented_model_of_one_core_is_what_the_compiler_accepts(what):
     assert [fit.parameters, fit.arguments, fit.temporaries] == pytest.approx(row[5:8], rel=5e-3)
     if what == "transformer-l":
         assert capacity.compiled(place, row[4] + place.step, code=False) is None
-
-
-def test_a_count_that_does_not_fit_is_told_as_such():
-    """It was 0 layers, of 0.000B parameters."""
-    place = capacity.TABLE["transformer-l"][1]
-    one = capacity.Fit(2**30, 2**29, 10_605_628_672, 61.7)
-    row = lambda found: capacity.shown(*capacity.figures(place, 5_318_010_112, found))
-    assert row({208: None}) == (8, 103, "5.318B", "208 doesn't fit", "-", "-", "-", "-", 224, "-")
-    assert row({}) == (8, 103, "5.318B", "none fits", "-", "-", "-", "-", 224, "-")
-    assert row({200: None, 208: one}) == (8, 103, "5.318B", 208, "10.606B", "1.99", "1,024", "512", 224, 62)
-    assert len(row({})) == len(capacity.COLUMNS)

@@ -1,6 +1,5 @@
 """`benchmarks/peers`: that the model is the same everywhere, how turns are taken, and what its pages say."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import results
 from common import make_layers
 from results import Row
 from same_model import Sizes, make_tokens, make_weights, plain_loss
-from turns import Step, Variant
+from turns import Step
 
 ROOT = Path(__file__).parents[2]
 PAGE = (Path(compare.__file__).parent / "README.md").read_text()
@@ -95,14 +94,6 @@ def test_another_model_is_told_by_its_losses():
         compare.check_losses(ENTRIES, [steps_of(losses), steps_of([*losses[:3], 3.001])])
 
 
-def test_a_row_leaves_out_steps_that_others_disturbed():
-    steps = [step._replace(others=2.0 * (i in (4, 6))) for i, step in enumerate(steps_of([1.0] * 9))]
-    row = compare.row_of("M=2", ENTRIES[1], steps, SMALL, "kept")
-    assert (row.steps, row.shortest, row.median, row.quiet) == (3, 6.0, 8.0, True)
-    row = compare.row_of("M=2", ENTRIES[1], steps[:7], SMALL, "kept")
-    assert (row.steps, row.quiet) == (3, False)
-
-
 QUIET = ("kept", True)
 
 
@@ -116,15 +107,6 @@ def test_speedups_are_of_each_peers_own_best_step():
     table = results.report(rows)
     assert table[3] == "| jpipe `two,none` | 2 on 2 | 9.0 | 1.250 | 1.500 | 2.00 | 1.60 | 0.90 | 1.00 | 1 |"
     assert table[5] == "| torch `1f1b` | 2 on 2 | 9.0 | 0.625* | 1.000 | 2.00 | 1.60 | 0.90 | 0.50 | 1 |"
-
-
-def test_a_peer_that_ended_is_told_and_closed():
-    """Writing to it gave a BrokenPipeError, and so did closing it, so that the peers after it weren't closed."""
-    variant = Variant([sys.executable, "-c", "pass"], [{min(os.sched_getaffinity(0))}])
-    variant._processes[0].wait()
-    with pytest.raises(RuntimeError, match="a peer's process ended"):
-        variant.step()
-    variant.close()
 
 
 @pytest.mark.slow

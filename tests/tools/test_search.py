@@ -19,7 +19,7 @@ from jpipe.tools import search
 from jpipe.tools.chips import CHIPS, mesh_of_nowhere, parse_topology
 from jpipe.tools.choices import Setting
 from jpipe.tools.memory_model import predict_memory
-from jpipe.tools.search import Space, shared_out
+from jpipe.tools.search import Space
 from jpipe.tools.time_model import layer_seconds, predict_time
 from published import schedule_of
 
@@ -271,18 +271,6 @@ def test_what_goes_to_the_hosts_is_what_the_user_says():
 def space(**given):
     options = {"num_devices": 8, "data_axes": ("data",), "others": (), "batch_size": 16, "num_layers": 6, "pinned": {}}
     return Space(**{**options, **given})
-
-
-def test_all_devices_are_shared_out_each_way_once():
-    found = shared_out(12, ["stage", "data", "tensor"])
-    assert len(found) == len(set(found)) == 18
-    assert all(math.prod(size for _, size in axes) == 12 for axes in found)
-
-
-def test_a_start_has_no_more_stages_than_layers_and_a_batch_that_its_axes_split():
-    starts = space().starts()
-    assert [dict(s.axes) for s in starts] == [{"stage": 1, "data": 8}, {"stage": 2, "data": 4}, {"stage": 4, "data": 2}]
-    assert [s.num_microbatches for s in starts] == [2, 4, 8]
 
 
 def test_moves_change_one_thing_at_a_time():
