@@ -15,8 +15,6 @@ from flax.training import train_state
 import collectives
 import jpipe
 from cases import (
-    Block,
-    Gate,
     MaskedBlock,
     assert_close,
     assert_equal,
@@ -406,32 +404,3 @@ def test_any_valid_schedule_gives_the_same_gradients(x64, seed, m, slots, remat)
     truth, sizes = model("plain"), {"num_stages": 2, "num_microbatches": m, "schedule": random_schedule(seed, m, slots)}
     pipe = jpipe.Pipeline(truth.layers, truth.loss_fn, **sizes, remat=remat, balance="even")
     check_step(pipe, truth)
-
-
-# --- any list of layers -----------------------------------------------------------------------------------------------
-
-PIECES = [
-    lambda: Block(dtype=jnp.float64),
-    lambda: Gate(jnp.float64),
-    lambda: nn.Dense(8, param_dtype=jnp.float64),
-    lambda: nn.tanh,
-    lambda: lambda rngs: nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs),
-]
-
-
-def lists_of_layers(count):
-    """Places in `PIECES`, K, M and remat."""
-    rng = random.Random(0)
-    yield [0, 1, 0, 1, 1, 0], 3, 3, "none"
-    for _ in range(count - 1):
-        pieces = [rng.randrange(len(PIECES)) for _ in range(rng.randint(4, 10))]
-        yield pieces, rng.randint(1, 4), rng.randint(1, 3), rng.choice(REMATS)
-
-
-@pytest.mark.parametrize(("pieces", "k", "m", "remat"), slow_but_the_first(list(lists_of_layers(24))))
-def test_any_list_of_layers(x64, pieces, k, m, remat):
-    rng = np.random.default_rng(0)
-    batch = {name: rng.standard_normal((6, 8)) for name in ("inputs", "targets")}
-    loss = lambda y, b: jnp.mean(jnp.square(y - b["targets"]))
-    truth = make_model([PIECES[piece]() for piece in pieces], loss, batch)
-    check_step(pipeline(truth, "1f1b", k, m, remat=remat, balance="even"), truth)
