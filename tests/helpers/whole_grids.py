@@ -160,7 +160,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_loss.py::test_several_means_are_each_divided_by_their_own_weight": (
         "{'num_stages': 2, 'num_microbatches': 2}-{'data': 2}",
     ),
-    "test_models.py::test_resnets_have_the_usual_parameters": ("50",),
     "test_models.py::test_models_train_in_stages": ("resnet",),
     "test_meshes.py::test_model_axis": ("True-True",),
     "test_meshes.py::test_metrics_of_the_loss": ("shape0",),
