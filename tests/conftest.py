@@ -44,8 +44,8 @@ settings.register_profile("jpipe", deadline=None, derandomize=True, print_blob=T
 settings.load_profile("jpipe")
 
 pytest_plugins = ["terminals"]
-for folder in ("benchmarks/peers", "benchmarks", "examples"):  # whose scripts are tested
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+# The folders of scripts that are tested, after tests/helpers, which has some of the same names.
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples", "benchmarks", "benchmarks/peers")]
 MakeMesh = Callable[..., Mesh]
 
 
