@@ -16,6 +16,7 @@ EXAMPLES = (
 OTHERS = (
     # `test_amoebanet_d_has_the_parameters_of_table_1` counts those of the same cells.
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
+    "test_models.py::test_amoebanet_gives_what_it_computes_in",
     # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
     "test_compiled_program.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
     # `test_whole_decoding` has outputs that no loss reads.
@@ -49,11 +50,12 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_gpu.py::test_shared_ends_beside_another_axis": ("data",),
     # ViT on an axis stays; models of other kinds are in `test_whole_models`.
     "test_registry_models.py::test_equals_the_plain_model": ("Transformer-L-interleaved", "U-Net-zero_bubble"),
-    # What is clipped, skipped and summed up over steps stays, and one by layers: lamb.
+    # What is clipped, skipped and summed up over steps stays, and one by layers.
     "test_by_slices.py::test_steps_are_the_same_to_the_bit": (
         *("adam", "momentum", "no state", "lion", "adafactor", "ratios of moments", "finite layers"),
-        *("hyperparameters", "steps of layers"),
+        *("hyperparameters", "steps of layers", "several steps", "lamb"),
     ),
+    "test_by_slices.py::test_sums_of_what_follows_from_the_state": ("several steps", "prodigy"),
     # Spread ends with parameters that are split over an explicit mesh's data axis stay.
     "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
     # The program for TPUs stays; `test_gpu` has one for GPUs that moves to hosts.

@@ -11,7 +11,7 @@ import pytest
 import jpipe
 import whole_models
 from cases import model, pipeline
-from updates import check_updates, is_kernel, is_matrix, labels, one_by_one
+from updates import check_updates, is_kernel, is_matrix, labels, one_by_one, params
 
 KEY = jax.random.key(3)
 
@@ -45,6 +45,16 @@ def pipe():
 )
 def test_per_layer_shows_each_layer_its_own_tree(pipe, tx):
     check_updates(pipe, jpipe.per_layer(BY_PARAMETER[tx]()), one_by_one(BY_PARAMETER[tx]()))
+
+
+def test_per_layer_passes_extra_arguments_on(pipe):
+    update = lambda updates, state, params=None, *, factor: (jax.tree.map(lambda u: u * factor, updates), state)
+    truth = model("mixed")
+    variables = pipe.from_layer_variables(truth.trees, truth.batch)["params"]
+    tx = jpipe.per_layer(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
+    doubled, _ = tx.update(variables, tx.init(variables), factor=jnp.asarray(2.0))
+    found = pipe.layer_variables({"params": doubled})
+    jax.tree.map(lambda got, want: np.testing.assert_array_equal(got, 2 * want), list(found), params(truth))
 
 
 # --- a model that is one module ---------------------------------------------------------------------------------------
