@@ -37,14 +37,6 @@ def test_more_fits_than_in_the_paper(row):
         assert here >= (1.76 if stages == 1 else 1.9) * count
 
 
-@pytest.mark.parametrize("most", range(12, 30))
-def test_the_largest_is_found_by_bisection(most):
-    tried = []
-    fits = lambda n: tried.append(n) or n <= most
-    assert capacity.largest(fits, 13, 28) == min(most, 28)
-    assert len(tried) == len(set(tried)) <= 5
-
-
 @needs_tpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("what", capacity.TABLE)

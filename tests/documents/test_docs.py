@@ -131,11 +131,7 @@ def test_links_lead_to_files_and_headings(page):
             path, _, heading = target.partition("#")
             file = page.parent / path if path else page
             assert file.is_file(), f"{page.name} links to {target}"
-            assert not heading or heading in headings(file), f"{page.name} links to {target}"
-
-
-def headings(page):
-    return anchors(page.read_text())
+            assert not heading or heading in anchors(file.read_text()), f"{page.name} links to {target}"
 
 
 def anchors(text):

@@ -149,17 +149,14 @@ def test_strangers_without_end_do_not_keep_it_beyond_its_time():
 
 
 @pytest.mark.parametrize(
-    "arguments, kind, message",
+    "arguments, message",
     [
-        (("localhost:1234",), ValueError, "num_processes is missing; pass coordinator, num_processes and process_id"),
-        (("localhost", 2, 0), ValueError, "coordinator='localhost' is no address; pass 'host:port'"),
-        (("localhost:99999", 2, 0), ValueError, "coordinator='localhost:99999' is no address"),
-        (("localhost:1234", 2, 2), ValueError, "process_id=2 is not among num_processes=2"),
-        (("localhost:1234", "2", 0), TypeError, "num_processes='2' is no integer"),
-        (("localhost:1234", 2, -1), ValueError, "process_id=-1 is less than 0; count processes from 0"),
-        (("localhost:1234", 0, 0), ValueError, "num_processes=0 is less than 1"),
+        (("localhost:1234",), "num_processes is missing; pass coordinator, num_processes and process_id"),
+        (("localhost", 2, 0), "coordinator='localhost' is no address; pass 'host:port'"),
+        (("localhost:99999", 2, 0), "coordinator='localhost:99999' is no address"),
+        (("localhost:1234", 2, 2), "process_id=2 is not among num_processes=2"),
     ],
 )
-def test_wrong_arguments_of_initialize(arguments, kind, message):
-    with pytest.raises(kind, match=message):
+def test_wrong_arguments_of_initialize(arguments, message):
+    with pytest.raises(ValueError, match=message):
         jpipe.initialize(*arguments)
