@@ -6,7 +6,9 @@ Warnings are errors by pyproject.toml.
 import gc
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import quick
 
@@ -42,6 +44,8 @@ settings.register_profile("jpipe", deadline=None, derandomize=True, print_blob=T
 settings.load_profile("jpipe")
 
 pytest_plugins = ["terminals"]
+# The folders of scripts that are tested, after tests/helpers, which has some of the same names.
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples", "benchmarks", "benchmarks/peers")]
 MakeMesh = Callable[..., Mesh]
 
 

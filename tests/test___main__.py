@@ -31,6 +31,19 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "open a page that shows where a pipeline's time and memory go"),
+        (["--version"], f"jpipe {version('jpipe')}\n"),
+        (["view", "--help"], "--save"),
+    ],
+)
+def test_what_it_can_do_is_told(arguments, said):
+    found = subprocess.run([sys.executable, "-m", "jpipe", *arguments], capture_output=True, text=True)
+    assert (found.returncode, said in found.stdout) == (0, True), found.stderr
+
+
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch) -> Path:
     """The folder for temporary files, into which the page is written."""
@@ -68,24 +81,6 @@ def test_the_page_can_be_saved_for_a_site(tmp_path, capsys):
     assert command.main(["view", "--save", str(tmp_path / "pipeline.html")]) == 0
     assert (tmp_path / "pipeline.html").read_text() == page.page_of()
     assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'pipeline.html'}")
-
-
-def test_alone_it_says_what_it_can_do(capsys):
-    assert command.main([]) == 0
-    assert "open a page that shows where a pipeline's time and memory go" in capsys.readouterr().out
-
-
-def test_it_knows_its_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"jpipe {version('jpipe')}\n"
-
-
-def test_help_names_the_command_and_its_options():
-    found = subprocess.run([sys.executable, "-m", "jpipe", "view", "--help"], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert "--save" in found.stdout
 
 
 def test_the_command_is_installed_by_this_name():

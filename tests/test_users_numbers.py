@@ -2,7 +2,6 @@
 
 import math
 import re
-from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 import jpipe
 from jpipe.users_numbers import as_integer, as_number, integer_or_none
 
-FOURS = [4, np.int64(4), np.uint8(4), np.array(4), jnp.int32(4)]
 NO_INTEGERS = [
     4.0,
     np.float32(4),
@@ -40,31 +38,12 @@ def loss_fn(outputs, batch):
     return jnp.mean(outputs**2)
 
 
-@pytest.mark.parametrize("value", FOURS, ids=lambda value: str(type(value)))
-def test_integers(value):
-    found = as_integer("n", value, "use 1")
-    assert type(found) is int and found == 4
-
-
 @pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
 def test_what_is_no_integer(value):
     assert integer_or_none(value) is None
     with pytest.raises(TypeError, match="^" + re.escape(f"n={value!r} is no integer; use 1")):
         as_integer("n", value, "use 1")
-
-
-def test_integers_that_are_too_small():
-    with pytest.raises(ValueError, match=r"^n=0 is less than 1; use 1$"):
-        as_integer("n", np.int64(0), "use 1")
     assert as_integer("n", 0, "use 0", least=0) == 0
-
-
-@pytest.mark.parametrize(
-    "value", [16e9, 16_000_000_000, np.float32(16e9), np.int64(16e9), jnp.float32(16e9), Decimal("16e9")], ids=type
-)
-def test_numbers(value):
-    found = as_number("memory", value, "give bytes")
-    assert type(found) is float and found == 16e9
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
@@ -128,32 +107,24 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("value", [2.0, True, "2"], ids=repr)
 @pytest.mark.parametrize("name", COUNTS)
-def test_counts_are_integers(name, value):
+def test_counts_are_integers_of_at_least_some_number(name):
     """Others are refused before anything is searched, made or compiled."""
-    with pytest.raises(TypeError, match=f"^{name.split()[1]}={value!r} is no integer; "):
-        COUNTS[name](value)
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_counts_have_a_least(name):
+    for value in (2.0, True, "2"):
+        with pytest.raises(TypeError, match=f"^{name.split()[1]}={value!r} is no integer; "):
+            COUNTS[name](value)
     with pytest.raises(ValueError, match=rf"^{name.split()[1]}=-1 is less than \d; "):
         COUNTS[name](np.int64(-1))
 
 
-@pytest.mark.parametrize("value", [True, "16GB", [1.0]], ids=repr)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_bytes_and_seconds_are_numbers(name, value):
-    with pytest.raises(TypeError, match="^" + re.escape(f"{name.split()[1]}={value!r} is no number; ")):
-        NUMBERS[name](value)
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan])
-@pytest.mark.parametrize("name", NUMBERS)
-def test_bytes_and_seconds_are_not_negative(name, value):
-    with pytest.raises(ValueError, match=f"^{name.split()[1]}={value} has to be (at least|more than) 0"):
-        NUMBERS[name](value)
+def test_bytes_and_seconds_are_numbers_that_are_not_negative(name):
+    for value in (True, "16GB", [1.0]):
+        with pytest.raises(TypeError, match="^" + re.escape(f"{name.split()[1]}={value!r} is no number; ")):
+            NUMBERS[name](value)
+    for value in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"^{name.split()[1]}={value} has to be (at least|more than) 0"):
+            NUMBERS[name](value)
 
 
 def test_counts_of_numpy():
@@ -186,15 +157,13 @@ def test_times_and_costs_of_numpy():
     assert make(balance=costs).partition.counts == (2, 2)
 
 
-@pytest.mark.parametrize("memory", [16e9, np.float32(16e9), np.int64(16e9), 10**18])
+@pytest.mark.parametrize("memory", [16e9, np.int64(16e9), 10**18])
 def test_memory_as_people_write_it(memory):
     """It searched for minutes, and then: 'float' object has no attribute 'bit_length'."""
     kept = {"num_stages": np.int64(2), "num_microbatches": np.int64(4), "num_chunks": np.int8(1), "balance": [2, 2]}
     kept |= {"schedule": "1f1b", "remat": "layer", "ends": "own", "shard_over": ()}
-    found = plan(memory=memory, **kept)
     room = "909,494.7 TiB" if memory == 10**18 else "14.9 GiB"
-    assert str(found).startswith(f"Plans for v5e:1x2, {room} a device: 1 settings compared")
-    assert repr(found[0].options["num_stages"]) == "2"
+    assert str(plan(memory=memory, **kept)).startswith(f"Plans for v5e:1x2, {room} a device: 1 settings compared")
     with pytest.raises(ValueError, match=r"^no plan fits in 1 bytes a device on v5e:1x2; the smallest takes 736 bytes"):
         plan(memory=1.5, **kept)
 
@@ -206,9 +175,6 @@ def test_a_number_in_the_batch():
     for call in (planned, partial(jpipe.forecast, make())):
         with pytest.raises(TypeError, match=r"batch\['scale'\] is a float, not an array"):
             call(batch, TX)
-
-
-# --- one helper -------------------------------------------------------------------------------------------------------
 
 
 def test_numbers_are_checked_in_one_place():

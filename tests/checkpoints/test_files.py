@@ -2,19 +2,14 @@
 
 import json
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import jpipe
 from cases import assert_equal
 from jpipe.checkpoints import files
-from jpipe.checkpoints.contents import AT_ONCE, Contents
-from jpipe.checkpoints.files import read_all, take_all
 
 NAMED = {
     ("layers", "0000_Dense", "params", "a/b"): jnp.arange(8, dtype=jnp.bfloat16),
@@ -79,86 +74,3 @@ def test_steps_the_newest_first_and_those_set_aside_no_more(tmp_path):
     assert files.steps_in(directory) == [1]
     assert (directory / "damaged-3-1").is_dir() and (directory / "damaged-20").is_dir()
     assert files.listed(directory / "nowhere") == []
-
-
-@pytest.mark.parametrize("error", [files.DamagedError("here"), KeyError("here")])
-def test_what_work_raises_is_raised_here(error):
-    def work():
-        raise error
-
-    with pytest.raises(type(error), match="here"):
-        files.if_all_can(work)
-    assert files.if_all_can(lambda: None) is None
-
-
-def test_directories():
-    assert str(files.as_path("gs://bucket/run")) == "gs://bucket/run"
-    assert files.as_path("run").is_absolute()
-    with pytest.raises(ValueError, match="name is empty"):
-        files.as_path("")
-
-
-# --- other frozen parameters ------------------------------------------------------------------------------------------
-
-
-def test_other_frozen_parameters_are_refused_and_values_go_over_by_hand(tmp_path):
-    batch, layers, tx = np.ones((4, 6), np.float32), [nn.Dense(6) for _ in range(3)], optax.sgd(1e-2, momentum=0.9)
-
-    def pipe_of(num_frozen, num_stages):
-        own = [*map(jpipe.freeze, layers[:num_frozen]), *layers[num_frozen:]]
-        sizes = {"num_stages": num_stages, "num_microbatches": 2}
-        return jpipe.Pipeline(own, lambda y, _: jnp.mean(y**2), balance="even", **sizes)
-
-    first, second = pipe_of(2, 2), pipe_of(1, 1)
-    state, _ = first.train_step(first.create_state(jax.random.key(0), batch, tx), batch)
-    trees = jax.device_get(first.layer_variables(state.variables))
-    with jpipe.Checkpointer(tmp_path) as saved:
-        saved.save(first, state)
-        words = r"layers/0001_Dense/frozen/bias is float32\[6\] in the checkpoint and missing in the pipeline"
-        with pytest.raises(ValueError, match=rf"{words}; use the same, or put what fits of jpipe\.load_layers"):
-            saved.restore(second, batch, tx)
-    variables = second.from_layer_variables(jpipe.load_layers(tmp_path), batch)
-    state = second.create_state(jax.random.key(0), batch, tx, variables)
-    assert_equal(jax.device_get(second.layer_variables(state.variables)), trees)
-    second.train_step(state, batch)
-
-
-# --- transfer ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def state():
-    """A pipeline of sixteen equal layers and its state."""
-    batch = np.ones((4, 8), np.float32)
-    layers = [nn.Dense(8) for _ in range(16)]
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=4, num_microbatches=2, balance="even")
-    return pipe, batch, pipe.create_state(jax.random.key(0), batch, optax.adam(1e-3, mu_dtype=jnp.bfloat16))
-
-
-def test_portions_are_of_an_eighth_and_all_of_it(state):
-    pipe, _, own = state
-    contents = Contents(pipe.plan.model, own)
-    portions = contents.portions()
-    found = [record for portion in portions for record in portion]
-    assert [record.shapes for record in found] == [record.shapes for record in contents.each_record]
-    assert [len(portion) for portion in portions] == [2] * 8
-    assert all(sum(r.num_bytes for r in portion) <= AT_ONCE * contents.num_bytes for portion in portions)
-
-
-def test_what_is_taken_and_written_is_read_into_the_same_state(state, tmp_path):
-    pipe, batch, own = state
-    contents, told = Contents(pipe.plan.model, own), []
-    named = take_all(contents, told.append)
-    assert sum(told) == contents.num_bytes
-    assert set(named) == set(contents.shapes())
-    directory = files.as_path(tmp_path)
-    manager = files.make_manager(directory, keep=None)
-    files.write(manager, 0, named, contents.description())
-    manager.close()
-    shapes = Contents(pipe.plan.model, pipe.abstract_state(batch, own.tx))
-    arrays, named = read_all(directory / "0", shapes)
-    found = shapes.filled(arrays, named | {("step",): own.step, ("key",): own.key})
-    assert_equal(found.variables, own.variables)
-    assert_equal(found.opt_state, own.opt_state)
-    for leaf, want in zip(jax.tree.leaves(found), jax.tree.leaves(shapes.state), strict=True):
-        assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)

@@ -1,26 +1,22 @@
 """`benchmarks/peers`: that the model is the same everywhere, how turns are taken, and what its pages say."""
 
-import os
 import sys
 from pathlib import Path
 
 import chex
+import compare
 import jax
 import jax.numpy as jnp
+import jax_functions
+import jpipe_peer
 import numpy as np
 import optax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
-import compare
-import jax_functions
-import jpipe_peer
 import results
 from common import make_layers
 from results import Row
 from same_model import Sizes, make_tokens, make_weights, plain_loss
-from turns import Step, Variant
+from turns import Step
 
 ROOT = Path(__file__).parents[2]
 PAGE = (Path(compare.__file__).parent / "README.md").read_text()
@@ -84,12 +80,6 @@ def test_functions_of_other_peers_are_the_model_that_numpy_has(float64):
     assert cuts == [(SMALL.batch, SMALL.seq, SMALL.width)]
 
 
-def test_one_seed_gives_the_same_weights():
-    again = jax.tree.map(np.array_equal, make_weights(SMALL), make_weights(SMALL))
-    assert all(jax.tree.leaves(again))
-    assert not np.array_equal(make_weights(SMALL)["embedding"], make_weights(SMALL, seed=1)["embedding"])
-
-
 ENTRIES = [compare.Entry("jpipe", "hand,scanned", [{0}]), compare.Entry("torch", "1f1b", [{0}, {1}])]
 
 
@@ -102,20 +92,6 @@ def test_another_model_is_told_by_its_losses():
     compare.check_losses(ENTRIES, [steps_of(losses), steps_of([*losses[:3], 3.00001])])
     with pytest.raises(SystemExit, match="torch 1f1b trains another model"):
         compare.check_losses(ENTRIES, [steps_of(losses), steps_of([*losses[:3], 3.001])])
-
-
-def test_a_row_leaves_out_the_steps_that_are_not_timed():
-    row = compare.row_of("M=2", ENTRIES[1], steps_of([6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5]), SMALL, "usual")
-    assert (row.first, row.steps, row.shortest, row.median, row.loss) == (1.0, 3, 5.0, 6.0, 3.0)
-    assert (row.where, row.memory, row.quiet) == ("2 on 2", "usual", True)
-
-
-def test_a_row_leaves_out_steps_that_others_disturbed():
-    steps = [step._replace(others=2.0 * (i in (4, 6))) for i, step in enumerate(steps_of([1.0] * 9))]
-    row = compare.row_of("M=2", ENTRIES[1], steps, SMALL, "kept")
-    assert (row.steps, row.shortest, row.median, row.quiet) == (3, 6.0, 8.0, True)
-    row = compare.row_of("M=2", ENTRIES[1], steps[:7], SMALL, "kept")
-    assert (row.steps, row.quiet) == (3, False)
 
 
 QUIET = ("kept", True)
@@ -131,24 +107,6 @@ def test_speedups_are_of_each_peers_own_best_step():
     table = results.report(rows)
     assert table[3] == "| jpipe `two,none` | 2 on 2 | 9.0 | 1.250 | 1.500 | 2.00 | 1.60 | 0.90 | 1.00 | 1 |"
     assert table[5] == "| torch `1f1b` | 2 on 2 | 9.0 | 0.625* | 1.000 | 2.00 | 1.60 | 0.90 | 0.50 | 1 |"
-
-
-def test_rows_are_kept_by_run(tmp_path):
-    figures = (8, 8, "2 on 2", 3, 9.0, 0.625, 1.0, 2.0, 1.0, 1.0)
-    rows = [Row(run, "torch", "1f1b", *figures, "usual", run == "b") for run in ("a", "b")]
-    results.write(rows, tmp_path / "kept.csv")
-    again = [rows[0]._replace(shortest=0.5)]
-    results.write(again, tmp_path / "kept.csv")
-    assert results.read(tmp_path / "kept.csv") == [rows[1], *again]
-
-
-def test_a_peer_that_ended_is_told_and_closed():
-    """Writing to it gave a BrokenPipeError, and so did closing it, so that the peers after it weren't closed."""
-    variant = Variant([sys.executable, "-c", "pass"], [{min(os.sched_getaffinity(0))}])
-    variant._processes[0].wait()
-    with pytest.raises(RuntimeError, match="a peer's process ended"):
-        variant.step()
-    variant.close()
 
 
 @pytest.mark.slow

@@ -1,21 +1,13 @@
 """What benchmarks/results/time_model.md says of `benchmarks/time_model.py`, and the rows that it keeps."""
 
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
+import time_model
 
 from gpu_program import needs_gpu_compiler
-from jpipe.tools.chips import ABSENT, CHIPS, parse_topology
-from jpipe.tools.compiled_program import read
 from tpu_program import needs_tpu_compiler
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import time_model
 
 PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "time_model.md").read_text()
 KEPT = {row["step"]: row for name in ("tpu", "gpu") for row in time_model.kept_rows(name)}
@@ -64,30 +56,9 @@ def test_counted_steps_are_those_kept(setting):
     assert time_model.counted_ms(setting) == pytest.approx(counted, rel=0.02)
 
 
-@needs_gpu_compiler
-def test_kernels_in_loops_are_counted_as_often_as_these_turn():
-    gpu = SingleDeviceSharding(parse_topology("h100:1").devices()[0])
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=gpu) for shape in ((8192, 1024), (1024, 1024)))
-    step = lambda x, w: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=5)[0]
-    program, h100 = read(jax.jit(step).lower(x, w).compile(ABSENT).as_text()), CHIPS["h100"]
-    flops, x_bytes, w_bytes = 2 * 8192 * 1024**2, 2 * 8192 * 1024, 2 * 1024**2
-    at_once = replace(h100, memory_bandwidth=float("inf"))
-    assert time_model.kernel_seconds(program, at_once) == pytest.approx(5 * flops / h100.flops)
-    without = replace(h100, flops=float("inf"))
-    moved = 5 * (2 * x_bytes + w_bytes) + 6 * 2 * x_bytes  # x is copied too: in each trip, and ahead of the loop
-    assert time_model.kernel_seconds(program, without) == pytest.approx(moved / h100.memory_bandwidth, rel=1e-4)
-
-
 @needs_tpu_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", FEW, ids=str)
 def test_compiled_steps_are_those_kept(setting):
     compiled = float(KEPT[str(setting)]["compiled, ms"])
     assert time_model.compiled_ms(setting) == pytest.approx(compiled, rel=0.02)
-
-
-def test_pairs_and_errors_are_counted():
-    rows = [
-        {"step": str(i), "predicted": p, "there": t} for i, (p, t) in enumerate([("1", "2"), ("3", "3"), ("4", "1")])
-    ]
-    assert time_model.summary(rows) == "3 | 50% | +300% | 1 of 3"

@@ -1,30 +1,23 @@
 """`examples/dit_stream.py`: a DiT served in stages equals the plain model, and its queue is as the formula says."""
 
-import contextlib
 import os
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
+import dit_stream
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from models import dit
 from rich.console import Console
 
 import jpipe
 from cases import assert_close
 from tpu_program import compile_with_text, needs_tpu_compiler, tpu_devices
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import cluster
-import dit_stream
-from models import dit
 
 SMALL = "--blocks 4 --width 16 --heads 2 --side 4 --repeats 1"
 DEPTHS = (1, 2, 3, 8, 32)
@@ -57,97 +50,6 @@ def plain(stream: dit_stream.Stream, pipe: jpipe.Pipeline) -> Callable[[tuple], 
     return jax.jit(run)
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
-
-
-def normalised(x):
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-
-
-def block_by_hand(params, x, condition, heads):
-    """A block in NumPy: adaLN-Zero, figure 3 of arXiv 2212.09748."""
-    dense = lambda name, h: h @ params[name]["kernel"] + params[name]["bias"]
-    modulations = dense("Dense_0", condition / (1 + np.exp(-condition)))[:, None]
-    shift1, scale1, gate1, shift2, scale2, gate2 = np.split(modulations, 6, axis=-1)
-    h = normalised(x) * (1 + scale1) + shift1
-    kernel, bias = params["DenseGeneral_0"]["kernel"], params["DenseGeneral_0"]["bias"]
-    query, key, value = np.moveaxis(np.einsum("btw,wcnh->btcnh", h, kernel) + bias, 2, 0)
-    scores = np.exp(np.einsum("bqnh,bknh->bnqk", query, key) / np.sqrt(x.shape[-1] / heads))
-    mixed = np.einsum("bnqk,bknh->bqnh", scores / scores.sum(-1, keepdims=True), value)
-    out = params["DenseGeneral_1"]
-    x = x + gate1 * (np.einsum("bqnh,nhw->bqw", mixed, out["kernel"]) + out["bias"])
-    h = dense("Dense_1", normalised(x) * (1 + scale2) + shift2)
-    h = h / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
-    return x + gate2 * dense("Dense_2", h)
-
-
-def test_a_block_is_that_of_the_paper(wide):
-    random = np.random.default_rng(0)
-    x, condition = random.standard_normal((2, 5, 16)), random.standard_normal((2, 16))
-    block = dit.Block(4, nn.initializers.normal(0.5), "float64")
-    params = jax.device_get(nn.unbox(jax.jit(block.init)(jax.random.key(0), x, condition)["params"]))
-    params = jax.tree.map(lambda a: a + 0.1 * random.standard_normal(a.shape), params)  # biases begin at zero
-    found, passed = jax.jit(block.apply)({"params": params}, x, condition)
-    assert_close(found, block_by_hand(params, x, condition, 4))
-    np.testing.assert_array_equal(passed, condition)
-
-
-def test_an_untrained_model_gives_zeros_and_its_blocks_pass_everything_on():
-    _, times, classes = dit_stream.make_batch(3, options_of(""))["inputs"]
-    embedding, block, output = dit.dit(1, 16, 2)
-    latents = np.random.default_rng(0).standard_normal((3, 4, 4, 4)).astype("float32")
-    run = lambda layer, *x: jax.jit(layer.init_with_output)(jax.random.key(0), *x)[0]
-    x, condition = run(embedding, latents, times, classes)
-    assert float(jnp.std(x)) > 0.1
-    passed, _ = run(block, x, condition)
-    np.testing.assert_array_equal(passed, x)
-    np.testing.assert_array_equal(run(output, x, condition), np.zeros((3, 4, 4, 4)))
-
-
-def test_patches_are_put_back_where_they_were(wide):
-    """With unit kernels the output layer undoes the cut into patches, which the embedding makes by a convolution."""
-    latents = np.random.default_rng(0).standard_normal((2, 6, 6, 4))
-    patches = latents.reshape(2, 3, 2, 3, 2, 4).swapaxes(2, 3).reshape(2, 9, 16)
-    output = dit.Output(2, 4, nn.initializers.zeros, "float64")
-    zeros = np.zeros((16, 32)), np.zeros(32)
-    params = {
-        "Dense_0": dict(zip(("kernel", "bias"), zeros, strict=True)),
-        "Dense_1": {"kernel": np.eye(16), "bias": np.zeros(16)},
-    }
-    given = output.apply({"params": params}, patches, np.zeros((2, 16)))
-    wanted = normalised(patches).reshape(2, 3, 3, 2, 2, 4).swapaxes(2, 3).reshape(latents.shape)
-    assert_close(given, wanted)
-
-
-def test_positions_are_those_of_column_and_row():
-    found = dit.positions(3, 8, "float32")
-    rates = 10000.0 ** -(np.arange(2) / 2)
-    of = lambda place: np.concatenate([np.sin(place * rates), np.cos(place * rates)])
-    for row in range(3):
-        for column in range(3):
-            np.testing.assert_allclose(found[row, column], np.concatenate([of(column), of(row)]), atol=1e-6)
-
-
-def test_ddim_finds_the_image_if_the_noise_is_known(wide):
-    clean, noise = np.random.default_rng(0).standard_normal((2, 3, 4, 4, 4))
-    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
-    asked = []
-
-    def denoise(inputs):
-        x, times, classes = inputs
-        asked.append((x.shape, times.shape, classes))
-        here = jnp.asarray(kept)[times.astype(int)][:, None, None, None]
-        return (x - jnp.sqrt(here) * clean) / jnp.sqrt(1 - here)
-
-    assert_close(dit.sample(denoise, noise, "classes", 7), clean)
-    assert asked == [((3, 4, 4, 4), (3,), "classes")]  # traced once
-
-
-def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"width=32 has to be a multiple of 4 and of heads=5; use 20"):
-        dit.dit(1, 32, 5)
-
-
 # --- the stream -------------------------------------------------------------------------------------------------------
 
 
@@ -177,13 +79,6 @@ def loops(jaxpr: Any) -> set[int]:
     return found
 
 
-def test_a_queue_is_made_once_however_it_is_asked_for(wide):
-    stream = stream_of(2)
-    stream.variables = "none: shapes are enough"
-    assert stream.queue(3) is stream.queue(3, None) is stream.queue(3, 3)
-    assert stream.queue(3, 6) is not stream.queue(3)
-
-
 @pytest.mark.slow
 def test_ddim_in_stages_is_that_of_the_plain_model(wide):
     stream = stream_of(2)
@@ -194,19 +89,13 @@ def test_ddim_in_stages_is_that_of_the_plain_model(wide):
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_equal_stages_are_busy_as_the_formula_says(stages, depth):
-    timeline = jpipe.simulate(jpipe.make_schedule("forward", num_stages=stages, num_microbatches=depth), 1.0)
-    assert timeline.makespan == depth + stages - 1
-    assert timeline.busy == (depth,) * stages
-    found = dit_stream.simulate(depth, [1.0] * stages)
-    assert (found.first, found.last) == (stages, depth + stages - 1)
-    assert found.busy == pytest.approx(depth / (depth + stages - 1), rel=1e-15)
-
-
-def test_the_slowest_stage_sets_the_pace():
-    found = dit_stream.simulate(5, [1.0, 3.0, 2.0])
-    assert (found.first, found.last, found.busy) == (6, 6 + 4 * 3, pytest.approx(5 * 6 / (3 * 18)))
+def test_equal_stages_are_busy_as_the_formula_says_and_the_slowest_sets_the_pace(stages):
+    for depth in DEPTHS:
+        found = dit_stream.simulate(depth, [1.0] * stages)
+        assert (found.first, found.last) == (stages, depth + stages - 1)
+        assert found.busy == pytest.approx(depth / (depth + stages - 1), rel=1e-15)
+    slow = dit_stream.simulate(5, [1.0, 3.0, 2.0])
+    assert (slow.first, slow.last, slow.busy) == (6, 6 + 4 * 3, pytest.approx(5 * 6 / (3 * 18)))
 
 
 def costs_of(stages: int) -> list[float]:
@@ -254,64 +143,6 @@ def test_runs_prints_and_draws(tmp_path, capsys, monkeypatch):
     assert [cells.count("-") for cells in shown] == [0, 0, 4, 4]
     assert shown[3][3:] == ["40.0", "-", "0.4", "-", "4000.0", "-", "5000.0", "-"]
     assert picture.stat().st_size > 20_000
-
-
-def test_of_what_was_not_measured_the_first_is_drawn(tmp_path):
-    unknown = lambda stages, depth: (dit_stream.simulate(depth, [1.0] * stages), dit_stream.UNKNOWN)
-    rows = [dit_stream.Row(stages, depth, depth, *unknown(stages, depth)) for stages in (4, 8) for depth in (1, 2)]
-    drawn = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dit_stream, "curve", lambda _, own, name, *__: drawn.append((name, [row[:2] for row in own])))
-        patch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)  # of nothing
-        dit_stream.draw(rows, tmp_path / "stream.png")
-    four, eight = [(4, 1), (4, 2)], [(8, 1), (8, 2)]
-    assert drawn[:4] == [(name, own) for own in (four, eight) for name in ("busy, %", "images/s")]
-    assert drawn[4:] == [("first out, ms", four), ("last out, ms", four)]
-
-
-@pytest.mark.parametrize(("cores", "asked"), [(4, [1, 2]), (3, [])])
-def test_stages_that_share_cores_are_not_measured_but_for_one_request_alone(cores, asked, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    stream, points = stream_of(4, "--dtype float32 --depths 1 2"), {1: dit_stream.Point(0.25, 7.0, 8.0)}
-    stream.variables = "none: shapes are enough"
-    monkeypatch.setattr(stream, "measure", lambda depths: (depths == asked and points) or {})
-    alone, other = stream.rows()
-    assert alone.measured == points[1] and alone.simulated.last == pytest.approx(8.0)
-    assert np.isnan(other.measured).all() and 8.0 < other.simulated.last < 16.0
-
-
-def test_one_that_is_not_the_plain_model_is_noticed(monkeypatch, capsys):
-    monkeypatch.setattr(dit_stream.Stream, "difference", lambda *_: float("nan"))
-    with pytest.raises(SystemExit, match="isn't the plain model"):
-        dit_stream.run(options_of("--stages 2 --depths 1"))
-    assert "equal" not in capsys.readouterr().out
-
-
-def test_a_picture_of_more_stages_than_it_has_colours_is_refused(capsys):
-    """The fifth P was left out of it, and nothing said."""
-    with pytest.raises(SystemExit):
-        options_of("--stages 1 2 3 4 5 --picture stream.png")
-    assert "--picture has colours for 4 of --stages [1, 2, 3, 4, 5]" in capsys.readouterr().err
-    options_of("--stages 1 2 3 4 5")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("--stages 16", r"num_stages=16 .* more than the 7 layers"),
-        ("--stages 2 --depths 0", r"num_microbatches=0 is less than 1; use 1 or more"),
-        ("--stages 2 --depths 8 --steps 2 --images 30", r"batch size 30 is not .* use 1, 2, 3, 5, 6, 10, 15 or 30"),
-        ("--stages 2 --heads 5", r"width=16 has to be a multiple of 4 and of heads=5"),
-    ],
-)
-def test_what_can_not_be_is_said_in_a_line(text, message, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["dit_stream.py", *SMALL.split(), *text.split()])
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(cluster, "join", lambda *_: None)  # devices are simulated already
-    monkeypatch.setattr(dit_stream.Stream, "difference", lambda *_: 0.0)
-    with pytest.raises(SystemExit, match=message), contextlib.redirect_stdout(None):
-        dit_stream.main()
 
 
 @pytest.mark.slow

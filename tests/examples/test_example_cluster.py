@@ -6,11 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cluster
 import jax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import cluster
 
 EXAMPLES = Path(cluster.__file__).parent
 SAID_BY_IMPORTS = ("before absl::InitializeLog()", "Could not find cuda drivers")

@@ -6,7 +6,6 @@ programs, what they hold on a chip, and which collectives are left when it is do
 
 import math
 import runpy
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
@@ -15,23 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import digits
+import generate
 import jax
 import jax.numpy as jnp
+import lm
 import optax
 import pytest
+import train
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
+from models import amoebanet, dit, resnet, transformer_l, translation, unet
 
 import jpipe
 from collectives import axes_of, by_the_executor, in_loop, intruders, read
 from tpu_program import compile_with_text, needs_tpu_compiler, tpu_devices
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import digits
-import generate
-import lm
-import train
-from models import amoebanet, dit, resnet, transformer_l, translation, unet
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,13 +2,10 @@
 
 import re
 import sys
-from pathlib import Path
 
+import generate
 import jax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import generate
 
 SIZES = "--stages 2 --microbatches 2 --layers 2 --width 16 --heads 2 --seq 24 --batch 8 --steps 10 --every 5 --length 4"
 

@@ -6,14 +6,8 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import digits
 import names
+import pytest
 import same_losses
 import transfer
 import translate
@@ -52,36 +46,6 @@ def test_there_are_languages_enough_and_no_name_held_out_was_learnt(learnt):
     written = lambda pairs: {name for rows in pairs.values() for name, _ in rows}
     assert not written(learnt) & written(held_out)
     assert ("Allemagne", "Germany") in learnt["fr"] + held_out["fr"]
-
-
-def test_resources(learnt):
-    groups = names.by_resources(learnt)
-    assert sorted(language for group in groups.values() for language in group) == sorted(learnt)
-    assert all(groups.values())
-    assert min(len(learnt[key]) for key in groups["high"]) > max(len(learnt[key]) for key in groups["middle"])
-    assert min(len(learnt[key]) for key in groups["middle"]) > max(len(learnt[key]) for key in groups["low"])
-
-
-def test_a_vocabulary_gives_names_back(learnt):
-    vocabulary = names.Vocabulary.train({"ja": learnt["ja"], "mt": learnt["mt"]}, 600)
-    pairs = learnt["ja"][:20] + learnt["hi"][:5]  # what it never saw is spelt in bytes
-    examples = names.Examples.encode(pairs, vocabulary)
-    assert examples.inputs.shape == (len(examples.targets), names.SOURCE_TOKENS)
-    assert examples.targets.shape[1] == names.TARGET_TOKENS
-    assert 10 <= len(examples.inputs) <= len(pairs)
-    texts = {(vocabulary.text(i), vocabulary.text(t)) for i, t in zip(examples.inputs, examples.targets, strict=True)}
-    assert texts <= set(pairs)
-
-
-def test_languages_are_drawn_by_temperature():
-    np.testing.assert_allclose(names.shares([900, 100], 1), [0.9, 0.1])
-    np.testing.assert_allclose(names.shares([900, 100], 2), [0.75, 0.25])
-    np.testing.assert_allclose(names.shares([900, 100], 1e9), [0.5, 0.5], atol=1e-6)
-    one, other = (names.Examples(np.full((size, 2), size), np.full((size, 2), size)) for size in (90, 10))
-    rows = next(names.batches([one, other], 4000, 2, seed=0))["inputs"][:, 0]
-    assert np.mean(rows == 90) == pytest.approx(0.75, abs=0.03)
-    whole, first, last = (next(names.batches([one, other], 8, 2, 0, part)) for part in ((0, 1), (0, 2), (1, 2)))
-    np.testing.assert_array_equal(whole["inputs"], np.concatenate([first["inputs"], last["inputs"]]))
 
 
 # --- translation ------------------------------------------------------------------------------------------------------
@@ -167,12 +131,3 @@ def test_what_was_learnt_of_some_digits_helps_with_others(capsys):
     assert float(re.search(r"seed 0: (\S+)%", printed)[1]) > 85  # digits 0 to 4 that it never saw; 20 % by chance
     [(_, few, anew, tuned)] = rows
     assert few == 4 and tuned > 0.5 and tuned > anew
-
-
-def test_parts_of_digits():
-    training, tested = digits.read_digits()
-    few = transfer.part_of(training, transfer.SECOND, 3)
-    assert sorted(few["targets"].tolist()) == sorted([*range(5)] * 3)
-    assert len(transfer.part_of(tested, transfer.FIRST)["targets"]) + len(
-        transfer.part_of(tested, transfer.SECOND)["targets"]
-    ) == len(tested["targets"])

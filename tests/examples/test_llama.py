@@ -7,7 +7,7 @@ import pytest
 from timed import Worker
 
 SHAPES = [(2, 2, 2), (4, 2, 1), (2, 1, 2), (1, 2, 2)]
-QUICK = [("nnx", (2, 2, 2), True, "none")]
+QUICK = ("nnx", (2, 2, 2), True, "none")
 GRID = itertools.product(["linen", "nnx"], SHAPES, [False, True], ["layer", "none", "full"])
 
 
@@ -21,14 +21,11 @@ def check(worker, library, shape, explicit, **options):
     assert worker.value("llama", "check", library, shape, explicit, options) >= 1 + 4 * 9 + 3  # the loss, and each leaf
 
 
-@pytest.mark.parametrize(("library", "shape", "explicit", "remat"), QUICK)
+@pytest.mark.parametrize(
+    ("library", "shape", "explicit", "remat"),
+    [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case != QUICK)],
+)
 def test_equals_plain_flax(worker, library, shape, explicit, remat):
-    check(worker, library, shape, explicit, remat=remat)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("library", "shape", "explicit", "remat"), [case for case in GRID if case not in QUICK])
-def test_equals_plain_flax_on_every_mesh(worker, library, shape, explicit, remat):
     check(worker, library, shape, explicit, remat=remat)
 
 

@@ -1,15 +1,12 @@
 """`examples/llama_decoding.py`: google-tunix's Llama 3 in stages, beside its own sampler; see `tunix_decoding`."""
 
-import importlib.util
 import re
 
 import pytest
 
-from timed import Worker
+from tunix_worker import call as call
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("tunix") is None, reason="google-tunix isn't installed: pip install -e '.[llama]'"
-)
+HELPER = "tunix_decoding"
 QUICK = [
     ((4, 1, 1), False, 6, {}),
     ((2, 2, 2), True, 8, {"gather": "use"}),
@@ -22,39 +19,25 @@ GRID = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(limit=600) as worker:
-        yield worker
+@pytest.mark.parametrize(
+    ("shape", "tied", "rows", "chosen"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
+def test_tokens_are_those_of_tunix_own_sampler(call, shape, tied, rows, chosen):
+    assert call("check", shape, tied, rows, chosen) > rows / 2  # few go on alike
 
 
-def call(worker, function, *arguments):
-    return worker.value("tunix_decoding", function, *arguments)
-
-
-@pytest.mark.parametrize(("shape", "tied", "rows", "chosen"), QUICK)
-def test_tokens_are_those_of_tunix_own_sampler(worker, shape, tied, rows, chosen):
-    assert call(worker, "check", shape, tied, rows, chosen) > rows / 2  # few go on alike
+def test_a_block_takes_any_number_of_tokens_at_a_time(call):
+    assert call("in_one_call") == [3, 5, 16]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "tied", "rows", "chosen"), GRID)
-def test_tokens_are_those_of_tunix_own_sampler_elsewhere(worker, shape, tied, rows, chosen):
-    assert call(worker, "check", shape, tied, rows, chosen) > rows / 2
-
-
-def test_a_block_takes_any_number_of_tokens_at_a_time(worker):
-    assert call(worker, "in_one_call") == [3, 5, 16]
+def test_blocks_with_lora_decode_too(call):
+    assert call("with_lora") > 2
 
 
 @pytest.mark.slow
-def test_blocks_with_lora_decode_too(worker):
-    assert call(worker, "with_lora") > 2
-
-
-@pytest.mark.slow
-def test_the_example(worker):
+def test_the_example(call):
     sizes = "--steps", "20", "--layers", "2", "--stages", "2", "--prompts", "4", "--length", "8", "--tokens", "12"
-    text = call(worker, "printed", *sizes)
+    text = call("printed", *sizes)
     assert len(re.findall(r"^'.+' -> '.+'$", text, re.MULTILINE)) == 4
     assert "48 of the 48 new tokens are those of tunix's own sampler." in text

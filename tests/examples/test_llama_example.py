@@ -1,16 +1,13 @@
 """`examples/llama.py`: google-tunix's Llama 3 in stages equals tunix's own model; see `tunix_llama`."""
 
-import importlib.util
 import re
 
 import pytest
 
-from timed import Worker
 from tpu_program import needs_tpu_compiler
+from tunix_worker import call as call
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("tunix") is None, reason="google-tunix isn't installed: pip install -e '.[llama]'"
-)
+HELPER = "tunix_llama"
 LEAVES = 1 + 1 + 6 * 9 + 1 + 1
 """The loss, and the parameters of embedding, six blocks, norm and head; a tied model has no head of its own."""
 
@@ -29,29 +26,15 @@ GRID = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(limit=600) as worker:
-        yield worker
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tied", "chosen"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
+def test_equals_tunix_own_model(call, shape, dtype, tied, chosen):
+    assert call("check", shape, dtype, tied, chosen) == LEAVES - tied
 
 
-def call(worker, function, *arguments):
-    return worker.value("tunix_llama", function, *arguments)
-
-
-@pytest.mark.parametrize(("shape", "dtype", "tied", "chosen"), QUICK)
-def test_equals_tunix_own_model(worker, shape, dtype, tied, chosen):
-    assert call(worker, "check", shape, dtype, tied, chosen) == LEAVES - tied
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "dtype", "tied", "chosen"), GRID)
-def test_equals_tunix_own_model_on_other_meshes(worker, shape, dtype, tied, chosen):
-    assert call(worker, "check", shape, dtype, tied, chosen) == LEAVES - tied
-
-
-def test_trains_and_gives_the_weights_back(worker):
-    text = call(worker, "printed", "--steps", "20", "--layers", "2", "--stages", "2")
+def test_trains_and_gives_the_weights_back(call):
+    text = call("printed", "--steps", "20", "--layers", "2", "--stages", "2")
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", text)]
     assert len(losses) == 2
     assert losses[1] < 0.7 * losses[0]
@@ -62,8 +45,8 @@ def test_trains_and_gives_the_weights_back(worker):
     assert float(reached) < 0.7 * float(before)
 
 
-def test_the_8b_is_lowered_split_over_all_axes(worker):
-    stages, held = call(worker, "lowered", "--layers", "4")
+def test_the_8b_is_lowered_split_over_all_axes(call):
+    stages, held = call("lowered", "--layers", "4")
     assert stages == "8, 3"  # the last feed-forward, norm and head
     attention, forward = 2 * 4096 * 4096 + 2 * 4096 * 1024, 3 * 4096 * 14336
     # Every stage has room for the table or the head, as arrays have one shape on all stages; norms are pooled.
@@ -72,8 +55,8 @@ def test_the_8b_is_lowered_split_over_all_axes(worker):
 
 @pytest.mark.slow
 @needs_tpu_compiler
-def test_the_8b_compiles_for_a_v5p(worker):
-    text = call(worker, "printed", "--compile", "v5p:2x2x2", "--mesh", "2,2,2")
+def test_the_8b_compiles_for_a_v5p(call):
+    text = call("printed", "--compile", "v5p:2x2x2", "--mesh", "2,2,2")
     assert re.search(r"│ +36, 31 +│", text)
     row = re.search(r"([\d.]+)% +│ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │", text)
     bubble, state, temporaries, both = map(float, row.groups())

@@ -1,15 +1,12 @@
 """`examples/lora.py`: LoRA on google-tunix's Llama 3 in stages equals LoRA on tunix's whole model; see `tunix_lora`."""
 
-import importlib.util
 import re
 
 import pytest
 
-from timed import Worker
+from tunix_worker import call as call
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("tunix") is None, reason="google-tunix isn't installed: pip install -e '.[llama]'"
-)
+HELPER = "tunix_lora"
 BLOCKS, CHANGES = 6, 7 * 2
 """Of the tiny model, and LoRA's leaves of each."""
 
@@ -26,34 +23,20 @@ GRID = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(limit=600) as worker:
-        yield worker
+@pytest.mark.parametrize(
+    ("shape", "dtype", "chosen"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
+def test_equals_tunix_whole_model(call, shape, dtype, chosen):
+    assert call("check", shape, dtype, chosen) == 1 + BLOCKS * CHANGES
 
 
-def call(worker, function, *arguments):
-    return worker.value("tunix_lora", function, *arguments)
+def test_steps_are_those_of_tunix_trainer(call):
+    assert call("trained") == 3 + BLOCKS * CHANGES
 
 
-@pytest.mark.parametrize(("shape", "dtype", "chosen"), QUICK)
-def test_equals_tunix_whole_model(worker, shape, dtype, chosen):
-    assert call(worker, "check", shape, dtype, chosen) == 1 + BLOCKS * CHANGES
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "dtype", "chosen"), GRID)
-def test_equals_tunix_whole_model_elsewhere(worker, shape, dtype, chosen):
-    assert call(worker, "check", shape, dtype, chosen) == 1 + BLOCKS * CHANGES
-
-
-def test_steps_are_those_of_tunix_trainer(worker):
-    assert call(worker, "trained") == 3 + BLOCKS * CHANGES
-
-
-def test_what_is_frozen_has_neither_gradients_nor_moments(worker):
+def test_what_is_frozen_has_neither_gradients_nor_moments(call):
     """Counted on all four devices, which have room for the most that a stage has: less than two blocks."""
-    held = call(worker, "held")
+    held = call("held")
     rank, width, inside, heads, kv = 3, 16, 32, 4 * 8, 2 * 8
     attention = 2 * (width + heads) + 2 * (width + kv)
     block = rank * (attention + 3 * (width + inside))
@@ -66,18 +49,18 @@ def test_what_is_frozen_has_neither_gradients_nor_moments(worker):
     assert (of_all, moments_of_all) == (everything_of_all, 2 * everything_of_all + 1)
 
 
-def test_merged_by_tunix_and_read_back(worker):
-    assert call(worker, "merged") == 1 + BLOCKS * 9 + 1 + 1 + 1  # every weight, and the logits
+def test_merged_by_tunix_and_read_back(call):
+    assert call("merged") == 1 + BLOCKS * 9 + 1 + 1 + 1  # every weight, and the logits
 
 
-def test_what_differs_is_refused(worker):
-    assert re.search(r"not These are equal: .* differ by 5.0e-01", call(worker, "refused"))
+def test_what_differs_is_refused(call):
+    assert re.search(r"not These are equal: .* differ by 5.0e-01", call("refused"))
 
 
 @pytest.mark.slow
-def test_the_example(worker, tmp_path):
+def test_the_example(call, tmp_path):
     sizes = "--layers", "2", "--stages", "2", "--base-steps", "40", "--steps", "30", "--save", str(tmp_path)
-    text = call(worker, "printed", *sizes)
+    text = call("printed", *sizes)
     before, after = (float(loss) for loss in re.findall(r"LoRA, loss on text held out: .* Python ([\d.]+)", text))
     assert after < before - 0.03
     assert re.search(r"The first 3 losses are those of tunix's trainer within \de-0\d\.", text)

@@ -1,14 +1,10 @@
 """google-tunix's models as the modules that they are, with its shardings, equal themselves in one piece."""
 
-import importlib.util
-
 import pytest
 
-from timed import Worker
+from tunix_worker import call as call
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("tunix") is None, reason="google-tunix isn't installed: pip install -e '.[llama]'"
-)
+HELPER = "tunix_models"
 LEAVES = {"qwen3": 52, "gemma": 43, "gemma3": 87}
 QUICK = [("qwen3", (2, 2, 2), {"gather": "use"}), ("gemma", (2, 2, 2), {"schedule": "interleaved", "num_chunks": 2})]
 GRID = [
@@ -23,18 +19,8 @@ GRID = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(limit=300) as worker:
-        yield worker
-
-
-@pytest.mark.parametrize(("name", "shape", "chosen"), QUICK)
-def test_equals_tunix_own_model(worker, name, shape, chosen):
-    assert worker.value("tunix_models", "check", name, shape, chosen) == LEAVES[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "shape", "chosen"), GRID)
-def test_equals_tunix_own_model_in_every_order(worker, name, shape, chosen):
-    assert worker.value("tunix_models", "check", name, shape, chosen) == LEAVES[name]
+@pytest.mark.parametrize(
+    ("name", "shape", "chosen"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
+def test_equals_tunix_own_model(call, name, shape, chosen):
+    assert call("check", name, shape, chosen) == LEAVES[name]

@@ -146,24 +146,6 @@ class TransferInTime:
     at: str
 
 
-def with_waits(program: Loop, network: Network, mesh: Mesh) -> Loop:
-    """The same program, in which an operation that waits for a collective takes as many cycles more.
-
-    Args:
-      program: as compiled for a TPU.
-      network: the links.
-      mesh: the devices that it runs on.
-    """
-    takes, clock = transfer_seconds(program, network, mesh), network.chip.clock or 0.0
-
-    def later(loop: Loop) -> Loop:
-        waits = {one.at: round(one.waited * clock) for one in turn_in_time(loop, takes, network.chip)[1]}
-        operations = [replace(o, cycles=o.cycles + waits.get(o.name, 0)) for o in loop.operations]
-        return replace(loop, operations=operations, inner=list(map(later, loop.inner)))
-
-    return later(program)
-
-
 def transfer_seconds(program: Loop, network: Network, mesh: Mesh) -> dict[str, float]:
     """The seconds that each collective of a program takes by itself, by its name.
 

@@ -3,8 +3,16 @@
 import jax
 import numpy as np
 import optax
+import pytest
 
 from cases import Model, assert_close, model, params_of
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax itself mixes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def is_kernel(tree):
@@ -57,12 +65,3 @@ def one_by_one(tx):
         return [update for update, _ in pairs], [state for _, state in pairs]
 
     return optax.GradientTransformation(lambda trees: [tx.init(tree) for tree in trees], update)
-
-
-def check_updates_of(truth, pipe, found, expected):
-    trees, variables = params(truth), pipe.from_layer_variables(truth.trees, truth.batch)["params"]
-    grads = random_like(trees, 0)
-    laid_out = pipe.from_layer_variables(filled(truth, grads))["params"]
-    updates, _ = jax.jit(expected.update)(grads, expected.init(trees), trees)
-    changes, _ = jax.jit(found.update)(laid_out, found.init(variables), variables)
-    assert_close(pipe.layer_variables({"params": changes}), updates, "update")

@@ -16,6 +16,7 @@ EXAMPLES = (
 OTHERS = (
     # `test_amoebanet_d_has_the_parameters_of_table_1` counts those of the same cells.
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
+    "test_models.py::test_amoebanet_gives_what_it_computes_in",
     # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
     "test_compiled_program.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
     # `test_its_choices_are_pipelines_that_train` compiles choices too.
@@ -36,11 +37,12 @@ MOVED: dict[str, tuple[str, ...]] = {
         "linen-case3-none-offload3-gpu",
         "linen-case0-none-residuals-cpu",
     ),
-    # What is clipped, skipped and summed up over steps stays, and one by layers: lamb.
+    # What is clipped, skipped and summed up over steps stays, and one by layers.
     "test_by_slices.py::test_steps_are_the_same_to_the_bit": (
         *("adam", "momentum", "no state", "lion", "adafactor", "ratios of moments", "finite layers"),
-        *("hyperparameters", "steps of layers"),
+        *("hyperparameters", "steps of layers", "several steps", "lamb"),
     ),
+    "test_by_slices.py::test_sums_of_what_follows_from_the_state": ("several steps", "prodigy"),
     # Spread ends with parameters that are split over an explicit mesh's data axis stay.
     "test_by_slices.py::test_on_meshes": ("data-False", "sharded-False", "spread-False"),
     # The program for TPUs stays; `test_gpu` has one for GPUs that moves to hosts.
@@ -117,7 +119,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "test_loss.py::test_several_means_are_each_divided_by_their_own_weight": (
         "{'num_stages': 2, 'num_microbatches': 2}-{'data': 2}",
     ),
-    "test_models.py::test_resnets_have_the_usual_parameters": ("50",),
     "test_models.py::test_models_train_in_stages": ("resnet",),
     "test_merging.py::test_rules_by_collection": (
         *(

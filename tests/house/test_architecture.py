@@ -119,10 +119,6 @@ def test_no_file_imports_itself_through_others():
         visit(name, ())
 
 
-def test_names_that_users_may_want_are_free():
-    assert not (PACKAGE / "plan.py").exists() and not (PACKAGE / "plan").exists()
-
-
 def too_long(path: Path) -> Iterator[str]:
     """What of a file is too long to be read at one sitting."""
     if len(path.read_text().splitlines()) > 500:
@@ -203,14 +199,10 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 
 # --- one name, one thing ----------------------------------------------------------------------------------------------
 
-SAME_STEMS: set[str] = set()
-HOMONYMS: set[str] = set()
-"""To be kept empty: classes and public functions of one name in several modules."""
-
 
 def test_no_two_files_have_one_name():
     stems = Counter(path.stem for path in FILES if path.stem != "__init__")
-    assert {stem for stem, count in stems.items() if count > 1} == SAME_STEMS
+    assert {stem for stem, count in stems.items() if count > 1} == set()
 
 
 def test_no_two_classes_or_public_functions_have_one_name():
@@ -220,14 +212,12 @@ def test_no_two_classes_or_public_functions_have_one_name():
         for node in tree.body
         if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and not node.name.startswith("_"))
     )
-    assert {name for name, count in defined.items() if count > 1} == HOMONYMS
+    assert {name for name, count in defined.items() if count > 1} == set()
 
 
 # --- tests mirror modules ---------------------------------------------------------------------------------------------
 
 WITHOUT_CODE = {"types.py"}
-UNTESTED: set[str] = set()
-"""To be kept empty: modules without a test file of their own name."""
 
 
 def test_every_module_has_its_test_file():
@@ -236,7 +226,7 @@ def test_every_module_has_its_test_file():
     missing = {
         str(p) for p in modules if str(p) not in WITHOUT_CODE and not (tests / p.parent / f"test_{p.name}").exists()
     }
-    assert missing == UNTESTED
+    assert missing == set()
 
 
 # --- how much there is ------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """`jpipe.initialize`: wrong arguments, a taken port; what joined processes do is in `test_processes.py`."""
 
 import contextlib
-import math
 import socket
 import threading
 import time
@@ -46,11 +45,6 @@ def knock(port: int, data: bytes) -> socket.socket:
     return stranger
 
 
-def test_all_come_and_go_on():
-    port = free_port()
-    assert met((gather, port, 4, 10), *((come, HOST, port, 4, k, 10) for k in (1, 2, 3))) == [""] * 4
-
-
 def test_who_is_missing_is_named_to_all():
     port = free_port()
     message = f"processes [2] of 3 did not come to port {port} within 1 s; start them with the same coordinator, or"
@@ -87,8 +81,9 @@ def test_a_process_that_left_may_come_again():
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"process 0 can't listen on port {port}: .*; use another port"):
-            gather(port, 1, 1)
+        for call in (lambda: gather(port, 1, 1), lambda: jpipe.initialize(f"localhost:{port}", 1, 0)):
+            with pytest.raises(RuntimeError, match=rf"process 0 can't listen on port {port}: .*; use another port"):
+                call()
 
 
 def test_nobody_listens_and_somebody_else_does():
@@ -154,32 +149,14 @@ def test_strangers_without_end_do_not_keep_it_beyond_its_time():
 
 
 @pytest.mark.parametrize(
-    "arguments, kind, message",
+    "arguments, message",
     [
-        (("localhost:1234",), ValueError, "num_processes is missing; pass coordinator, num_processes and process_id"),
-        (("localhost", 2, 0), ValueError, "coordinator='localhost' is no address; pass 'host:port'"),
-        (("localhost:99999", 2, 0), ValueError, "coordinator='localhost:99999' is no address"),
-        (("localhost:1234", 2, 2), ValueError, "process_id=2 is not among num_processes=2"),
-        (("localhost:1234", "2", 0), TypeError, "num_processes='2' is no integer"),
-        (("localhost:1234", 2, -1), ValueError, "process_id=-1 is less than 0; count processes from 0"),
-        (("localhost:1234", 0, 0), ValueError, "num_processes=0 is less than 1"),
+        (("localhost:1234",), "num_processes is missing; pass coordinator, num_processes and process_id"),
+        (("localhost", 2, 0), "coordinator='localhost' is no address; pass 'host:port'"),
+        (("localhost:99999", 2, 0), "coordinator='localhost:99999' is no address"),
+        (("localhost:1234", 2, 2), "process_id=2 is not among num_processes=2"),
     ],
 )
-def test_wrong_arguments_of_initialize(arguments, kind, message):
-    with pytest.raises(kind, match=message):
+def test_wrong_arguments_of_initialize(arguments, message):
+    with pytest.raises(ValueError, match=message):
         jpipe.initialize(*arguments)
-
-
-@pytest.mark.parametrize("name", ["timeout", "heartbeat_timeout"])
-@pytest.mark.parametrize(
-    "seconds, kind", [("60", TypeError), (None, TypeError), (0, ValueError), (math.inf, ValueError)]
-)
-def test_seconds_that_are_none(name, seconds, kind):
-    with pytest.raises(kind, match=rf"^{name}={seconds!r} .*; give seconds, such as 60"):
-        jpipe.initialize("localhost:1234", 2, 0, **{name: seconds})
-
-
-def test_a_taken_port_is_an_error_even_for_one_process_alone():
-    """JAX 0.12 ends with a segmentation fault."""
-    with socket.create_server(("", 0)) as taken, pytest.raises(RuntimeError, match="process 0 can't listen on port"):
-        jpipe.initialize(f"localhost:{taken.getsockname()[1]}", 1, 0)

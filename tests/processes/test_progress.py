@@ -128,52 +128,13 @@ def test_checkpoints_show_their_bytes(terminal, soon, tasks, tmp_path):
     assert len(bars) == 2 and all(task.completed == task.total for task in bars)
 
 
-def test_who_follows_calls_holds_a_metric_and_no_state(monkeypatch):
-    """What a step gives is in use afterwards, or donated; of what is traced nobody is told."""
-    calls, scalar = [], lambda value: jnp.asarray(value)
-    monkeypatch.setattr("jpipe.processes.progress.followers", [calls.append])
-    state = {"key": jax.random.key(0), "kernel": jnp.ones((4, 4)), "step": scalar(1)}
-    metrics = {"loss": scalar(2.0)}
-    with first_call("the step", BATCH) as done:
-        assert [(call.what, call.has_returned, call.is_compiling) for call in calls] == [("the step", False, False)]
-        compiles("a test")
-        assert calls[0].is_compiling
-        done((state, metrics))
-        assert not calls[0].is_compiling
-    assert calls[0].has_returned and calls[0].result is metrics["loss"]
-    with first_call("keys", BATCH) as done:
-        done((state["key"], np.ones(3)))
-    assert calls[1].has_returned and calls[1].result is None
-    jax.eval_shape(make_pipe().init, jax.random.key(0), BATCH)
-    assert len(calls) == 2
-
-
-# --- first calls ------------------------------------------------------------------------------------------------------
-
-
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_is_drawn_with_its_bar_and_leaves_a_line(terminal, soon):
-    before = sys.stderr
-    with task("measuring costs", total=5, unit="layers") as advance:
-        wait_for("measuring costs", terminal)
-        advance(2)
-        wait_for("40%", terminal)
-        with task("copying", total=3_000_000, unit="bytes") as copied:
-            copied(1_500_000)
-            wait_for("50%", terminal)
-    assert lines_on(terminal) == ["measuring costs (5 layers)"]
-    assert sys.stderr is before
-
-
-def test_how_much_is_unknown_has_no_share(terminal, soon):
-    with task("tracing [4, 8] layers"):  # no markup of rich's
-        wait_for("tracing [4, 8] layers", terminal)
-    assert "%" not in shown_on(terminal)
-
-
 def test_what_takes_half_a_second_is_drawn_and_what_takes_a_second_leaves_a_line(terminal):
+    with task("quick"), task("quicker"):
+        pass
+    assert terminal.getvalue() == ""
     with task("long enough to be drawn"):
         wait_for("long enough", terminal)
     assert lines_on(terminal) == []
@@ -182,57 +143,24 @@ def test_what_takes_half_a_second_is_drawn_and_what_takes_a_second_leaves_a_line
     assert lines_on(terminal) == ["long enough to stay"]
 
 
-def test_who_catches_what_is_printed_gets_it(terminal, monkeypatch):
-    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.1)
-    before = sys.stdout
-    with task("working"), contextlib.redirect_stdout(io.StringIO()) as caught:
-        monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
-        time.sleep(0.3)
-        print("mine")
-    assert caught.getvalue() == "mine\n" and sys.stdout is before
-
-
-def test_what_is_quick_shows_nothing(terminal):
-    with task("quick"), task("quicker"):
-        pass
-    assert terminal.getvalue() == ""
-
-
-def test_errors_pass_and_leave_no_line(terminal, soon):
+def test_a_task_is_drawn_with_its_bar_and_leaves_a_line_unless_it_fails(terminal, soon):
+    """What is printed meanwhile stays whole; threads beside show nothing, nor does what has no total show a share."""
     error, before = ValueError("mine"), sys.stderr
-    with pytest.raises(ValueError, match="mine") as raised, task("failing"):
-        wait_for("failing", terminal)
+    with pytest.raises(ValueError, match="mine") as raised, task("tracing [4, 8] layers"):  # no markup of rich's
+        wait_for("tracing [4, 8] layers", terminal)
         raise error
-    assert raised.value is error
-    assert lines_on(terminal) == []
-    assert sys.stderr is before
-    with task("the next"):
-        pass
-    assert lines_on(terminal) == ["the next"]
-
-
-def test_what_is_printed_meanwhile_stays_whole(terminal, soon):
-    with task("working"):
-        wait_for("working", terminal)
+    assert raised.value is error and "%" not in shown_on(terminal)
+    with task("measuring costs", total=5, unit="layers") as advance:
+        wait_for("measuring costs", terminal)
+        advance(2)
+        wait_for("40%", terminal)
         print("a message", file=sys.stderr)
-    assert "a message" in shown_on(terminal).splitlines()
-    assert lines_on(terminal) == ["working"]
-
-
-def test_other_threads_show_nothing(terminal, soon):
-    def work():
-        with task("beside") as advance:
-            advance()
-
-    with task("in front"):
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=lambda: task("beside").__enter__())
         thread.start()
         thread.join()
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert lines_on(terminal) == ["in front"]
-    assert "beside" not in shown_on(terminal)
+    assert lines_on(terminal) == ["measuring costs (5 layers)"]
+    assert "a message" in shown_on(terminal).splitlines() and "beside" not in shown_on(terminal)
+    assert sys.stderr is before
 
 
 # --- where it is quiet ------------------------------------------------------------------------------------------------
@@ -242,10 +170,6 @@ def is_quiet(stream):
     with task("working"):
         time.sleep(0.05)
     return stream.getvalue() == ""
-
-
-def test_it_is_shown_on_a_terminal(terminal, soon):
-    assert not is_quiet(terminal)
 
 
 def test_it_can_be_switched_off_and_on(terminal, soon, monkeypatch):
@@ -260,15 +184,6 @@ def test_it_can_be_switched_off_and_on(terminal, soon, monkeypatch):
         jpipe.show_progress("off")
 
 
-@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_it_is_quiet_in_files_and_pipes_even_coloured_ones(name, monkeypatch, soon):
-    stream = io.StringIO()
-    monkeypatch.setattr(progress, "sys", Streams(stream))
-    monkeypatch.setenv(name, "1")
-    jpipe.show_progress(True)
-    assert is_quiet(stream)
-
-
 @pytest.mark.parametrize("stream", [None, Terminal()], ids=["none", "closed"])
 def test_it_is_quiet_without_stderr(stream, monkeypatch):
     if stream is not None:
@@ -278,13 +193,18 @@ def test_it_is_quiet_without_stderr(stream, monkeypatch):
         pass
 
 
-def test_it_is_quiet_on_terminals_that_move_no_cursor(terminal, soon, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    assert is_quiet(terminal)
-
-
-def test_it_is_quiet_but_in_the_first_process(terminal, soon, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+@pytest.mark.parametrize("where", ["FORCE_COLOR", "TTY_COMPATIBLE", "dumb", "another process"])
+def test_it_is_quiet_elsewhere(where, terminal, monkeypatch, soon):
+    """In files and pipes, even coloured ones, on terminals that move no cursor, and in other processes."""
+    if where == "dumb":
+        monkeypatch.setenv("TERM", "dumb")
+    elif where == "another process":
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+    else:
+        terminal = io.StringIO()
+        monkeypatch.setattr(progress, "sys", Streams(terminal))
+        monkeypatch.setenv(where, "1")
+        jpipe.show_progress(True)
     assert is_quiet(terminal)
 
 

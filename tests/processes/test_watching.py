@@ -142,13 +142,6 @@ def test_a_device_that_never_ends_while_the_main_thread_waits_in_native_code(end
     assert "in stuck" in said, "the stack of another thread"
 
 
-def test_a_step_that_does_not_return(ends, capfd):
-    with jpipe.watch(SECONDS), first_call("the step", X):
-        ends.over.wait(60)
-    assert ends.codes == {EXIT_CODE}
-    assert "had entered 1 steps (the last: the step), of which 0 ended" in capfd.readouterr().err
-
-
 def test_a_loop_that_enters_no_step(pipe, ends, capfd):
     """One of its own under `jax.jit` is told what to call."""
     variables = variables_of(pipe)
@@ -158,13 +151,6 @@ def test_a_loop_that_enters_no_step(pipe, ends, capfd):
         while not ends.over.wait(0.05):
             step(X)
     assert "is seen only if the loop calls watched.steps_of(step)" in capfd.readouterr().err
-
-
-def test_of_two_watches_the_one_whose_seconds_are_over_ends(ends, capfd):
-    with jpipe.watch(60), jpipe.watch(SECONDS), jpipe.watch(50):
-        ends.over.wait(60)
-    assert ends.codes == {EXIT_CODE}
-    assert "for 1 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["with jpipe.watch(1):", "with jpipe.watch(60), jpipe.watch(1):"])
@@ -192,17 +178,6 @@ def test_the_report_names_those_that_hold_the_others_up():
         "  process 1 (b) had entered 811 steps (the last: the loss), of which 811 ended",
     ]
     assert lines[-2:] == ["Not in this block, or not reached: process 3, 4, 6, 7.", "The stacks of process 2:"]
-
-
-def test_the_report_of_many_processes_is_short():
-    standings = {p: Standing("a", 3, 2, "the loss", False) for p in range(1000)}
-    standings[700] = Standing("b", 2, 2, "the loss", False)
-    lines = report(0, 2000, 1.0, standings).splitlines()
-    assert len(lines) < 25
-    assert lines[1] == "Process 700 had not entered step 3."
-    assert lines[2].startswith("  process 700 (b) had entered 2 steps")
-    assert lines[-2].startswith("Not in this block, or not reached: process 1000, 1001")
-    assert lines[-2].endswith("1014, 1015 and 984 more.")
 
 
 @pytest.mark.parametrize(

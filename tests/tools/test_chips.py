@@ -54,11 +54,6 @@ def test_unknown_topologies_are_told_the_known(name):
         parse_topology(name)
 
 
-def test_every_chip_has_an_example():
-    for name, chip in CHIPS.items():
-        assert str(parse_topology(f"{name}:{chip.example}")) == f"{name}:{chip.example}"
-
-
 @pytest.mark.parametrize(("name", "products"), [("v2", 1), ("v3", 2), ("v4", 8), ("v5e", 4), ("v5p", 8)])
 def test_peaks_are_those_of_clock_and_matrix_units(name, products):
     """Units of 128x128 products and sums a cycle: two a core of v3, eight in the two cores of v5p."""
@@ -68,18 +63,6 @@ def test_peaks_are_those_of_clock_and_matrix_units(name, products):
 def test_tiles_and_vector_memories_are_those_that_jax_knows():
     known = {"v2": (128, 16), "v3": (128, 16), "v5e": (128, 128), "v6e": (256, 128)}  # of a core, MiB
     assert {name: (CHIPS[name].tile, CHIPS[name].on_chip * 2 >> 20) for name in known} == known
-
-
-def test_passes_go_no_faster_than_the_memory():
-    for chip in CHIPS.values():
-        assert 0.7 * chip.memory_bandwidth < chip.pass_bandwidth <= chip.memory_bandwidth
-        assert chip.fuses == (chip.clock is not None) == (chip.gpu is None)
-
-
-def test_a_host_has_more_memory_behind_a_slower_link():
-    for chip in CHIPS.values():
-        assert 10 * chip.host.bandwidth < chip.memory_bandwidth and chip.host.bandwidth < chip.link_bandwidth
-        assert chip.host.memory > chip.memory
 
 
 @pytest.mark.parametrize(
@@ -121,12 +104,6 @@ def test_hosts_of_gpus():
         parse_topology("h200:16")
 
 
-def test_jax_is_given_a_part_of_a_gpus_memory():
-    assert CHIPS["v5e"].room == CHIPS["v5e"].memory
-    for name in ("a100", "h100", "h200", "b200"):
-        assert 0.85 * CHIPS[name].memory < CHIPS[name].room < CHIPS[name].memory
-
-
 @needs_gpu_compiler
 def test_gpus_compile_without_a_device():
     devices = parse_topology("h100:2x4").devices()
@@ -139,7 +116,7 @@ def test_gpus_compile_without_a_device():
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v3:2x2", "v6e:4x4", "v4:2x2x4"])
+@pytest.mark.parametrize("name", ["v2:2x2", "v5e:2x4", "v5p:2x2x2", "v3:2x2", "v6e:4x4", "v4:2x2x4"])
 def test_what_stands_in_for_tpus_lies_and_is_called_as_they_are(name):
     there = parse_topology(name).devices()
     for devices in (parse_topology(name).stand_ins(), stand_ins_of(there)):
@@ -168,12 +145,6 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("name", ["v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x4"])
-def test_a_topology_has_its_devices(name):
-    assert len(parse_topology(name).devices()) == parse_topology(name).num_devices
-
-
-@needs_tpu_compiler
 def test_a_shape_that_the_compiler_refuses_is_told():
     with pytest.raises(ValueError, match="the TPU compiler refuses topology='v5e:3x5'"):
         parse_topology("v5e:3x5").devices()
@@ -192,11 +163,6 @@ def network(topology, **sizes):
 
 def hop_of(network):
     return network.bandwidth(["stage"], "permute")
-
-
-def test_within_a_host_all_axes_have_links():
-    found = network("h100:8", stage=2, data=2, tensor=2)
-    assert {hop_of(found), *map(found.bandwidth, ([axis] for axis in ("stage", "data", "tensor")))} == {LINKS}
 
 
 @pytest.mark.parametrize(
@@ -220,11 +186,6 @@ def test_a_ring_along_several_axes_has_the_adapters_of_all_its_devices_on_a_host
     found = network("h100:2x8", stage=1, data=4, tensor=4)
     assert found.bandwidth(["data"]) == 2 * ADAPTER
     assert found.bandwidth(["data", "tensor"]) == 8 * ADAPTER
-
-
-def test_no_ring_is_faster_than_links():
-    wide = Network(CHIPS["h100"], Torus("h100", (("data", 32),)), (0,) * 16 + (1,) * 16)
-    assert wide.bandwidth(["data"]) == LINKS < 16 * ADAPTER
 
 
 def test_devices_at_hand_that_are_no_slices_are_one_host():

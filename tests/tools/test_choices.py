@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from jpipe.tools.chips import CHIPS
-from jpipe.tools.choices import PINNED, Choice, Choices, Setting, ahead, sorted_out
+from jpipe.tools.choices import Choice, Choices, Setting, ahead, sorted_out
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import predict_time
@@ -77,7 +77,3 @@ def test_what_shared_ends_compute_is_no_waiting(choice):
     own = choice.cost.timeline.bubble_fraction
     assert choice.bubble_fraction == pytest.approx(own)
     assert but(choice, computation=2 * choice.time["computation"]).bubble_fraction == pytest.approx(own / (2 - own))
-
-
-def test_options_are_the_pipelines():
-    assert set(Setting((("stage", 2),), 4).options) == set(PINNED)

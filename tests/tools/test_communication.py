@@ -101,12 +101,6 @@ def test_what_is_computed_whole_is_warned_of(make_mesh):
         pipe.communication(X)
 
 
-def test_a_mesh_of_stages_alone_sends_between_stages(make_mesh):
-    found = make([nn.Dense(4)] * 4, make_mesh((2,), ("stage",))).communication(np.ones((8, 4), np.float32))
-    assert {t.axes for t in found.transfers} == {("stage",)}
-    assert found.bytes("forward") == found.bytes("backward") == 0
-
-
 def test_what_ends_send_that_all_stages_compute_counts_apart(make_mesh):
     """Along `stage` and along other axes: activations in, cotangents out, sums over the vocabulary."""
     split = nn.with_partitioning(nn.initializers.lecun_normal(), ("model", None))

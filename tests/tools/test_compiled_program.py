@@ -1,6 +1,5 @@
 """Programs as text: loops, cycles, transfers, groups of devices; and programs compiled for chips that aren't there."""
 
-import re
 from dataclasses import replace
 
 import flax.linen as nn
@@ -11,9 +10,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import collectives
 import jpipe
-from collectives import COLLECTIVES, axes_along, groups_of, type_bytes
 from compiled_transfers import (
     branches_of,
     counted,
@@ -22,9 +19,8 @@ from compiled_transfers import (
     transfer_seconds,
     transfers,
     turn_in_time,
-    with_waits,
 )
-from gpu_program import compile_with_text, kernels, largest_copy, needs_gpu_compiler
+from gpu_program import compile_with_text, kernels, needs_gpu_compiler
 from jpipe.partitioner.users_mesh import Torus
 from jpipe.tools.chips import CHIPS, Network, parse_topology
 from jpipe.tools.compiled_program import Loop, Operation, count_cycles, read
@@ -73,115 +69,6 @@ def test_what_only_moves_is_told_by_its_size():
     assert largest_move(read(PROGRAM)) == 2048
     assert not large_moves(read(PROGRAM), 2048)
     assert large_moves(read(PROGRAM), 2047)[0].startswith("copy of 2,048 bytes in ticks")
-
-
-_GPU_PROGRAM = """HloModule step
-
-%fused_dot (a: bf16[8,16], b: bf16[16,8]) -> f32[8,8] {
-  %a = bf16[8,16]{1,0} parameter(0)
-  %b = bf16[16,8]{1,0} parameter(1)
-  ROOT %dot = f32[8,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%fused_cast (w: f32[4,16,8], i: s32[]) -> bf16[16,8] {
-  %w = f32[4,16,8]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %slice = f32[1,16,8]{2,1,0} dynamic-slice(%w, %next, %one, %one), dynamic_slice_sizes={1,16,8}
-  %row = f32[16,8]{1,0} bitcast(%slice)
-  ROOT %cast = bf16[16,8]{1,0} convert(%row)
-}
-
-%fused_update (rows: f32[4,8,8], y: f32[8,8], i: s32[]) -> f32[4,8,8] {
-  %rows = f32[4,8,8]{2,1,0} parameter(0)
-  %y = f32[8,8]{1,0} parameter(1)
-  %row = f32[1,8,8]{2,1,0} bitcast(%y)
-  %i = s32[] parameter(2)
-  %zero = s32[] constant(0)
-  ROOT %update = f32[4,8,8]{2,1,0} dynamic-update-slice(%rows, %row, %i, %zero, %zero)
-}
-
-%scatter (s: f32[8,8]) -> f32[4,8] {
-  %s = f32[8,8]{1,0} parameter(0)
-  ROOT %reduce-scatter = f32[4,8]{1,0} reduce-scatter(%s), dimensions={0}, to_apply=%add
-}
-
-%layer (p: (f32[4,16,8], s32[])) -> (f32[4,16,8], s32[]) {
-  %w = f32[4,16,8]{2,1,0} get-tuple-element(%p), index=0
-  %i = s32[] get-tuple-element(%p), index=1
-  %x = bf16[8,16]{1,0} get-tuple-element(%p), index=2
-  %rows = f32[4,8,8]{2,1,0} get-tuple-element(%p), index=3
-  %cast = bf16[16,8]{1,0} fusion(%w, %i), kind=kLoop, calls=%fused_cast
-  %dot = f32[8,8]{1,0} fusion(%x, %cast), kind=kCustom, calls=%fused_dot
-  %update = f32[4,8,8]{2,1,0} fusion(%rows, %dot, %i), kind=kLoop, calls=%fused_update
-  ROOT %t = (f32[4,16,8]{2,1,0}, s32[]) tuple(%w, %i)
-}
-
-%slot (p: s32[]) -> s32[] {
-  %p = s32[] parameter(0)
-  %attention = (bf16[8,16]{1,0}, u8[0]{0}) custom-call(%p), custom_call_target="__cudnn$fmhaSoftmax"
-  %layers = s32[] while(%p), condition=%c, body=%layer, metadata={op_name="F/while/body/Block.1/while"}
-  ROOT %fixed = s32[] while(%p), condition=%c, body=%layer, metadata={op_name="F/while/body/Two.2/while"}, turns=2
-}
-
-%tick (p: s32[]) -> s32[] {
-  %p = s32[] parameter(0)
-  %permute = (bf16[8]{0}, bf16[8]{0}) collective-permute-start(%p), source_target_pairs={{0,1}}
-  %slot0 = s32[] while(%p), condition=%c, body=%slot, metadata={op_name="ticks/while/body/F/while"}
-  %arrived = bf16[8]{0} collective-permute-done(%permute)
-  %gather = (bf16[8]{0}, bf16[16]{0}) all-gather-start(%arrived), dimensions={0}
-  %update = f32[4,8,8]{2,1,0} fusion(%p, %p, %p), kind=kLoop, calls=%fused_update
-  %gathered = bf16[16]{0} all-gather-done(%gather)
-  %scattering = ((f32[8,8]{1,0}), f32[4,8]{1,0}) async-start(%p), calls=%scatter
-  %product = f32[8,8]{1,0} custom-call(%p, %p), custom_call_target="__cublas$gemm"
-  %scattered = f32[4,8]{1,0} async-done(%scattering)
-  ROOT %ends = s32[] conditional(%p, %p, %p), branch_computations={%slot, %empty}
-}
-
-%empty (p: s32[]) -> s32[] {
-  ROOT %p = s32[] parameter(0)
-}
-
-ENTRY %main (p: s32[]) -> s32[] {
-  %p = s32[] parameter(0)
-  ROOT %loop = s32[] while(%p), condition=%c, body=%tick, metadata={op_name="ticks/while"}, turns=14
-}
-"""
-GPU_PROGRAM = re.sub(
-    r"turns=(\d+)", r'backend_config={"known_trip_count":{"n":"\1"},"dynamic_variables":[]}', _GPU_PROGRAM
-)
-
-
-def test_counts_are_those_that_the_compiler_notes():
-    (ticks,) = read(GPU_PROGRAM).find("ticks")
-    counts = {inner.name: count for loop in read(GPU_PROGRAM).walk() for inner, count in counted(loop)}
-    assert counts == {"ticks": 14, "F": None, "Block.1": None, "Two.2": 2} and ticks.trips == 14
-
-
-def test_a_transfer_is_beside_products_but_not_beside_an_update():
-    (ticks,) = read(GPU_PROGRAM).inner
-    found = {move.operation.name: move.beside_products for move in transfers(ticks, COLLECTIVES)}
-    assert found == {"permute": True, "gather": False, "scattering": True}
-    assert [move.operation.name for move in transfers(ticks)] == ["permute"]
-    assert [has_products(loop) for loop in ticks.walk()] == [True] * 4
-
-
-@pytest.mark.parametrize(("slot", "layers", "stops"), [(0, 0, 3), (0, 3, 6), (1, 0, 5), (1, 3, 11)])
-def test_loops_without_a_count_stop_the_host_once_more_than_they_turn(slot, layers, stops):
-    """The slot's loop and in each of its turns that over layers; the conditional and in its branch that over layers."""
-    (ticks,) = read(GPU_PROGRAM).inner
-    assert host_stops(ticks, lambda loop: slot if loop.name == "F" else layers) == stops
-
-
-def test_kernels_and_their_bytes():
-    """A slice of weights is cast, a product reads it, a row is written: not the whole buffers."""
-    (layer,) = read(GPU_PROGRAM).find("Block.1")
-    cast, product, update = 4 * 128 + 4 + 2 * 128, 2 * 128 + 2 * 128 + 4 * 64, 4 * 64 + 4 + 4 * 64
-    found = kernels([layer])
-    assert (found.count, found.cast, found.copied) == (3, cast, update)
-    assert found.bytes == cast + product + update
-    assert largest_copy(read(GPU_PROGRAM)) == update
 
 
 @needs_gpu_compiler
@@ -308,83 +195,6 @@ def test_what_work_leaves_of_a_transfer_is_waited_for():
     assert next(at for at, operation in begun if operation.name == "work") == 0
 
 
-def test_a_loop_hides_what_is_under_way():
-    (hop,) = turn_in_time(read(TWO_LOOPS), transfer_seconds(read(TWO_LOOPS), NETWORK, MESH), CHIP)[1]
-    assert hop.waited == 0
-
-
-def test_a_gather_in_steps_beside_products_is_under_way_from_its_first_step_to_its_last():
-    """As a v5e's compiler has it: each step is a fusion that holds the whole gather."""
-    gather = (
-        "  ROOT %gather{} = bf16[8,128]{{1,0}} all-gather(%p), channel_id=3, "
-        'replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
-    )
-    names = ("first", "async_collective_fusion.1", "last")
-    steps = [f"%{name} (p: bf16[2,128]) -> bf16[8,128] {{\n{gather.format(i)}\n}}" for i, name in enumerate(names)]
-    program = """ENTRY %main (p: bf16[2,128]) -> bf16[8,128] {
-  %p = bf16[2,128]{1,0} parameter(0)
-  %async-collective-start = bf16[8,128]{1,0} fusion(%p), calls=%first
-  %work = bf16[8,128]{1,0} fusion(%p), calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"500"}
-  ROOT %async-collective-done = bf16[8,128]{1,0} fusion(%work), calls=%last
-}"""
-    text = "\n\n".join(["HloModule step", *steps, program])
-    takes = transfer_seconds(read(text), NETWORK, MESH)
-    (one,) = turn_in_time(read(text), takes, CHIP)[1]
-    assert (one.begin, one.end) == (0, SIZE * 3 / 4 / 2)
-    assert (one.waited, one.at) == (SIZE * 3 / 4 / 2 - 500, "async-collective-done")
-    (counted,) = collectives.read(text)
-    assert counted.name == one.name and counted.beside_work
-
-
-RAGGED_PROGRAM = """HloModule step
-
-%exchange (p: bf16[8,128], room: bf16[32,128], to: s32[4]) -> bf16[32,128] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %room = bf16[32,128]{1,0} parameter(1)
-  %to = s32[4]{0} parameter(2)
-  ROOT %sent = bf16[32,128]{1,0} ragged-all-to-all(%p, %room, %to, %to, %to, %to), replica_groups={{0,1,2,3},{4,5,6,7}}
-}
-
-ENTRY %main (p: bf16[8,128], room: bf16[32,128], to: s32[4]) -> bf16[8,128] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %room = bf16[32,128]{1,0} parameter(1)
-  %to = s32[4]{0} parameter(2)
-  %go = ((bf16[8,128], bf16[32,128], s32[4]), bf16[32,128], u32[]) async-start(%p, %room, %to), calls=%exchange
-  %work = bf16[8,128]{1,0} fusion(%p), calls=%inner, backend_config={"estimated_cycles":"300"}
-  %gone = bf16[32,128]{1,0} async-done(%go)
-  ROOT %back = bf16[8,128]{1,0} ragged-all-to-all(%gone, %p, %to, %to, %to, %to), replica_groups={{0,1,2,3},{4,5,6,7}}
-}
-
-%inner (p: bf16[8,128]) -> bf16[8,128] {
-  ROOT %p = bf16[8,128]{1,0} parameter(0)
-}
-"""
-
-
-def test_of_a_ragged_exchange_the_rows_that_there_are_are_sent_not_the_room_for_all():
-    program = read(RAGGED_PROGRAM)
-    each = SIZE * 3 / 4 / 2
-    takes = transfer_seconds(program, NETWORK, MESH)
-    assert takes == {"sent": each, "back": each}
-    assert {one.name: one.waited for one in turn_in_time(program, takes, CHIP)[1]} == {"sent": each - 300, "back": each}
-    assert {one.name: (one.bytes, one.beside_work) for one in collectives.read(RAGGED_PROGRAM)} == {
-        "sent": (SIZE, True),
-        "back": (SIZE, False),
-    }
-
-
-def test_operations_that_wait_take_longer():
-    program, waiting = read(TWO_LOOPS), with_waits(read(TWO_LOOPS), NETWORK, MESH)
-    waited = (SIZE - 1500) + SIZE + 0.75 * SIZE
-    assert waiting.own == program.own == 0
-    assert waiting.inner[0].own == program.inner[0].own + waited == 1500 + waited
-
-
-def test_bytes_of_types():
-    assert type_bytes("f8e4m3fn[16]{0}") == 16
-    assert type_bytes("(s32[], pred[3]{0})") == 7
-
-
 @needs_tpu_compiler
 def test_a_forecast_says_which_part_of_a_step_waits_for_links():
     """Tensor-parallel layers whose sums nothing is beside: what they take is what bytes and links say."""
@@ -405,40 +215,3 @@ def test_a_forecast_says_which_part_of_a_step_waits_for_links():
     # Each layer sums its result and its input's cotangent, [2048, 1024] each, by 2 n 3/4 on two links.
     each = 2 * 2048 * 1024 * 2 * 3 / 4 / (2 * CHIPS["v5p"].link_bandwidth)
     assert found.slices["collectives"] == pytest.approx(4 * 2 * 2 * each, rel=0.3)
-
-
-# --- device groups ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "groups"),
-    [
-        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ((0, 1, 2, 3), (4, 5, 6, 7))),
-        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
-        ("replica_groups={}", ()),
-        ("no group is named", ()),
-    ],
-)
-def test_groups_in_each_way_in_which_they_are_written(text, groups):
-    assert groups_of(f"%a = f32[] all-reduce(%b), {text}, to_apply=%add") == groups
-
-
-def test_another_way_is_refused():
-    with pytest.raises(ValueError, match="written in an unknown way"):
-        groups_of("%a = f32[] all-reduce(%b), replica_groups=everyone")
-
-
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        (((0, 1, 2, 3), (4, 5, 6, 7)), ("model",)),
-        (((0, 4),), ("stage",)),
-        (((0, 5),), ("stage", "model")),
-        (((3,),), ()),
-    ],
-)
-def test_a_group_lies_along_the_axes_in_which_its_devices_differ(groups, axes):
-    assert axes_along(groups, MESH) == axes

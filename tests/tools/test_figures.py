@@ -18,7 +18,6 @@ import jpipe
 from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.simulate import Timeline, simulate
 from jpipe.tools import figures
-from jpipe.tools.figures import draw_memory
 from published import schedule_of
 
 ROOT = Path(__file__).parents[2]
@@ -129,13 +128,6 @@ def test_compare_takes_names_schedules_and_timelines(tmp_path):
     assert figure.axes[0].get_xlim() == (0, timeline.makespan)
 
 
-def test_compare_without_memory_and_as_wide_as_wished():
-    figure = jpipe.compare(NAMES[1:], num_stages=3, num_microbatches=4, memory=False, width=6)
-    assert len(figure.axes) == 3 and figure.get_figwidth() == 6
-    assert "micro-batches in flight" not in [text.get_text() for text in figure.legends[0].get_texts()]
-    check_texts(figure)
-
-
 @pytest.mark.parametrize(
     ("items", "sizes", "error", "message"),
     [
@@ -177,20 +169,6 @@ def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
     figure = jpipe.compare(NAMES, num_stages=4, num_microbatches=8)
     check_texts(figure)
     assert len(numbers_of(figure.axes[2])) == 2 * 4 * 8, "of GPipe all, though naive takes three times as long"
-
-
-def test_the_picture_in_the_readme_is_drawn(tmp_path):
-    """By its script, whose words lie between titles and bars, and can be read on a telephone, 390 pixels wide."""
-    figure = runpy.run_path(str(ROOT / "examples" / "schedules.py"))["draw"](tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 0
-    renderer = rendered(figure).get_renderer()
-    for axes in figure.axes[::2]:
-        words, title = axes.texts[-1].get_window_extent(renderer), axes._left_title.get_window_extent(renderer)
-        assert axes.bbox.y1 <= words.y0 and words.y1 <= title.y0 + 2 and words.x1 < figure.bbox.x1
-        axes.texts[-1].remove()
-    check_texts(figure)
-    smallest = min(text.get_fontsize() for axes in figure.axes for text in [axes.yaxis.label, *axes.get_yticklabels()])
-    assert smallest * 358 / (72 * figure.get_figwidth()) >= 7, "pixels on a telephone"
 
 
 DRAWN = {
@@ -242,18 +220,6 @@ def check_texts(figure) -> None:
             )
             over = np.minimum(box.max, (right, high)) - np.maximum(box.min, (left, low))
             assert over[0] <= 1 or over[1] <= 2, "a text on bars"
-
-
-@pytest.mark.parametrize("name, num_chunks, most", [("gpipe", 1, 8), ("1f1b", 1, 7), ("interleaved", 2, None)])
-def test_peaks_are_in_micro_batches(name, num_chunks, most):
-    schedule = jpipe.make_schedule(name, num_stages=4, num_microbatches=8, num_chunks=num_chunks)
-    timeline = jpipe.simulate(schedule)
-    peaks = [count / num_chunks for count in timeline.peak_in_flight]
-    assert max(peaks) == (most or max(peaks))
-    axes = Figure().subplots()
-    draw_memory(axes, timeline, timeline.makespan, max(peaks))
-    texts = [text.get_text() for text in axes.texts]
-    assert texts == [f"peak {peaks[0]:g}", *(f"{number:g}" for number in peaks[1:])]
 
 
 # --- where to ---------------------------------------------------------------------------------------------------------

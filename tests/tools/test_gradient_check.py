@@ -180,12 +180,3 @@ def test_a_layer_that_needs_the_mesh_needs_a_reference(make_mesh):
     variables = pipe.init(jax.random.key(0), batch)
     with pytest.raises(ValueError, match=r"calls jax\.shard_map, which needs the mesh.*pass reference="):
         pipe.check_gradients(variables, batch)
-
-
-def test_what_is_equal_is_the_nearest():
-    """A regression: a leaf that is exactly zero on both sides stood first in the table, as if it were furthest off."""
-    leaf = lambda off, rounding: gradient_check.CheckedLeaf("1 (Dense)", "bias", 0.0, off, rounding)
-    by_distance = [leaf(0.0, 0.0), leaf(1.0, 2.0), leaf(3.0, 2.0), leaf(1.0, 0.0)]
-    far = list(map(gradient_check._how_far, by_distance))
-    assert far == [0.0, 0.5, 1.5, np.inf]
-    assert gradient_check._how_far(leaf(np.nan, 2.0)) == np.inf

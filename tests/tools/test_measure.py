@@ -19,7 +19,6 @@ from jpipe.tools.measure import (
     StepModel,
     measure_layers,
     memory_of,
-    noise_of,
 )
 from wide import make, stage_times
 
@@ -63,11 +62,6 @@ def test_a_program_of_all_actions_computes_what_the_pipeline_does():
     assert_equal((loss, updates, grads), (expected, other_updates, other))
 
 
-def test_noise_is_of_the_middle_half():
-    assert noise_of([2.0] * 5) == 0.0
-    assert noise_of([10.0, 8.0, 9.0, 11.0, 300.0]) == 0.2
-
-
 def test_parts_are_those_of_the_fullest_device(make_mesh):
     mesh = make_mesh((2,), ("stage",))
     split = jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec("stage")))
@@ -93,40 +87,12 @@ def planned(**options):
     return pipe
 
 
-def test_sums_over_stages_and_their_chunks():
-    times = LayerTimes(planned().planner, [], [])
-    assert times.by_stage([1.0, 2.0, 3.0, 4.0]).tolist() == [1.0, 9.0]
-    assert times.by_stage([1.0, 2.0, 3.0, 4.0], jpipe.partition([1.0] * 4, 2)).tolist() == [3.0, 7.0]
-    chunks = LayerTimes(planned(schedule="interleaved", num_chunks=2, balance="even").planner, [], [])
-    assert chunks.by_stage([1.0, 2.0, 3.0, 4.0]).tolist() == [4.0, 6.0]
-
-
 def test_the_part_of_a_backward_that_is_recomputed():
     cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
     times = LayerTimes(planned().planner, [cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
     apart = times.with_recomputation(stage_times((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
     assert apart.recompute == pytest.approx([1.0, 0.0])  # never less than nothing
     assert apart.backward == pytest.approx([3.0, 4.0])
-
-
-STAGES = stage_times((2.0, 6.0), (4.0, 12.0), (0.0, 3.0))
-"""Of layers of 6 seconds each, and 3 of recomputation on the second stage."""
-
-
-def costs(of_layers):
-    return [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in of_layers]
-
-
-def test_stages_times_are_shared_among_their_layers_and_put_together_anew():
-    cut, stages = LayerTimes(planned().planner, costs([9.0] * 4), costs([9.0] * 4)).best_cut(STAGES)
-    assert list(cut.counts) == [2, 2]
-    assert stages.forward == pytest.approx((4.0, 4.0)) and stages.backward == pytest.approx((8.0, 8.0))
-    assert stages.recompute == pytest.approx((1.0, 2.0))
-
-
-def test_without_recomputation_stages_take_what_their_layers_do():
-    kept, here = costs([2.0, 3.0, 3.0, 3.0]), costs([4.0] * 4)
-    assert LayerTimes(planned().planner, here, kept).over_here(kept) == pytest.approx([0.5, 0.75])
 
 
 def test_layers_are_timed_with_recomputation_and_without():
@@ -151,20 +117,6 @@ def test_equal_stages_wait_for_the_bubble_alone():
     expected = {"computation": 24, "recomputation": 8, "bubble": 12, "imbalance": 0}
     assert model.what_if().seconds == pytest.approx(expected | {"transfer and set-up": 5, "weight update": 3}, abs=1e-9)
     assert tuple(model.what_if().seconds) == SLICES
-
-
-def test_unequal_stages_wait_more():
-    """Sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b."""
-    forward, backward = (1.0, 2.0, 4.0, 1.0), (3.0, 2.0, 5.0, 2.0)
-    stages = stage_times(forward, backward, (0.0,) * 4)
-    total = sum(forward) + 7 * 4 + sum(backward) + 7 * 5
-    model = StepModel(gpipe(), stages, idle=1.0, update=1.0, measured=2.0 + 3 * total)
-    assert model.contention == pytest.approx(3.0)
-    mean = np.mean(forward) + np.mean(backward)
-    assert model.what_if().seconds["computation"] == pytest.approx(3 * 8 * mean)
-    assert model.what_if().seconds["bubble"] == pytest.approx(3 * 3 * mean)
-    assert model.what_if().seconds["imbalance"] == pytest.approx(3 * (total - 11 * mean))
-    assert sum(model.what_if().seconds.values()) == pytest.approx(2.0 + 3 * total)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])

@@ -152,9 +152,8 @@ def random_settings(count: int, *, shapes: int, largest: int, seed: int) -> list
     return [setting(i) for i in range(count)]
 
 
-def largest_difference(page: Page, settings: Sequence[dict[str, Any]]) -> float:
-    """Of any number of any setting, relative to the number where that is above 1."""
-    largest = 0.0
+def check_settings(page: Page, settings: Sequence[dict[str, Any]]) -> None:
+    """Every number of every setting is that of `simulate`, relative to the number where that is above 1."""
     names = ("makespan", "bubble_fraction", "speedup_over_naive", "busy", "peak_in_flight")
     for first in range(0, len(settings), 250):
         batch = settings[first : first + 250]
@@ -171,39 +170,23 @@ def largest_difference(page: Page, settings: Sequence[dict[str, Any]]) -> float:
             expected = [*(getattr(timeline, name) for name in names), len(timeline.spans), places]
             for mine, theirs in zip(map(np.asarray, expected), map(np.asarray, numbers), strict=True):
                 assert mine.shape == theirs.shape, setting
-                difference = float(np.max(np.abs(mine - theirs) / np.maximum(1.0, np.abs(mine))))
-                assert difference <= CLOSE, (setting, expected, numbers)
-                largest = max(largest, difference)
-    return largest
+                assert np.max(np.abs(mine - theirs) / np.maximum(1.0, np.abs(mine))) <= CLOSE, (
+                    setting,
+                    expected,
+                    numbers,
+                )
 
 
-def test_three_thousand_settings_have_the_numbers_of_simulate(page):
-    settings = random_settings(3000, shapes=250, largest=256, seed=1)
-    assert largest_difference(page, settings) <= CLOSE
-
-
-@pytest.mark.slow
-def test_settings_up_to_the_ends_of_the_sliders_have_the_numbers_of_simulate(page):
-    settings = random_settings(1000, shapes=50, largest=2 * LARGEST, seed=2)
-    assert largest_difference(page, settings) <= CLOSE
-
-
-@pytest.mark.parametrize("name", OFFERED)
-def test_bars_are_the_spans_of_simulate(page, name):
-    """Every bar, in order: stage, kind, micro-batch, chunk, start and end; and what every stage holds over time."""
-    schedule = schedule_of(name, 3, 6, chunks_of(name, 2))
-    setting = {"num_stages": 3, "num_microbatches": 6, "num_chunks": schedule.num_chunks, "schedule": name}
-    times = {"forward": [1.5, 1.0, 2.0], "backward": [3.0, 2.0, 2.5], "transfer": 0.75}
-    found = page.get(f"jpipe.simulate({json.dumps(setting | times)})")
-    timeline = simulate(schedule, **times)
-    expected = [
-        {"stage": s.stage, "kind": s.action.kind, "m": s.action.microbatch, "v": s.action.chunk} for s in timeline.spans
-    ]
-    assert [{key: span[key] for key in ("stage", "kind", "m", "v")} for span in found["spans"]] == expected
-    assert [(span["start"], span["end"]) for span in found["spans"]] == [(s.start, s.end) for s in timeline.spans]
-    changes = lambda counts: [pair for i, pair in enumerate(counts) if not i or counts[i - 1][1] != pair[1]]
-    for stage, counts in enumerate(found["held"]):
-        assert changes(list(map(tuple, counts))) == changes(timeline.in_flight(stage))
+@pytest.mark.parametrize(
+    "draw",
+    [
+        {"count": 3000, "shapes": 250, "largest": 256, "seed": 1},
+        pytest.param({"count": 1000, "shapes": 50, "largest": 2 * LARGEST, "seed": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["three thousand", "up to the ends of the sliders"],
+)
+def test_settings_have_the_numbers_of_simulate(page, draw):
+    check_settings(page, random_settings(**draw))
 
 
 @pytest.mark.parametrize("remat", ["none", "stage"])
@@ -289,18 +272,14 @@ def test_cards_show_simulate_and_the_speed_up_over_one_device(page):
         ("#view=memory&K=2&M=8&P=557&E=0&L=24&N=128&A=509.5&R=1&device=8", "fits", "yes"),
         ("#view=memory&K=1&M=1&P=557&E=0&A=0.1&device=8", "fits", "no"),
         ("#view=memory&K=1&M=1&P=557&E=0&A=0.1&device=8", "fixed", "8.91 GB"),
+        ("#view=memory&K=4&M=8&L=40&N=128", "counts", "5120 1280 768 288"),  # of activations: N L, and so on
     ],
 )  # fmt: skip
 def test_figures_of_the_papers(tab, setting, name, expected):
     """GPipe's formulas (arXiv 1811.06965, section 2.3), interleaved's (arXiv 2104.04473), and 16 bytes a parameter."""
     open_at(tab, setting)
-    assert text(tab, name) == expected
-
-
-def test_the_papers_counts_of_activations(tab):
-    open_at(tab, "#view=memory&K=4&M=8&L=40&N=128")
-    counts = tab.get("[...document.querySelectorAll('#counts td:last-child')].map((c) => c.textContent)")
-    assert counts == ["5120", "1280", "768", "288"]
+    counts = "[...document.querySelectorAll('#counts td:last-child')].map((c) => c.textContent).join(' ')"
+    assert (tab.get(counts) if name == "counts" else text(tab, name)) == expected
 
 
 def test_every_example_says_what_it_shows(page):
@@ -311,20 +290,6 @@ def test_every_example_says_what_it_shows(page):
         open_at(page, link)
         assert not page.get("[...document.querySelectorAll('.wrong:not(dd)')].map((e) => e.textContent).join('')"), link
         assert page.get("document.querySelectorAll('dd[data-value]').length") >= 6
-
-
-def test_a_newcomer_sees_what_m_and_1f1b_are_for(page):
-    """By default: more micro-batches, less bubble in both; GPipe holds all of them, 1F1B at most 2K - 1, and fits."""
-    bubbles, peaks = [], []
-    for M in (4, 16, 64):
-        move(page, "M", M)
-        assert text(page, "bubble-beside") == f"gpipe: {text(page, 'bubble')}"
-        bubbles.append(shown(page, "bubble"))
-        peaks.append((shown(page, "in-flight"), shown(page, "in-flight-beside")))
-    assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > 9 * bubbles[2]
-    assert peaks == [(4, 4), (7, 16), (7, 64)]
-    open_at(page, "#view=memory")
-    assert (text(page, "fits"), text(page, "fits-beside")) == ("yes", "gpipe: no")
 
 
 def test_curves_have_what_each_number_of_micro_batches_gives(tab):
@@ -419,15 +384,6 @@ def test_sliders_move_by_keys(page):
     assert (text(page, "bubble"), text(page, "speedup-one")) == ("0.0 %", "1.00 x")
 
 
-def test_tab_goes_from_view_to_sliders(page):
-    focus(page, "tab-time")
-    seen = []
-    for _ in range(9):
-        page.press("Tab")
-        seen.append(page.get("document.activeElement.id"))
-    assert seen == ["copy", "reset", "schedule", "beside", "M", "M-typed", "K", "K-typed", "N"]  # V is switched off
-
-
 def test_arrow_keys_change_the_view(page):
     focus(page, "tab-time")
     page.press("ArrowRight")
@@ -441,33 +397,39 @@ def test_arrow_keys_change_the_view(page):
     assert page.get("jpipe.state().view") == "time"
 
 
-def test_sliders_move_by_events_and_the_address_keeps_all(page):
-    for name, value in {
-        "schedule": "interleaved", "K": 6, "N": 96, "M": 16, "V": 4, "remat": "none", "ratio": 1.5, "transfer": 0.25,
-        "slowness": 2, "slow": 4,
-    }.items():  # fmt: skip
+TIMES = {"schedule": "interleaved", "K": 6, "N": 96, "M": 16, "V": 4, "remat": "none", "ratio": 1.5, "transfer": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("view", "moves", "typed"),
+    [
+        ("time", TIMES | {"slowness": 2, "slow": 4}, {}),
+        (
+            "memory",
+            {"P": 2.5, "optimiser": "sgd", "precision": "mixed", "device": 24, "L": 60, "N": 512},
+            {"A": "1234.5"},
+        ),
+    ],
+)
+def test_the_address_keeps_what_is_set(page, view, moves, typed):
+    """By events of sliders, or typed; and the numbers are those of the setting."""
+    page.click(f"#tab-{view}")
+    for name, value in moves.items():
         move(page, name, value)
-    expected = simulate(
-        schedule_of("interleaved", 6, 16, 4), [1, 1, 1, 1, 2, 1], [1.5, 1.5, 1.5, 1.5, 3, 1.5], transfer=0.25
-    )
-    assert shown(page, "makespan") == pytest.approx(expected.makespan, rel=CLOSE)
-    kept, state, numbers = address(page), page.get("jpipe.state()"), shown(page, "speedup-naive")
+    for name, value in typed.items():
+        type_into(page, name, value)
+    card = {"time": "speedup-naive", "memory": "total"}[view]
+    kept, state, number = address(page), page.get("jpipe.state()"), shown(page, card)
+    if view == "time":
+        times = [1, 1, 1, 1, 2, 1], [1.5, 1.5, 1.5, 1.5, 3, 1.5]
+        expected = simulate(schedule_of("interleaved", 6, 16, 4), *times, transfer=0.25)
+        assert shown(page, "makespan") == pytest.approx(expected.makespan, rel=CLOSE)
+    else:  # a logarithmic slider, three digits
+        assert state["P"] == 316 and "P=316&" in kept and "A=1234.5&" in kept
     open_at(page, "")
     assert page.get("jpipe.state()") != state
     open_at(page, kept)
-    assert (page.get("jpipe.state()"), shown(page, "speedup-naive")) == (state, numbers)
-
-
-def test_the_memory_view_keeps_its_setting_too(page):
-    page.click("#tab-memory")
-    for name, value in {"P": 2.5, "optimiser": "sgd", "precision": "mixed", "device": 24, "L": 60, "N": 512}.items():
-        move(page, name, value)
-    assert page.get("jpipe.state().P") == 316  # a logarithmic slider, three digits
-    type_into(page, "A", "1234.5")
-    kept, state = address(page), page.get("jpipe.state()")
-    assert "P=316&" in kept and "A=1234.5&" in kept
-    open_at(page, kept)
-    assert page.get("jpipe.state()") == state
+    assert (page.get("jpipe.state()"), shown(page, card)) == (state, number)
 
 
 @pytest.mark.parametrize("view", ["time", "memory"])
@@ -500,13 +462,6 @@ def test_no_slider_reaches_an_impossible_value(tab, view):
         assert not faults, (name, faults[:2])
 
 
-def test_back_to_the_defaults(page):
-    start = page.get("jpipe.state()")
-    move(page, "K", 8)
-    page.click("#reset")
-    assert page.get("jpipe.state()") == start
-
-
 # --- impossible values ------------------------------------------------------------------------------------------------
 
 
@@ -514,12 +469,7 @@ def test_back_to_the_defaults(page):
     ("name", "value", "message"),
     [
         ("K", "5", "K=5 is impossible here; use 1, 2, 3, 4, 6, 8, 16, 32 (stages, one device each)"),
-        (
-            "M",
-            "2.5",
-            "M=2.5 is impossible here; use 1, 2, 4, 8, 16, 32, 64, 128 (micro-batches of a step, divisors of the "
-            "batch)",
-        ),
+        ("M", "2.5", "M=2.5 is impossible here; use 1, 2, 4, 8, 16, 32, 64, 128 (micro-batches of a step, "),
         ("N", "2.5", "N=2.5 must be a whole number from 1 to 4096"),
         ("L", "2", "L=2 is impossible here; use 4 to 512 (layers of the model)"),
         ("transfer", "-1", "transfer=-1 is impossible here; use 0 to 3 (time of a hop, in F)"),
@@ -532,45 +482,31 @@ def test_what_is_typed_wrong_is_named_at_its_slider(page, name, value, message):
     type_into(page, name, value) if value else page.get(
         f"Object.assign(document.getElementById('{name}-typed'), {{value: ''}}).dispatchEvent(new Event('input'))"
     )
-    assert text(page, f"{name}-wrong") == message
+    assert text(page, f"{name}-wrong").startswith(message)
     assert page.get(f"document.getElementById('{name}-typed').getAttribute('aria-invalid')") == "true"
     assert shown(page, "makespan") == before
     move(page, name, 2 if name != "L" else 8)
     assert text(page, f"{name}-wrong") == ""
 
 
-SETTINGS = (
-    "schedule, beside, M, K, V, N, L, remat, ratio, transfer, slowness, slow, P, E, optimiser, precision, device, A, R"
-)
-
-
 @pytest.mark.parametrize(
     ("setting", "name", "message"),
     [
-        ("#K=99", "K-wrong", "K=99 is impossible here; use 1, 2, 3, 4, 6, 8, 16, 32 (stages, one device each); "
-         "32 is shown"),
-        ("#K=four", "K-wrong", "K=four is not a number; use 1, 2, 3, 4, 6, 8, 16, 32; 4 is shown"),
-        ("#schedule=2f2b", "schedule-wrong", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved, v, "
-         "zero_bubble; 1f1b is shown"),
-        ("#schedule=toString", "schedule-wrong", "schedule=toString is unknown; use one of naive, gpipe, 1f1b, "
-         "interleaved, v, zero_bubble; 1f1b is shown"),
-        ("#toString=4", "address-wrong", "The address has toString=4, which is no setting; there are view (time, "
-         f"memory), {SETTINGS}."),
-        ("#L=16&K=8&V=3", "V-wrong", "V=3 is impossible here; use 1, 2 (chunks of layers a stage, if interleaved or "
-         "zero_bubble); 2 is shown"),
-        ("#K=3&slow=3&slowness=2", "slow-wrong", "slow=3 is impossible here; use 0 to 2 (which one, from 0); "
-         "2 is shown"),
-        ("#N=128&M=7", "M-wrong", "M=7 is impossible here; use 1, 2, 4, 8, 16, 32, 64, 128 (micro-batches of a step, "
-         "divisors of the batch); 4 is shown"),
-        ("#L=3&K=4", "K-wrong", "K=4 is impossible here; use 1, 2, 3 (stages, one device each); 3 is shown"),
-        ("#stages=4", "address-wrong", f"The address has stages=4, which is no setting; there are view (time, memory), "
-         f"{SETTINGS}."),
+        ("#K=99", "K", "K=99 is impossible here; use 1, 2, 3, 4, 6, 8, 16, 32 (stages, one device each); 32 is shown"),
+        ("#K=four", "K", "K=four is not a number; use 1, 2, 3, 4, 6, 8, 16, 32; 4 is shown"),
+        ("#schedule=2f2b", "schedule", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved, v, "),
+        ("#schedule=toString", "schedule", "schedule=toString is unknown; use one of naive, gpipe, 1f1b, "),
+        ("#toString=4", "address", "The address has toString=4, which is no setting; there are view (time, memory), "),
+        ("#L=16&K=8&V=3", "V", "V=3 is impossible here; use 1, 2 (chunks of layers a stage, if interleaved or "),
+        ("#K=3&slow=3&slowness=2", "slow", "slow=3 is impossible here; use 0 to 2 (which one, from 0); 2 is shown"),
+        ("#N=128&M=7", "M", "M=7 is impossible here; use 1, 2, 4, 8, 16, 32, 64, 128 (micro-batches of a step, "),
+        ("#L=3&K=4", "K", "K=4 is impossible here; use 1, 2, 3 (stages, one device each); 3 is shown"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_in_the_address_is_named(tab, setting, name, message):
     """Beside what is shown instead."""
     open_at(tab, setting)
-    assert text(tab, name) == message
+    assert text(tab, f"{name}-wrong").startswith(message)
     assert tab.get("[...document.querySelectorAll('dd[data-value]')].every((e) => e.textContent)")
 
 
@@ -595,12 +531,15 @@ def test_nothing_sticks_out_of_a_narrow_screen(tab, setting, dark, tmp_path):
     assert (tmp_path / "narrow.png").stat().st_size > 10_000
 
 
-def test_dark_mode_turns_the_page_dark(page):
+def test_dark_mode_turns_the_page_and_its_sliders_dark(page):
+    """Chromium draws the rest of a dark blue slider white on a dark page."""
+    of = lambda node, style: page.get(f"getComputedStyle(document.{node}).{style}")
     colours = []
     for dark in (False, True):
         page.appear(width=1280, dark=dark)
-        colours.append(page.get("getComputedStyle(document.body).backgroundColor"))
+        colours.append(of("body", "backgroundColor"))
     assert colours == ["rgb(255, 255, 255)", "rgb(20, 24, 29)"]
+    assert of("getElementById('K')", "accentColor") == "rgb(86, 180, 233)"
 
 
 def test_numbers_are_left_out_where_they_do_not_fit(page):
@@ -640,8 +579,7 @@ def test_a_bar_that_is_tapped_on_a_phone_is_named_beside_the_chart(tab):
     assert tab.get("document.getElementById('pointed').getBoundingClientRect().bottom") < 844
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("num_chunks", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize(("num_chunks", "dark"), [(2, False), (3, True), (4, False), (6, True), (7, False), (8, True)])
 def test_chunks_are_told_apart(tab, tmp_path, num_chunks, dark):
     """By shade or hatching in the legend: neighbours by hatching, others by shade."""
     tab.appear(width=1280, dark=dark)
@@ -657,28 +595,6 @@ def test_chunks_are_told_apart(tab, tmp_path, num_chunks, dark):
     assert num_chunks > 3 or tab.get("jpipe.drawn()") >= 2 * 2 * 8 * num_chunks
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_largest_number_is_seen_whole(tab, width):
-    """A million was shown as 100000."""
-    tab.appear(width=width)
-    open_at(tab, "#view=memory&P=1000000&A=1000000")
-    room = """(() => {
-      const field = document.getElementById("P-typed"), style = getComputedStyle(field);
-      const pen = document.createElement("canvas").getContext("2d");
-      pen.font = style.font;
-      const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
-      return [field.clientWidth - padding, pen.measureText(field.value).width];
-    })()"""
-    has, needs = tab.get(room)
-    assert has >= needs + 18  # and the arrows that browsers show in the field
-
-
-def test_sliders_are_lighter_in_the_dark(page):
-    """Chromium draws the rest of a dark blue slider white on a dark page."""
-    page.appear(width=1280, dark=True)
-    assert page.get("getComputedStyle(document.getElementById('K')).accentColor") == "rgb(86, 180, 233)"
-
-
 def test_the_page_asks_for_nothing_but_itself(page):
     open_at(page, "#view=memory")
     assert {request.partition("#")[0] for request in page.requests} <= {page.home, "about:blank", "data:,"}
@@ -687,39 +603,20 @@ def test_the_page_asks_for_nothing_but_itself(page):
 
 # --- a pipeline's own numbers -----------------------------------------------------------------------------------------
 
-FACTS: dict[str, Any] = dict(
-    table=asdict(
-        Table(
-            "Pipeline(6 layers, </script>)",
-            ("stage", "what"),
-            (("0", "Embed, 2 Block"), ("1", "3 <Block>")),
-            {},
-            ("layers 0, 5 share parameters",),
-        )
-    ),
-    schedule="1f1b",
-    orders=orders_of(schedule_of("1f1b", 2, 4, 1), 24, keeps_inputs=False),
-    num_stages=2,
-    num_microbatches=4,
-    num_chunks=1,
-    batch=48,
-    remat="layer",
-    keeps_inputs=False,
-    unit="ms",
-    times="Times are measured.",
-    forward=(2.0, 3.0),
-    backward=(5.0, 6.0),
-    recompute=(1.0, 1.5),
-    parameters={"own": [3e9, 5e9], "room": 6e9},
-    gradients=6e9,
-    other={"own": [1e6, 2e6], "room": 2e6},
-    optimizer=2.5e9,
-    residuals=(("residual", (3 * 10**8, 2 * 10**8)), ("residual", (10**6, 5 * 10**6))),
-    activation=10**7,
-    cotangent=2 * 10**7,
-    passing=3 * 10**6,
-    work=4 * 10**8,
-)
+CELLS = (("0", "Embed, 2 Block"), ("1", "3 <Block>"))
+TABLE = Table("Pipeline(6 layers, </script>)", ("stage", "what"), CELLS, {}, ("layers 0, 5 share parameters",))
+FACTS: dict[str, Any] = {
+    "table": asdict(TABLE),
+    "orders": orders_of(schedule_of("1f1b", 2, 4, 1), 24, keeps_inputs=False),
+    **{"schedule": "1f1b", "num_stages": 2, "num_microbatches": 4, "num_chunks": 1, "batch": 48},
+    **{"remat": "layer", "keeps_inputs": False, "unit": "ms", "times": "Times are measured."},
+    **{"forward": (2.0, 3.0), "backward": (5.0, 6.0), "recompute": (1.0, 1.5)},
+    "parameters": {"own": [3e9, 5e9], "room": 6e9},
+    "other": {"own": [1e6, 2e6], "room": 2e6},
+    "residuals": (("residual", (3 * 10**8, 2 * 10**8)), ("residual", (10**6, 5 * 10**6))),
+    **{"gradients": 6e9, "optimizer": 2.5e9, "activation": 10**7, "cotangent": 2 * 10**7},
+    **{"passing": 3 * 10**6, "work": 4 * 10**8},
+}
 
 
 def own_page(tab: Page, path: Path, schedule: Schedule | None = None, **changes: Any) -> None:
@@ -780,56 +677,41 @@ def test_other_micro_batches_of_a_pipeline_are_as_much_smaller(tab, tmp_path):
     assert text(tab, "address-wrong").startswith("The address has K=3, which is no setting")
 
 
-@pytest.mark.parametrize("slots", [("FB",), ("F", "B")])
-def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots):
-    schedule = Schedule(
-        [["F0", "F1", "B0", "F2", "B2", "B1"], ["F0", "B0", "F1", "F2", "B2", "B1"]], slots=slots, name="mine"
-    )
-    own_page(tab, tmp_path, schedule, keeps_inputs=True)
-    move(tab, "transfer", 0.45)
-    hop = tab.get("jpipe.state().transfer")
-    timeline = simulate(schedule, [2, 3], [5, 6], transfer=hop)
-    assert hop > 0 and shown(tab, "makespan") == pytest.approx(timeline.makespan)
+MINE = [["F0", "F1", "B0", "F2", "B2", "B1"], ["F0", "B0", "F1", "F2", "B2", "B1"]]
+KEPT, SPLIT = ("residual",), ("residual", "late_residual", "w_input")
+OWN_ORDERS: dict[str, tuple[Schedule, bool, tuple[str, ...]]] = {
+    "own, a slot": (Schedule(MINE, slots=("FB",), name="mine"), True, ()),
+    "own, two slots": (Schedule(MINE, slots=("F", "B"), name="mine"), True, ()),
+    "there and back, few": (schedule_of("v", 2, 2, 2), True, ()),
+    "there and back": (schedule_of("v", 2, 8, 2), True, ()),
+    "recomputed ahead": (ahead(2, 6), True, KEPT),
+    **{name: (PUBLISHED[name](2, 5), False, SPLIT) for name in ("zb-h1", "v-half", "dualpipe-v")},
+}
+"""Schedules, whether stages keep their inputs alone, and the kinds of rows that each have a megabyte of residuals."""
+
+
+@pytest.mark.parametrize("name", OWN_ORDERS)
+def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, name):
+    """Of any kind: backwards in two parts too, and each kind of row is as often there as stages hold it."""
+    schedule, keeps_inputs, kinds = OWN_ORDERS[name]
+    residuals = tuple((kind, (10**6, 10**6)) for kind in kinds)
+    own_page(tab, tmp_path, schedule, keeps_inputs=keeps_inputs, **({"residuals": residuals} if kinds else {}))
+    if kinds:
+        timeline = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5])
+        rows = lower(schedule, keep_inputs=keeps_inputs).rows.values()
+        found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
+        assert found == [FACTS["work"] + 1e6 * sum(each) for each in zip(*rows, strict=True)]
+    else:
+        move(tab, "transfer", 0.45)
+        hop = tab.get("jpipe.state().transfer")
+        timeline = simulate(schedule, [2, 3], [5, 6], transfer=hop)
+        assert hop > 0
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     assert shown(tab, "bubble") == pytest.approx(timeline.bubble_fraction)
     assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
-    assert tab.get("jpipe.shown()[0].memory.room.boundaries") == boundaries(schedule, keep_inputs=True)
-    assert tab.get("jpipe.values('M')") == [3] and text(tab, "formula-bubble").startswith("They don't hold here")
-
-
-@pytest.mark.parametrize("name", ["zb-h1", "v-half", "dualpipe-v"])
-def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
-    """Its backwards are in two parts, some or all, and each kind of row is as often there as stages hold it."""
-    schedule = PUBLISHED[name](2, 5)
-    residuals = tuple((kind, (10**6, 10**6)) for kind in ("residual", "late_residual", "w_input"))
-    own_page(tab, tmp_path, schedule, residuals=residuals)
-    timeline = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5])
-    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
-    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
-    found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
-    assert found == [FACTS["work"] + 1e6 * sum(rows) for rows in zip(*schedule.ticks.rows.values(), strict=True)]
-
-
-def test_recomputation_ahead_has_the_numbers_of_simulate(tab, tmp_path):
-    schedule = ahead(2, 6)
-    own_page(tab, tmp_path, schedule, keeps_inputs=True, residuals=(("residual", (10**6, 10**6)),))
-    timeline, table = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5]), lower(schedule, keep_inputs=True)
-    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
-    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
-    found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
-    assert found == [FACTS["work"] + 1e6 * rows for rows in table.rows["residual"]]
-    assert table.rows["residual"] == (2, 1)
-    assert tab.get("jpipe.shown()[0].memory.room.boundaries") == boundaries(schedule, keep_inputs=True)
-
-
-@pytest.mark.parametrize("num_microbatches", [2, 8])
-def test_a_schedule_there_and_back_has_the_numbers_of_simulate(tab, tmp_path, num_microbatches):
-    schedule = make_schedule("v", num_stages=2, num_microbatches=num_microbatches, num_chunks=2)
-    own_page(tab, tmp_path, schedule, keeps_inputs=True)
-    move(tab, "transfer", 0.45)
-    timeline = simulate(schedule, [2, 3], [5, 6], transfer=tab.get("jpipe.state().transfer"))
-    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
-    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
-    assert tab.get("jpipe.shown()[0].memory.room.boundaries") == boundaries(schedule, keep_inputs=True)
+    if keeps_inputs:
+        assert tab.get("jpipe.shown()[0].memory.room.boundaries") == boundaries(schedule, keep_inputs=True)
+    assert schedule.name != "mine" or text(tab, "formula-bubble").startswith("They don't hold here")
 
 
 @pytest.mark.parametrize("width", [1280, 360])
@@ -879,13 +761,8 @@ def test_at_a_terminal_a_browser_opens_or_the_address_is_printed(tmp_path, monke
     if display:
         monkeypatch.setenv(display, ":0")
     page = show(FACTS, tmp_path / "own.html")
-    printed = capsys.readouterr().out
-    assert opened == ([page.address] if display else [])
-    assert printed == (
-        ""
-        if display
-        else f"the page is at {page}; to take it along, give the file a name: view(path='pipeline.html')\n"
-    )
+    said = f"the page is at {page}; to take it along, give the file a name: view(path='pipeline.html')\n"
+    assert (opened, capsys.readouterr().out) == (([page.address], "") if display else ([], said))
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------
@@ -911,52 +788,13 @@ def make(axes=(None, None), layers=None, **options) -> jpipe.Pipeline:
     return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes | options)
 
 
-def bytes_of(tree, device) -> int:
-    return sum(s.data.nbytes for a in jax.tree.leaves(tree) for s in a.addressable_shards if s.device == device)
-
-
-@pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "fsdp": 2, "tp": 2}])
-def test_bytes_are_those_of_the_arrays(make_mesh, axes):
-    """With `fsdp` sums of gradients are as large as gathered kernels; those of bfloat16 are float32."""
-    pipe = make(("fsdp", "tp") if "tp" in axes else (None, None), mesh=make_mesh(tuple(axes.values()), tuple(axes)))
+def test_stages_own_bytes_are_those_of_their_layers():
+    pipe = make()
     found = facts_of(pipe.planner, "", BATCH)
-    state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
-    kernel, narrow = 16 * 16 // axes.get("tp", 1), 2 * 16  # elements; the second stage has two blocks
-    for device in pipe.mesh.devices.flat:
-        at_rest = bytes_of(state.variables["params"], device)
-        gathered = at_rest + (2 * kernel if "fsdp" in axes else 0)
-        assert found["parameters"]["room"] == at_rest
-        assert found["gradients"] == gathered + 2 * (2 * kernel + narrow)
-        statistics = bytes_of(state.variables["batch_stats"], device)
-        casts, part = 4 * (2 * kernel + narrow), BATCH.nbytes // axes.get("fsdp", 1)
-        assert found["other"]["room"] == 2 * statistics + casts + part
-    own = np.sum(found["parameters"]["own"]) / found["parameters"]["room"]
-    trees = [tree["params"] for tree in pipe.layer_variables(state.variables)]
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
-    assert own == pytest.approx(whole / sum(a[0].nbytes for a in state.variables["params"].values()))
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"schedule": "gpipe"}, {"num_chunks": 2, "schedule": "interleaved", "balance": [1, 1, 1, 1]}]
-)
-def test_rows_of_residuals_are_those_of_the_step(options):
-    pipe = make(**options)
-    found, step = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH))
-    arrays = jax.eval_shape(step.kept.storages["residual"].empty).values()
-    held = [max(np.multiply(row, pipe.schedule.ticks.rows["residual"])) for _, row in found["residuals"]]
-    assert held == [a.size * a.dtype.itemsize for a in arrays]
+    trees = [tree["params"] for tree in pipe.layer_variables(pipe.init(jax.random.key(0), BATCH))]
+    own = [sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (trees[:1], trees[1:])]
+    assert found["parameters"]["own"] == own
     assert found["activation"] == found["cotangent"] == 2 * 16 * 4, "two examples of 16 float32 values cross"
-
-
-def test_rows_that_go_to_the_host_count_as_if_they_stayed():
-    layers = [nn.Dense(16) for _ in range(8)]
-    sizes = {"num_stages": 4, "num_microbatches": 8, "remat": "none", "balance": [2] * 4, "layers": layers}
-    own, gone = (
-        facts_of(make(**sizes, offload=offload).planner, "", BATCH)["residuals"] for offload in ((), "residuals")
-    )
-    assert {kind for kind, _ in gone} == {"residual"} and {len(row) for _, row in gone} == {4}
-    of = lambda found, k: sum(row[k] for _, row in found)
-    assert [of(gone, k) for k in (1, 2)] == [of(own, k) for k in (1, 2)]
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "stage"])
@@ -1030,18 +868,9 @@ def test_a_schedule_of_ones_own_is_on_the_page_beside_others():
         assert found["own 2 2 1"]["crossings"] == [[[0, 1, False], [1, 0, False]]]
 
 
-def test_a_cell_says_by_how_many_the_micro_batch_is_off_the_next_one():
-    schedule = Schedule([["F1", "F0", "B0", "B1"], ["F1", "B1", "F0", "B0"]], slots=("FB",), name="mine")
-    found = unpacked(orders_of(schedule, 2, keeps_inputs=True))
-    assert found["own 2 2 1"]["orders"] == ["F1.0,F-2.0,,,,B0.0,B0.0", ",F1.0,B1.0,F-2.0,B-2.0,,"]
-    chunks = make_schedule("interleaved", num_stages=2, num_microbatches=1, num_chunks=2)
-    found = unpacked(orders_of(chunks, 1, keeps_inputs=True))
-    assert found["interleaved 2 1 2"]["orders"][1] == ",,F0.0,,,,F0.1,B0.1,,,,B0.0,,"
-
-
-def test_pages_are_small(tmp_path):
+def test_pages_are_small(browser, tmp_path):
     """Of any pipeline below 1 MB, of one's own below 200 kB."""
-    assert write_page(tmp_path / "any.html").path.stat().st_size < 10**6
+    assert Path(browser.home.removeprefix("file://")).stat().st_size < 10**6
     schedule = schedule_of("interleaved", 32, 128, 2)
     facts = FACTS | schedule.sizes | {"orders": orders_of(schedule, 128 * 3 * 5 * 7, keeps_inputs=False)}
     assert show(facts, tmp_path / "own.html").path.stat().st_size < 200_000

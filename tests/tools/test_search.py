@@ -19,7 +19,7 @@ from jpipe.tools import search
 from jpipe.tools.chips import CHIPS, mesh_of_nowhere, parse_topology
 from jpipe.tools.choices import Setting
 from jpipe.tools.memory_model import predict_memory
-from jpipe.tools.search import Space, divisors, shared_out
+from jpipe.tools.search import Space
 from jpipe.tools.time_model import layer_seconds, predict_time
 from published import schedule_of
 
@@ -173,13 +173,6 @@ def test_what_is_pinned_alone_has_the_rest_chosen_to_fit(pinned):
     assert "<" not in str(found)  # no repr of an object
 
 
-def test_a_schedule_of_ones_own_is_printed_by_its_name():
-    own = jpipe.Schedule([["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]], name="mine")
-    found = jpipe.plan(LAYERS, loss_fn, words(), TX, topology="v5e:1x2", schedule=own)
-    assert found[0].words.startswith("stage=2, M=2, mine, remat=")
-    assert "mine" in str(found) and "<Schedule" not in str(found)
-
-
 def test_too_little_memory_is_said_with_the_least_that_would_do():
     said = (
         r"no plan fits in 97.7 KiB a device on v5e:1x2; the smallest takes [\d.]+ KiB \(stage=2, M=8.*; "
@@ -280,18 +273,6 @@ def space(**given):
     return Space(**{**options, **given})
 
 
-def test_all_devices_are_shared_out_each_way_once():
-    found = shared_out(12, ["stage", "data", "tensor"])
-    assert len(found) == len(set(found)) == 18
-    assert all(math.prod(size for _, size in axes) == 12 for axes in found)
-
-
-def test_a_start_has_no_more_stages_than_layers_and_a_batch_that_its_axes_split():
-    starts = space().starts()
-    assert [dict(s.axes) for s in starts] == [{"stage": 1, "data": 8}, {"stage": 2, "data": 4}, {"stage": 4, "data": 2}]
-    assert [s.num_microbatches for s in starts] == [2, 4, 8]
-
-
 def test_moves_change_one_thing_at_a_time():
     given = Setting((("stage", 2), ("data", 4)), 4)
     lying, counts, ways = space().moves(given)
@@ -302,29 +283,3 @@ def test_moves_change_one_thing_at_a_time():
     assert {(s.ends, s.shard_over) for s in lying} == {(ends, over) for ends in ENDS for over in [(), ("data",)]}
     for way in ways:
         make_schedule(way.schedule, num_stages=2, num_microbatches=4, num_chunks=way.num_chunks)
-
-
-def test_one_stage_has_one_schedule_and_no_ends():
-    lying, _, ways = space(num_devices=1).moves(Setting((("stage", 1), ("data", 1)), 4))
-    assert {(s.schedule, s.ends) for s in (*ways, *lying)} == {("1f1b", "own")}
-
-
-def test_what_is_pinned_stays():
-    pinned = {"num_stages": 2, "remat": "full", "num_microbatches": 4}
-    starts = space(pinned=pinned).starts()
-    assert [(s.num_stages, s.num_microbatches, s.remat) for s in starts] == [(2, 4, "full")]
-    moved = [s for others in space(pinned=pinned).moves(starts[0]) for s in others]
-    assert {(s.num_microbatches, s.remat) for s in moved} == {(4, "full")}
-    assert len({s.schedule for s in moved}) > 1
-
-
-def test_nothing_suits():
-    nothing = space(batch_size=7, pinned={"num_microbatches": 2})
-    assert not nothing.starts()
-    assert "batch of 7 can be cut into [1, 7] micro-batches" in nothing.why_empty()
-    assert "num_microbatches=2" in nothing.why_empty()
-
-
-@pytest.mark.parametrize("number", [1, 7, 12, 36])
-def test_divisors(number):
-    assert divisors(number) == [n for n in range(1, number + 1) if not number % n]

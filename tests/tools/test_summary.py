@@ -61,12 +61,6 @@ def test_names_are_escaped():
     assert cells(html)[0] == ["stage", "layers", "what", "in flight", "devices"]
 
 
-def test_devices_of_a_stage_are_counted():
-    mesh = jax.make_mesh((4, 2), ("data", "stage"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    rows = cells(make(mesh=mesh)._repr_html_())
-    assert [row[-1] for row in rows[1:]] == ["cpu:0 cpu:2 cpu:4 cpu:6", "cpu:1 cpu:3 cpu:5 cpu:7"]
-
-
 def test_what_a_device_holds_and_what_is_shared():
     """In words what `jpipe.tools.memory_model` counts; the bubble is the simulator's, of these costs."""
     table = jpipe.Shared(nn.Embed(32, 4))
@@ -88,35 +82,6 @@ def test_what_a_device_holds_and_what_is_shared():
     assert parameters == [str(32 * 4 + 3 * 20), f"{2 * 20} + shared"]
     bubble = jpipe.simulate(pipe.schedule, [2.0, 5.5 / 3], [4.0, 11 / 3]).bubble_fraction
     assert f"bubble: {bubble:.1%} by the layers' costs; 20.0% if stages take equally long" in words
-
-
-def test_what_lies_on_the_hosts_is_told():
-    mesh = jpipe.make_mesh(stage=4, devices=parse_topology("h100:4").stand_ins())
-    batch = jax.ShapeDtypeStruct((8, 64), np.float32)
-
-    def words(offload):
-        sizes = {"num_stages": 4, "num_microbatches": 8, "remat": "none", "balance": [2] * 4}
-        pipe = jpipe.Pipeline(
-            [nn.Dense(64) for _ in range(8)], lambda y, _: jnp.mean(y**2), mesh=mesh, offload=offload, **sizes
-        )
-        pipe.planner.plan_for(batch)
-        return " ".join(str(pipe).split())
-
-    row = 2 * 64 * 4  # of two layers, for one example
-    assert f"a training step holds {6 * row / 1024:.1f} KiB of the host for each device" in words("residuals")
-    assert "of the host" not in words(())
-
-
-def test_the_part_that_a_device_holds():
-    mesh = jax.make_mesh((2, 4), ("stage", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    layers = [nn.Dense(64) for _ in range(4)]
-    sizes = {"num_stages": 2, "num_microbatches": 2, "shard_over": ["data"]}
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), balance="even", mesh=mesh, **sizes)
-    jax.eval_shape(pipe.init, jax.random.key(0), np.ones((8, 64), np.float32))
-    words = " ".join(str(pipe).split())
-    held = 2 * (16 * 64 + 64)
-    assert f"each device holds {held:,} parameters (8.5 KiB): of each type" in words
-    assert "bubble: 33.3% by the layers' costs; 33.3% if stages take equally long" in words
 
 
 def test_ends_that_all_stages_compute_are_told():
@@ -203,21 +168,6 @@ def test_so_do_other_calls(terminal, soon, call):
     assert text.endswith(PAGE)
 
 
-def test_an_error_of_a_program_that_is_refused_keeps_its_type_and_words(monkeypatch):
-    pipe = small()
-    state = pipe.create_state(jax.random.key(0), ROWS, TX)
-    monkeypatch.setattr(pipe, "_train_step_for", lambda tx: refuse)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(FULL)) as caught:
-        pipe.train_step(state, ROWS)
-    (text,) = notes_of(caught.value)
-    held = predict_memory(pipe.planner, ROWS, TX)[0]
-    sizes = sorted(((size, name) for name, size in held.items() if size), key=lambda part: -part[0])[: summary.MOST]
-    shown = [line for line in text.splitlines() if line.startswith("  ")]
-    assert len(shown) == len(sizes) == summary.MOST
-    for line, (size, name) in zip(shown, sizes, strict=True):
-        assert line.startswith(f"  {name.replace('_', ' ')} {bytes_in_words(size)}; smaller by ")
-
-
 def test_initialisation_and_the_optimisers_state_have_it_too(monkeypatch):
     pipe = small()
     monkeypatch.setattr("jpipe.pipeline.make_opt_state", refuse)
@@ -262,50 +212,38 @@ def test_a_fault_of_the_note_hides_nothing(monkeypatch):
     assert caught.value is error and not notes_of(error) and error.__context__ is None
 
 
-def test_nothing_is_looked_at_while_nothing_fails(monkeypatch):
-    monkeypatch.setattr(summary, "note", refuse)
-    monkeypatch.setattr(summary, "is_traced", refuse)
-    with notes_on_room(None, None):
-        pass
-
-
-def test_remedies_are_those_that_are_not_chosen_yet():
-    mesh = jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])
-    found = remedies(small(mesh=mesh, schedule="gpipe").planner.request)
-    assert found["residuals"][:2] == ['schedule="1f1b"', "more than 2 micro-batches"]
-    assert found["optimizer"] == ["shard_over=('data',)", 'ends="spread"', "more than 2 stages"]
-    chosen = {"mesh": mesh, "shard_over": ("data",), "ends": "shared", "remat": "full"}
-    found = remedies(small(**chosen).planner.request)
-    assert found["residuals"] == ["more than 2 micro-batches"]
-    assert found["optimizer"] == ["more than 2 stages"]
-    assert found["gradients"] == ['gather="use"', "more than 2 stages"]
-
-
-def test_the_hosts_are_named_where_there_are_some_and_what_goes_there_is_not_there_yet():
-    said = lambda options: [
-        [text for text in remedies(small(**options).planner.request)[part] if "offload" in text]
-        for part in ("residuals", "optimizer")
-    ]
-    assert said({}) == [[], []], "CPUs have no other memory"
-    there = {"mesh": jpipe.make_mesh(stage=2, devices=parse_topology("h100:2").stand_ins())}
-    assert said(there) == [['offload="residuals"'], ['offload="optimizer"']]
-    assert said(there | {"remat": "full"}) == [[], ['offload="optimizer"']]
-    assert said(there | {"offload": ("boundaries", "optimizer")}) == [[], []]
+DATA = {"mesh": jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])}
+GPUS = {"mesh": jpipe.make_mesh(stage=2, devices=parse_topology("h100:2").stand_ins())}
+MORE = ["more than 2 stages"]
 
 
 @pytest.mark.parametrize(
-    ("remat", "schedule", "said"),
+    ("options", "part", "about", "said"),
     [
-        ("none", "1f1b", ['remat="layer"']),
-        (jax.checkpoint_policies.dots_saveable, "1f1b", ['remat="layer"']),
-        ("stage", "1f1b", ['remat="full"']),
-        ("none", "zero_bubble", ['remat="layer"']),
-        ("layer", "zero_bubble", []),
+        ({"schedule": "gpipe", "remat": "full"}, "residuals", "", ['schedule="1f1b"', "more than 2 micro-batches"]),
+        ({"remat": "full"}, "residuals", "", ["more than 2 micro-batches"]),
+        (DATA, "optimizer", "", ["shard_over=('data',)", 'ends="spread"', *MORE]),
+        (DATA | {"shard_over": ("data",), "ends": "shared"}, "optimizer", "", MORE),
+        (DATA | {"shard_over": ("data",), "ends": "shared"}, "gradients", "", ['gather="use"', *MORE]),
+        # The hosts, where there are some: CPUs have no other memory.
+        *[({}, part, "offload", []) for part in ("residuals", "optimizer")],
+        *[(GPUS, part, "offload", [f'offload="{part}"']) for part in ("residuals", "optimizer")],
+        (GPUS | {"remat": "full"}, "residuals", "offload", []),
+        *[
+            (GPUS | {"offload": ("boundaries", "optimizer")}, part, "offload", [])
+            for part in ("residuals", "optimizer")
+        ],
+        # What the schedule doesn't refuse.
+        ({"remat": "none"}, "residuals", "remat", ['remat="layer"']),
+        ({"remat": jax.checkpoint_policies.dots_saveable}, "residuals", "remat", ['remat="layer"']),
+        ({"remat": "stage"}, "residuals", "remat", ['remat="full"']),
+        ({"remat": "none", "schedule": "zero_bubble"}, "residuals", "remat", ['remat="layer"']),
+        ({"remat": "layer", "schedule": "zero_bubble"}, "residuals", "remat", []),
     ],
 )
-def test_no_remedy_is_one_that_the_schedule_refuses(remat, schedule, said):
-    found = remedies(small(remat=remat, schedule=schedule).planner.request)["residuals"]
-    assert [text for text in found if "remat" in text] == said
+def test_remedies_are_those_that_are_possible_and_not_chosen_yet(options, part, about, said):
+    found = remedies(small(**options).planner.request)[part]
+    assert [text for text in found if about in text] == said
 
 
 def test_every_part_has_remedies():

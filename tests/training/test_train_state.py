@@ -10,18 +10,10 @@ from flax.training import train_state as of_flax
 from jax.sharding import PartitionSpec
 
 import jpipe
-from cases import assert_close, assert_equal, compilations, linen, model, pipeline, tokens
+from cases import assert_equal, compilations, model, pipeline
 from jpipe.jax.in_place import HOST
-from jpipe.memory.layout import StageTree
-from jpipe.training.train_state import MOST_TRAIN_STEPS, TrainState, state_shardings, train_step
 from updates import is_matrix, labels
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax itself mixes dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+from updates import standard_promotion as standard_promotion
 
 
 @pytest.mark.parametrize(
@@ -56,21 +48,6 @@ def test_state_lies_with_its_layers(tx):
     assert jax.tree.structure(expected) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
         assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
-
-
-def test_what_mirrors_the_parameters_lies_as_they_do_and_the_rest_by_its_shape(make_mesh):
-    truth = model("linen", "float32")
-    mesh = make_mesh((2, 2), ("stage", "data"))
-    pipe = pipeline(truth, "1f1b", 2, 2, balance="even", mesh=mesh, shard_over=("data",))
-    params = jax.eval_shape(pipe.init, jax.random.key(0), truth.batch)["params"]
-    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype("float32"))
-    rows = StageTree({name: leaf(2, 7) for name in params}, params.layout)
-    state = {"mu": params, "rows": rows, "count": leaf(), "vector": leaf(2), "stat": leaf(2, 5)}
-    found = state_shardings(state, params)
-    assert dict(found["mu"]) == {name: shape.sharding for name, shape in params.layout.shapes.items()}
-    assert {sharding.spec for sharding in jax.tree.leaves(found["rows"])} == {PartitionSpec("stage")}
-    assert found["stat"].spec == PartitionSpec("stage")
-    assert found["count"].spec == found["vector"].spec == PartitionSpec()
 
 
 # --- the state of a loop of one's own ---------------------------------------------------------------------------------
@@ -127,14 +104,6 @@ def test_what_is_placed_keeps_its_values_and_what_lies_on_the_mesh_its_place(loo
         assert leaf.sharding == shape.sharding
 
 
-def test_what_a_user_put_on_the_hosts_stays_there(loop):
-    """It went to the devices."""
-    pipe, _, params, _, _ = loop
-    there = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)), params)
-    placed = pipe.place_state({"average": there, "step": 0}, None)
-    assert all(leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(placed["average"]))
-
-
 @pytest.mark.parametrize("tx", [optax.adamw(1e-3, mask=is_matrix), optax.lamb(1e-3)], ids=["mask", "lamb"])
 def test_the_optimiser_of_a_placed_state_is_checked(loop, tx):
     pipe, _, params, _, _ = loop
@@ -142,29 +111,38 @@ def test_the_optimiser_of_a_placed_state_is_checked(loop, tx):
         pipe.place_state(tx.init(params), tx)
 
 
-def test_what_cannot_be_placed(loop):
+def of_other_stages(pipe, tx):
+    sizes = {"num_stages": 4, "num_microbatches": 2, "balance": "even"}
+    four = jpipe.Pipeline([nn.Dense(4) for _ in range(4)], lambda y, b: jnp.mean(y), **sizes)
+    return tx.init(four.init(jax.random.key(0), np.ones((4, 4), np.float32))["params"])
+
+
+def gone(*_):
+    array = jnp.zeros(3)
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    ("make_state", "kind", "message"),
+    [
+        (lambda pipe, tx: {"name": "adam"}, TypeError, r"state\['name'\] is a str, which can't lie on devices"),
+        (gone, ValueError, "state: these arrays were donated"),
+        (of_other_stages, ValueError, r"laid out for num_stages=4, and this pipeline has 2; begin with"),
+    ],
+)
+def test_what_cannot_be_placed(loop, make_state, kind, message):
     pipe, _, _, tx, _ = loop
-    with pytest.raises(TypeError, match=r"state\['name'\] is a str, which can't lie on devices"):
-        pipe.place_state({"name": "adam"}, tx)
-    with pytest.raises(TypeError, match="tx is a int; pass an optax transformation"):
-        pipe.place_state({"step": 0}, 0)
-    gone = jnp.zeros(3)
-    gone.delete()
-    with pytest.raises(ValueError, match="state: these arrays were donated"):
-        pipe.place_state(gone, None)
+    with pytest.raises(kind, match=message):
+        pipe.place_state(make_state(pipe, tx), tx)
 
 
-def test_a_state_of_other_stages_is_refused():
-    """It went on to an error that dumped a layout."""
-    layers, batch = [nn.Dense(4) for _ in range(4)], np.ones((4, 4), np.float32)
-    two, four = (
-        jpipe.Pipeline(layers, lambda y, b: jnp.mean(y), num_stages=k, num_microbatches=2, balance="even")
-        for k in (2, 4)
-    )
-    moments = optax.adam(1e-3).init(two.init(jax.random.key(0), batch)["params"])
-    four.planner.plan_for(batch)
-    with pytest.raises(ValueError, match=r"laid out for num_stages=2, and this pipeline has 4; begin with"):
-        four.place_state(moments, optax.adam(1e-3))
+def test_what_a_user_put_on_the_hosts_stays_there(loop):
+    """It went to the devices."""
+    pipe, _, params, _, _ = loop
+    there = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)), params)
+    placed = pipe.place_state({"average": there, "step": 0}, None)
+    assert all(leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(placed["average"]))
 
 
 # --- train step -------------------------------------------------------------------------------------------------------
@@ -176,31 +154,6 @@ BATCH = np.ones((4, 8), np.float32)
 def averaging():
     layers = [nn.Dense(8, use_bias=False) for _ in range(2)]
     return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="even")
-
-
-def test_a_step_updates_counts_and_tells_whether_all_was_finite():
-    """On plain arrays, without a pipeline: the key of each step is its own, other collections are replaced."""
-
-    def value_and_grad(step, variables, batch, key):
-        assert step == "handed on"
-        total = jnp.sum(variables["params"]["w"] * batch)
-        drawn = {"stats": {"drawn": jax.random.key_data(key)}}
-        return (total, drawn, {"accuracy": jnp.float32(1)}), {"w": batch}
-
-    tx = optax.apply_if_finite(optax.sgd(1.0), 9)
-    params, stats = {"w": jnp.zeros(2)}, {"drawn": jnp.zeros(2, jnp.uint32)}
-    state = TrainState(jnp.int32(0), {"params": params, "stats": stats}, tx.init(params), jax.random.key(0), tx)
-    state, metrics = train_step(value_and_grad, "handed on", state, jnp.array([3.0, 4.0]))
-    assert {name: float(value) for name, value in metrics.items()} == dict(loss=0, grad_norm=5, finite=1, accuracy=1)
-    assert_equal(state.variables["params"]["w"], np.array([-3, -4], np.float32))
-    assert int(state.step) == 1
-    first = state.variables["stats"]["drawn"]
-    skipped, metrics = train_step(value_and_grad, "handed on", state, jnp.array([jnp.nan, 1.0]))
-    assert not metrics["finite"]
-    assert_equal(skipped.variables, state.variables, "nor the statistics of a batch that is skipped")
-    after, _ = train_step(value_and_grad, "handed on", skipped, jnp.zeros(2))
-    assert int(after.step) == 3
-    assert not np.array_equal(after.variables["stats"]["drawn"], first)
 
 
 def test_one_compiled_step_for_each_optimizer():
@@ -217,53 +170,6 @@ def test_one_compiled_step_for_each_optimizer():
         other = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.2, momentum=0.9))
         state, _ = pipe.train_step(state.replace(tx=other), BATCH)
     assert count() == 1
-
-
-def test_a_scan_over_steps_is_the_loop_over_them_and_the_models():
-    """In one program of the user's, on batches `[3, B, ...]`."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        truth, tx = linen(jnp.float64, num_blocks=2), optax.adam(1e-2)
-        batches = [truth.batch | tokens(seed=seed) for seed in range(3)]
-        pipe = pipeline(truth, "1f1b", 2, 3)
-        variables = pipe.from_layer_variables(truth.trees, truth.batch)
-        start = pipe.create_state(jax.random.key(0), truth.batch, tx, variables)
-        joined = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-        end, metrics = jax.jit(lambda state, batches: jax.lax.scan(pipe.train_step, state, batches))(start, joined)
-
-        @jax.jit
-        def step(trees, opt_state, batch):
-            loss, grads = jax.value_and_grad(truth.loss_of)(trees, batch)
-            updates, opt_state = tx.update(grads, opt_state, trees)
-            return optax.apply_updates(trees, updates), opt_state, loss
-
-        state, trees, opt_state = start, truth.trees, tx.init(truth.trees)
-        for i, batch in enumerate(batches):
-            trees, opt_state, loss = step(trees, opt_state, batch)
-            state, found = pipe.train_step(state, batch)
-            assert_close([metrics["loss"][i], found["loss"]], [loss, loss], "loss")
-        assert_close(pipe.layer_variables(end.variables), trees, "variables after the scan")
-        assert_close(pipe.layer_variables(state.variables), trees, "variables after the loop")
-        assert int(end.step) == 3
-
-
-def test_few_steps_are_kept_and_can_be_dropped():
-    pipe = averaging()
-    txs = [optax.sgd(0.1 * i) for i in range(MOST_TRAIN_STEPS + 1)]
-    pipe.planner.plan_for(BATCH)
-    steps = list(map(pipe._train_step_for, txs))
-    assert pipe._train_step_for(txs[-1]) is steps[-1]
-    assert pipe._train_step_for(txs[0]) is not steps[0], "the oldest went"
-
-    state = pipe.create_state(jax.random.key(0), BATCH, txs[0])
-    state, before = pipe.train_step(state, BATCH)
-    pipe.clear_cache()
-    assert not pipe._train_step_for.cache_info().currsize
-    with compilations() as count:
-        state, _ = pipe.train_step(state, BATCH)
-        pipe.evaluate(state.variables, BATCH)
-        pipe.init(jax.random.key(0), BATCH)
-    assert count() >= 3
-    assert jnp.isfinite(before["loss"])
 
 
 class TwoLayers(nn.Module):

@@ -8,13 +8,7 @@ import pytest
 
 from cases import model, pipeline
 from jpipe.training.optimizers import global_norm, skips, update_with_loss
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax itself mixes dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+from updates import standard_promotion as standard_promotion
 
 
 def test_a_norm_of_narrow_floats_is_summed_in_float32():
