@@ -47,6 +47,29 @@ def test_moments_are_those_of_the_mini_batch(x64):
     assert_equal(trees[2]["batch_stats"], {"mean": np.zeros(4), "var": np.ones(4)}, "a layer at rest")
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_moments_over_a_data_axis_are_those_of_the_global_batch(x64, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(kind, kind))
+    layers = [
+        nn.BatchNorm(momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False),
+        nn.Dense(4, param_dtype=jnp.float64),
+    ]
+    x = batch_of_float64(8)["inputs"] + np.arange(8.0)[:, None]
+    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": "even"}
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(jnp.square(y)), mesh=mesh, **sizes)
+    alone = jpipe.Pipeline(layers, lambda y, _: jnp.mean(jnp.square(y)), **sizes)
+    variables = alone.init(jax.random.key(0), x)
+    (loss, updates), grads = alone.value_and_grad(variables, x)
+    trees = alone.layer_variables({"params": grads, **updates})
+    variables = pipe.from_layer_variables(alone.layer_variables(variables), x)
+    (found, updates), grads = pipe.value_and_grad(variables, x)
+    again = pipe.layer_variables({"params": grads, **updates})
+    assert_close(found, loss, "loss")
+    assert_close(again, trees, "gradients and state")
+    assert_close(again[0]["batch_stats"], pooled(x, 0.9), "running moments")
+
+
 def test_state_at_rest_stays_as_it_is_to_the_last_bit():
     """A regression: a mean of equal numbers is not always that number."""
     layers = [nn.BatchNorm(use_running_average=True), nn.BatchNorm(use_running_average=False, momentum=1.0)]

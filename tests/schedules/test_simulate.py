@@ -118,6 +118,11 @@ def test_speedup_compares_with_the_naive_order_at_the_same_transfer_time(times, 
     assert timeline.speedup_over_naive == naive / timeline.makespan
 
 
+def test_speedup_of_eight_stages_and_sixteen_microbatches():
+    """128/23, where 4.6 is often said."""
+    assert simulate(make("1f1b", 8, 16)).speedup_over_naive == pytest.approx(128 / 23)
+
+
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (4, 16), (4, 4), (4, 2), (3, 7)])
 def test_peak_in_flight(num_stages, num_microbatches):
     def peak(schedule: Schedule) -> tuple[int, ...]:
