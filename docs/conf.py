@@ -62,6 +62,7 @@ intersphinx_mapping = {name: (site, f"inventories/{name}.txt") for name, site in
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"jpipe\.(execution|memory|planning|schedules|tools)\..*"),  # what tools alone read
+    ("py:class", r"(np|numpy)\.ndarray"),  # in the fields of a tuple with names, which Sphinx doesn't look up
     ("py:class", r"jax\.jaxlib\._jax\.Array"),  # `jax.Array` by its own name, inside of a type that has a name
 ]
 
