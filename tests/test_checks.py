@@ -8,13 +8,7 @@ import pytest
 from flax import serialization
 
 import jpipe
-from jpipe.checks import (
-    check_complete,
-    check_variables,
-    differences,
-    facts,
-    refuse_serialization,
-)
+from jpipe.checks import check_complete, check_variables, differences, facts, refuse_serialization
 from jpipe.memory.layout import StageTree
 from jpipe.training.train_state import TrainState
 

@@ -307,11 +307,7 @@ OF_LAYERS = [
         "pass the values on, `return x, total + value`",
         lambda: traced(make([lambda x: (x, jnp.zeros(len(x), x.dtype)), Passes(), Passes()], loss_and_size)),
     ),
-    (
-        lambda: of_first_batch(False),
-        "pipe.from_layer_variables(trees, batch)",
-        lambda: of_first_batch(True),
-    ),
+    (lambda: of_first_batch(False), "pipe.from_layer_variables(trees, batch)", lambda: of_first_batch(True)),
     (
         lambda: traced(make([Memory(), dense()])),
         "pass it in the batch, or use num_microbatches=1",
@@ -432,11 +428,7 @@ OF_SCHEDULES = [
         "pass one that has, as jpipe.make_schedule('1f1b', ...)",
         lambda: jpipe.zero_bubble(schedule("1f1b")),
     ),
-    (
-        lambda: jpipe.simulate("1f1b"),
-        "make one with jpipe.make_schedule",
-        lambda: jpipe.simulate(schedule("1f1b")),
-    ),
+    (lambda: jpipe.simulate("1f1b"), "make one with jpipe.make_schedule", lambda: jpipe.simulate(schedule("1f1b"))),
     (
         lambda: plan(devices=[]),
         "pass devices such as jax.devices(), or topology=",
@@ -482,11 +474,7 @@ OF_SCHEDULES = [
     ),
     (lambda: make(balance=[1, 2]), "such as [2, 2]", lambda: make(balance=[2, 2])),
     (lambda: make(balance=cuts), "balance=partition.counts", lambda: make(balance=cuts.counts)),
-    (
-        lambda: make(balance="equal"),
-        "or one cost a layer as floats",
-        lambda: make(balance=[1.0, 1.0, 1.0, 3.0]),
-    ),
+    (lambda: make(balance="equal"), "or one cost a layer as floats", lambda: make(balance=[1.0, 1.0, 1.0, 3.0])),
     *(
         (
             lambda: Schedule([[0, "B0"]]),
@@ -499,11 +487,7 @@ OF_SCHEDULES = [
             ["F0", "F0.1", "B0.1", "B0"],
         )
     ),
-    (
-        lambda: Schedule([["F0", "B0"]], slots=()),
-        'as ("F", "B")',
-        lambda: Schedule([["F0", "B0"]], slots=("F", "B")),
-    ),
+    (lambda: Schedule([["F0", "B0"]], slots=()), 'as ("F", "B")', lambda: Schedule([["F0", "B0"]], slots=("F", "B"))),
     (lambda: Schedule([[]]), 'give each stage some, as ["F0"]', lambda: Schedule([["F0"]])),
 ]
 

@@ -7,10 +7,7 @@ import pytest
 from tunix_worker import call as call
 
 HELPER = "tunix_decoding"
-QUICK = [
-    ((4, 1, 1), False, 6, {}),
-    ((2, 2, 2), True, 8, {"gather": "use"}),
-]
+QUICK = [((4, 1, 1), False, 6, {}), ((2, 2, 2), True, 8, {"gather": "use"})]
 GRID = [
     ((1, 1, 1), False, 3, {}),
     ((2, 1, 1), False, 4, {"num_chunks": 2, "schedule": "interleaved"}),

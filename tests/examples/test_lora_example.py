@@ -10,10 +10,7 @@ HELPER = "tunix_lora"
 BLOCKS, CHANGES = 6, 7 * 2
 """Of the tiny model, and LoRA's leaves of each."""
 
-QUICK = [
-    ((4, 1, 1), "float64", {}),
-    ((2, 2, 2), "float64", {"gather": "use"}),
-]
+QUICK = [((4, 1, 1), "float64", {}), ((2, 2, 2), "float64", {"gather": "use"})]
 GRID = [
     ((2, 2, 2), "float32", {}),
     ((3, 1, 1), "float64", {"remat": "none", "schedule": "gpipe"}),

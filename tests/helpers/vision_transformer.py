@@ -68,10 +68,7 @@ class Encoder(nn.Module):
     def __call__(self, x, deterministic=True):
         out = {}
         block = nn.remat(
-            Encoder1DBlock,
-            prevent_cse=False,
-            static_argnums=(2,),
-            policy=jax.checkpoint_policies.nothing_saveable,
+            Encoder1DBlock, prevent_cse=False, static_argnums=(2,), policy=jax.checkpoint_policies.nothing_saveable
         )
         x, scan_out = nn.scan(
             block,

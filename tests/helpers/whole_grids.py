@@ -80,10 +80,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "docs/howto/several-hosts.md",
     ),
     "test_notebooks.py::test_runs_without_a_warning": ("2_bubble_and_schedules",),
-    "test_files.py::test_training_goes_on_as_a_plain_run_does": (
-        "adamw-options0",
-        "values of parameters-options3",
-    ),
+    "test_files.py::test_training_goes_on_as_a_plain_run_does": ("adamw-options0", "values of parameters-options3"),
     # An even and an odd number of rows; own ends and one stage.
     "test_ends.py::test_the_largest_of_a_shared_vocabulary_is_found_by_its_parts": ("6",),
     "test_ends.py::test_a_frozen_head_is_shared_too_and_one_stage_has_nothing_to_share": ("2",),
