@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import axes
 from axes_models import ROWS, Sizes
 from axes_programs import Case, lower_pipeline
-from axes_traffic import PLACES, Program, Sent, per_step, total
+from axes_traffic import Program, per_step, total
 
 TURNS = 3  # of a loop inside of a layer
 QUICK = ["experts"]
@@ -124,17 +124,6 @@ def test_chips_wait_for_what_nothing_is_done_beside():
     found = {one.name: one.waited for one in turn_in_time(read(WAITING), takes, replace(CHIPS["v5p"], clock=1e6))[1]}
     expected = {"up-start": 0.0, "again-start": 1e-3, "down-start": 0.0, "sum": 2e-3, "late": 2e-3}
     assert found == pytest.approx(expected)
-
-
-def test_alike_collectives_are_one_row(counted):
-    nothing = dict.fromkeys(PLACES, 0.0)
-    side = axes.Side(counted, nothing, nothing, 0.0, 0)
-    rows = axes.collective_rows(side, side)
-    assert len(rows) == 7
-    assert all(row[5] == row[6] for row in rows)
-    assert axes.is_at_most(side, side)
-    more = counted + type(counted)([Sent("forward", "all-gather", "f32[8]", 1024, 768.0, True)])
-    assert not axes.is_at_most(side, replace(side, sent=more))
 
 
 @pytest.mark.slow

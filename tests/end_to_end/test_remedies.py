@@ -12,7 +12,6 @@ import optax
 import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 
 import jpipe
@@ -184,27 +183,6 @@ class Masked(nn.Module):
         return nn.Dense(4)(x) * mask
 
 
-class Sows(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        self.sow("losses", "size", jnp.mean(x**2))
-        return nn.Dense(4)(x)
-
-
-class Passes(nn.Module):
-    @nn.compact
-    def __call__(self, x, total):
-        return nn.Dense(4)(x), total + jnp.mean(x**2, -1)
-
-
-class ActNorm(nn.Module):
-    """Its initial values follow from the first batch."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4)(x * self.param("scale", lambda key: 1 / (jnp.std(x, 0) + 1e-6)))
-
-
 class Memory(nn.Module):
     """Adds what it saw in the step before, which it keeps."""
 
@@ -217,33 +195,13 @@ class Memory(nn.Module):
         return y
 
 
-def calls_back(x):
-    io_callback(lambda _: None, None, x)
-    return x
-
-
-def tells(x):
-    jax.debug.callback(lambda _: None, x)
-    return x
-
-
 def factories(*others):
     traced(make([dense(), *others]))
-
-
-def of_first_batch(brought):
-    """Values that follow from the first batch, initialised by the pipeline or brought from the layers' own `init`."""
-    pipe, keys = make([ActNorm(), dense()]), jax.random.split(KEY_OF(0))
-    if brought:
-        of_trees(pipe, [ActNorm().init(keys[0], BATCH["inputs"]), dense().init(keys[1], BATCH["inputs"])])
-    else:
-        pipe.init(keys[0], BATCH)
 
 
 take = lambda tree: tree["x"]
 masked_batch = BATCH | {"mask": np.ones((8, 1), np.float32)}
 scale_layer = jpipe.Layer(lambda key, x: jnp.ones((), x.dtype), lambda params, x: params * x)
-loss_and_size = lambda y, b: loss_fn(y[0], b) + jnp.mean(y[1])
 remembers = lambda x, last: (x + jnp.tanh(last), x)
 with_memory = {"inputs": lambda b: (b["inputs"], b["memory"]), "loss": lambda y, b: loss_fn(y[0], b)}
 count = lambda y, b: jnp.mean((y > b["targets"]).astype(jnp.float32))
@@ -254,11 +212,6 @@ OF_LAYERS = [
         lambda: factories(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), lambda rngs: Block(4, rngs), scale_layer, jnp.tanh),
     ),
     (lambda: make([dense(), nn.Dense]), "call it, as in Dense(...)", lambda: factories(nn.Dense(4))),
-    (
-        lambda: make([dense(), nnx.Linear]),
-        "or for a class of nnx pass `lambda rngs: Linear(..., rngs=rngs)`",
-        lambda: factories(lambda rngs: nnx.Linear(4, 4, rngs=rngs)),
-    ),
     (
         lambda: factories(lambda r: Block(4, r)),
         "takes rngs, as in lambda rngs: Block(width, rngs=rngs)",
@@ -279,17 +232,6 @@ OF_LAYERS = [
         "or (loss, 1.0, {'accuracy': accuracy})",
         lambda: traced(make(loss=lambda y, b: (loss_fn(y, b), 1.0, {"accuracy": count(y, b)}))),
     ),
-    (
-        lambda: factories(calls_back),
-        "use jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp",
-        lambda: factories(tells),
-    ),
-    (
-        lambda: factories(Sows()),
-        "pass the values on, `return x, total + value`",
-        lambda: traced(make([lambda x: (x, jnp.zeros(len(x), x.dtype)), Passes(), Passes()], loss_and_size)),
-    ),
-    (lambda: of_first_batch(False), "pipe.from_layer_variables(trees, batch)", lambda: of_first_batch(True)),
     (
         lambda: traced(make([Memory(), dense()])),
         "pass it in the batch, or use num_microbatches=1",
@@ -313,7 +255,7 @@ hands_on, sums = pop(lambda x, kept: (x, kept), "b"), pop(lambda x, kept: x[0] +
 linear, table = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nn.Embed(16, 8)
 tied, tied_linear, tied_table = Shared(dense()), Shared(nnx.Linear(4, 4, rngs=nnx.Rngs(0))), Shared(nn.Embed(16, 8))
 of_stash = Shared(stash(dense(), "a"))
-tied_scale, frozen = Shared(scale_layer), Shared(jpipe.freeze(dense()))
+tied_scale = Shared(scale_layer)
 tokens = {"inputs": np.zeros((8, 2), np.int32), "targets": np.zeros((8, 2, 16), np.float32)}
 where = lambda path: path == "kernel"
 CONNECTED = [
@@ -361,11 +303,6 @@ CONNECTED = [
         lambda: jpipe.freeze([dense(), dense()], where),
         "freeze each: [jpipe.freeze(layer, where) for layer in layers]",
         lambda: traced(make([jpipe.freeze(layer, where) for layer in (dense(), dense())])),
-    ),
-    (
-        lambda: jpipe.freeze(Shared(dense())),
-        "freeze what is in it: jpipe.Shared(jpipe.freeze(layer))",
-        lambda: traced(make([frozen, dense(), frozen])),
     ),
 ]
 

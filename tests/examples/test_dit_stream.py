@@ -79,15 +79,6 @@ def loops(jaxpr: Any) -> set[int]:
     return found
 
 
-@pytest.mark.slow
-def test_ddim_in_stages_is_that_of_the_plain_model(wide):
-    stream = stream_of(2)
-    pipe, inputs = stream.queue(3)
-    noise, _, classes = jax.device_get(inputs)
-    found = dit.sample(lambda now: pipe.apply(stream.variables, now), noise, classes, 3)
-    assert_close(found, dit.sample(plain(stream, pipe), noise, classes, 3))
-
-
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_equal_stages_are_busy_as_the_formula_says_and_the_slowest_sets_the_pace(stages):
     for depth in DEPTHS:

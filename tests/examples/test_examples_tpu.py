@@ -5,7 +5,6 @@ programs, what they hold on a chip, and which collectives are left when it is do
 """
 
 import math
-import runpy
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +21,6 @@ import lm
 import optax
 import pytest
 import train
-from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from models import amoebanet, dit, resnet, transformer_l, translation, unet
 
@@ -94,42 +92,6 @@ def of_digits(mesh: Mesh) -> Example:
     return by_train_step(pipe, images(options.batch, 8, 1), tx)
 
 
-def of_nnx_loop(mesh: Mesh) -> Example:
-    pipe, _ = until_its_pipeline("nnx_loop.py", mesh)
-    return by_train_step(pipe, {"inputs": floats(128, 64), "targets": integers(128)}, optax.adamw(1e-3))
-
-
-def of_linen_loop(mesh: Mesh) -> Example:
-    """Its step is its own too."""
-    pipe, script = until_its_pipeline("linen_loop.py", mesh)
-    script["pipe"] = pipe  # as its next line would have had it
-    batch, tx = {"inputs": floats(128, 64), "targets": integers(128)}, optax.adamw(1e-3)
-
-    def lower(state, batch):
-        held = {"params": state.variables["params"], "opt_state": state.opt_state}
-        return script["train_step"].lower(TrainState(step=0, apply_fn=pipe.apply, tx=tx, **held), batch)
-
-    return Example(pipe, batch, tx, lower)
-
-
-class Reached(Exception):
-    """A script wants to make a pipeline."""
-
-
-def until_its_pipeline(name: str, mesh: Mesh) -> tuple[jpipe.Pipeline, dict[str, Any]]:
-    """A script's pipeline on this mesh, and its variables as far as it came."""
-
-    def stop(*arguments, **options):
-        raise Reached(arguments, options)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached) as reached:
-        patch.setattr(jpipe, "Pipeline", stop)
-        patch.setattr(jax.config, "update", lambda name, _: {"jax_num_cpu_devices": None}[name])  # they are there
-        runpy.run_path(str(EXAMPLES / name))
-    (layers, loss_fn), options = reached.value.args
-    return jpipe.Pipeline(layers, loss_fn, mesh=mesh, **options), loss_fn.__globals__
-
-
 def of_model(family: Any, layers: Callable[[], list], batch: dict[str, Any], mesh: Mesh) -> Example:
     """A model of `examples/models`, which come without an optimiser."""
     pipe = jpipe.Pipeline(layers(), family.loss_fn, num_stages=STAGES, num_microbatches=4, mesh=mesh)
@@ -169,8 +131,6 @@ TABLE: dict[str, Callable[[Mesh], Example]] = {
     "generate": of_generate,
     "train": of_train,
     "digits": of_digits,
-    "linen_loop": of_linen_loop,
-    "nnx_loop": of_nnx_loop,
     "transformer_l": partial(of_model, *TRANSFORMER),
     "translation": partial(of_model, *TRANSLATION),
     "amoebanet": partial(of_model, *AMOEBANET),
@@ -181,10 +141,11 @@ TABLE: dict[str, Callable[[Mesh], Example]] = {
 """From the mesh to an example, for each program in `examples` and each model in `examples/models`."""
 
 ELSEWHERE = {"__init__", "cluster", "names", "precision", "schedules", "concepts", "pipedream", "llama"} | {
-    "published_orders", "transfer", "translate", "translation_study", "dit_stream", "llama_decoding", "lora",
+    "linen_loop", "nnx_loop", "published_orders", "transfer", "translate", "translation_study", "dit_stream",
+    "llama_decoding", "lora",
 }  # fmt: skip
 """What has no model: helpers, and scripts for pictures; what `test_llama_example` compiles, with its package; and what
-runs a model that is in the table."""
+runs a model that is in the table, or in a loop of its own."""
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
@@ -217,17 +178,6 @@ def test_the_training_step_compiles(name, mesh):
     check(compiled, text, mesh)
     assert any(axes_of(c, mesh) == ("data",) and not in_loop(c) for c in read(text)), "gradients are reduced"
     check_split(state, lowered, compiled, mesh)
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_its_step_has_a_forecast(name, mesh):
-    """That of `pipe.train_step`, in seconds by the compiler's cycles."""
-    example = TABLE[name](mesh)
-    found = jpipe.forecast(example.pipe, example.batch, example.tx, topology="v5e:4x4")
-    assert found.fits and 0 < found.total_bytes < CHIP
-    assert found.slices is not None and found.slices["between layers"] > 0 and found.slices["collectives"] > 0
-    assert found.seconds is not None and 1e-5 < found.seconds < 10
-    assert found.flops > 0 and found.bubble_fraction is not None and 0 < found.bubble_fraction < 1
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -39,15 +39,6 @@ def run(monkeypatch, script, *arguments: str) -> None:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_languages_enough_and_no_name_held_out_was_learnt(learnt):
-    held_out = names.read()[1]
-    assert len(learnt) >= 90
-    assert min(len(pairs) + len(held_out[language]) for language, pairs in learnt.items()) >= names.LEAST_NAMES
-    written = lambda pairs: {name for rows in pairs.values() for name, _ in rows}
-    assert not written(learnt) & written(held_out)
-    assert ("Allemagne", "Germany") in learnt["fr"] + held_out["fr"]
-
-
 # --- translation ------------------------------------------------------------------------------------------------------
 
 

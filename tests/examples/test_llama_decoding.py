@@ -28,11 +28,6 @@ def test_a_block_takes_any_number_of_tokens_at_a_time(call):
 
 
 @pytest.mark.slow
-def test_blocks_with_lora_decode_too(call):
-    assert call("with_lora") > 2
-
-
-@pytest.mark.slow
 def test_the_example(call):
     sizes = "--steps", "20", "--layers", "2", "--stages", "2", "--prompts", "4", "--length", "8", "--tokens", "12"
     text = call("printed", *sizes)

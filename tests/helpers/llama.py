@@ -1,4 +1,4 @@
-"""A model like Llama 3 in Linen and in NNX, with the partitioning metadata of google-tunix's Llama 3.
+"""A model like Llama 3 in NNX, with the partitioning metadata of google-tunix's Llama 3.
 
 Grouped-query attention, rotary positions (half-split rotation), RMSNorm, SwiGLU; the head is the embedding table. The
 mask and the positions are side inputs. Everything is computed in float64, which Tunix doesn't.
@@ -7,7 +7,6 @@ mask and the positions are side inputs. Everything is computed in float64, which
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,42 +119,6 @@ def shapes_of(config: Config) -> dict[str, tuple[tuple[int, ...], tuple]]:
 _normal = jax.nn.initializers.normal(0.3, WIDE)
 
 
-class LinenTable(nn.Module):
-    """Tokens to vectors, and back."""
-
-    config: Config
-
-    def setup(self):
-        c = self.config
-        self.table = self.param("table", nn.with_partitioning(_normal, EMBEDDING), (c.vocabulary, c.width))
-
-    def __call__(self, tokens):
-        return shard(self.table[tokens], ACTIVATIONS)
-
-    def attend(self, x):
-        return x @ self.table.T
-
-
-class LinenBlock(nn.Module):
-    """A block in Linen."""
-
-    config: Config
-
-    @nn.compact
-    def __call__(self, x, side):
-        shapes = shapes_of(self.config).items()
-        weights = {name: self.param(name, nn.with_partitioning(_normal, axes), shape) for name, (shape, axes) in shapes}
-        return block(x, side, weights)
-
-
-class LinenNorm(nn.Module):
-    """The last norm."""
-
-    @nn.compact
-    def __call__(self, x):
-        return rms(x, self.param("scale", nn.with_partitioning(_normal, NORM), (x.shape[-1],)))
-
-
 def _param(rngs: nnx.Rngs, shape: tuple, axes: tuple) -> nnx.Param:
     return nnx.Param(_normal(rngs.params(), shape), sharding=axes)
 
@@ -202,20 +165,11 @@ def read_side(batch: Any) -> Any:
     return batch["mask"], batch["positions"]
 
 
-def make_layers(config: Config, library: str) -> list:
-    """The layers.
-
-    Args:
-      config: sizes.
-      library: "linen", or "nnx" for factories.
-    """
-    if library == "linen":
-        table, blocks = jpipe.Shared(LinenTable(config)), [LinenBlock(config) for _ in range(config.blocks)]
-        last = LinenNorm()
-    else:
-        table = jpipe.Shared(lambda rngs: NnxTable(config, rngs))
-        blocks = [lambda rngs: NnxBlock(config, rngs) for _ in range(config.blocks)]
-        last = lambda rngs: NnxNorm(config.width, rngs)
+def make_layers(config: Config) -> list:
+    """The layers, as factories."""
+    table = jpipe.Shared(lambda rngs: NnxTable(config, rngs))
+    blocks = [lambda rngs: NnxBlock(config, rngs) for _ in range(config.blocks)]
+    last = lambda rngs: NnxNorm(config.width, rngs)
     return [table, *[jpipe.reads(b, read_side) for b in blocks], last, table.using("attend")]
 
 
@@ -239,28 +193,28 @@ def loss_fn(logits: Any, batch: Any) -> Any:
     return -(found * batch["weights"]).sum(), batch["weights"].sum()
 
 
-def make_case(library: str, shape: tuple, *, explicit: bool, **options: Any) -> fuzz.Case:
+def make_case(shape: tuple, *, explicit: bool, **options: Any) -> fuzz.Case:
     """The model on a mesh (stage, fsdp, tp) of this shape."""
     config = Config()
     sizes = {"num_stages": shape[0], "num_microbatches": 2, "num_chunks": 1}
     defaults = {"schedule": "1f1b", "remat": "layer", "balance": "even"}
     return fuzz.Case(
-        make_layers(config, library),
+        make_layers(config),
         loss_fn,
         make_batch(config, 8),
         (tuple(shape), ("stage", "fsdp", "tp")),
         explicit,
         set_mesh=False,
         options={**sizes, **defaults, **options},
-        names=[library, "llama"],
+        names=["llama"],
     )
 
 
-def check(library: str, shape: list, explicit: bool, options: dict) -> int:
+def check(shape: list, explicit: bool, options: dict) -> int:
     """Compares the model with plain Flax; the number of comparisons. For a worker of `timed`."""
     with jax.enable_x64(True):
         alive("reference")
         with nnx.use_eager_sharding(False):  # there is no mesh
-            case = make_case(library, tuple(shape), explicit=explicit, **options)
+            case = make_case(tuple(shape), explicit=explicit, **options)
             truth = fuzz.truth_of(case, 0)
         return fuzz.check_case(case, *truth)

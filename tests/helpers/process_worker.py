@@ -136,26 +136,6 @@ def there_and_back() -> Any:
     return {"before": whole(items), "after": whole(found), "differ": message, "split": any(split)}
 
 
-def ready_modules() -> Any:
-    """Modules whose parameters are global arrays of which this process has a part."""
-    first = jpipe.Pipeline(
-        [lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)],
-        lambda y, _: y.mean(),
-        num_stages=4,
-        num_microbatches=2,
-        balance="even",
-        mesh=mesh_of({"stage": 4}, "first"),
-    )
-    x = np.ones((4, WIDTH), np.float32)
-    variables = first.init(jax.random.key(1), x)
-    sizes = {"num_stages": 2, "num_microbatches": 2}
-    mesh = mesh_of({"stage": 2, "data": 2}, "first")
-    modules = first.modules(variables)
-    second = jpipe.Pipeline(modules, lambda y, _: y.mean(), **sizes, balance="even", mesh=mesh)
-    expected, found = first.layer_variables(variables), second.layer_variables(second.init(jax.random.key(9), x))
-    return {"expected": whole(expected), "found": whole(found)}
-
-
 def resumed() -> Any:
     """A run of one process, saved in `OUT`, goes on in several, under another layout, and is saved again."""
     truth, tx = model("linen", "float32"), optax.adamw(1e-2)
@@ -208,22 +188,6 @@ class Product(nn.Module):
     @nn.compact
     def __call__(self, x):
         return jnp.tanh(nn.Dense(WIDTH)(x)), None
-
-
-def profiled() -> Any:
-    """What a step's time goes into; the same times in all processes, though each has a clock of its own."""
-    # Large enough that the step is taken apart on a busy machine, too.
-    layers, rows = [nn.Dense(512) for _ in range(6)], np.ones((2048, 512), np.float32)
-    mesh = mesh_of({"stage": 2, "data": 2}, "first")
-    pipe = jpipe.Pipeline(
-        layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, mesh=mesh, balance="even"
-    )
-    batch = pipe.place(own_rows(pipe, rows))
-    state = pipe.create_state(jax.random.key(3), batch, optax.sgd(1e-2))
-    profile = jpipe.profile(pipe, state, batch, rounds=3)
-    numbers = {name: getattr(profile, name) for name in ("slices", "step", "contention", "noise")}
-    findings = [finding.text for finding in profile.findings]
-    return numbers | {"findings": findings, "text": str(profile).partition("A training step, by")[0]}
 
 
 def error_of(function: Callable[[], Any]) -> str:
@@ -328,9 +292,7 @@ CASES: dict[str, Case] = {
     "training": training,
     "own loop": own_loop,
     "there and back": there_and_back,
-    "ready modules": ready_modules,
     "resumed": resumed,
-    "profiled": profiled,
     "errors": errors,
     "late": late,
     "whole model": whole_model,

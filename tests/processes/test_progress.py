@@ -22,7 +22,7 @@ import pytest
 import jpipe
 from jpipe.processes import progress
 from jpipe.processes.progress import compiles, first_call, task, warn_user
-from terminals import Streams, Terminal, display_of_a_user, lines_on, shown_on, wait_for, without_codes
+from terminals import Streams, display_of_a_user, lines_on, shown_on, wait_for, without_codes
 
 CALLS = "def inner():\n    warn_user('mine')\n\ndef outer():\n    inner()\n"
 
@@ -81,18 +81,6 @@ def test_a_pipeline_shows_what_takes_long_and_nothing_else(terminal, soon, tasks
     forward = "(3 groups of layers, forward, K=2, M=2)"
     whats = [f"the loss {forward}", f"the forward pass {forward}", f"loss and gradients {shape}"]
     assert found == [f"compiling {what}" for what in whats]
-
-
-def test_nothing_compiles_under_a_jit_of_the_users(terminal, soon, tasks):
-    pipe = make_pipe()
-    variables = pipe.init(jax.random.key(0), BATCH)
-    tasks.clear()
-    outputs = jax.jit(pipe.apply)(variables, BATCH)
-    jax.jit(pipe.value_and_grad).lower(variables, BATCH)
-    assert not [
-        task.description for task in tasks if "compiling" in task.description or "first run" in task.description
-    ]
-    np.testing.assert_array_equal(outputs, pipe.apply(variables, BATCH))
 
 
 def test_without_a_terminal_nothing_waits_for_the_first_step(monkeypatch):
@@ -182,15 +170,6 @@ def test_it_can_be_switched_off_and_on(terminal, soon, monkeypatch):
     assert not is_quiet(terminal)
     with pytest.raises(TypeError, match="no bool"):
         jpipe.show_progress("off")
-
-
-@pytest.mark.parametrize("stream", [None, Terminal()], ids=["none", "closed"])
-def test_it_is_quiet_without_stderr(stream, monkeypatch):
-    if stream is not None:
-        stream.close()
-    monkeypatch.setattr(progress, "sys", Streams(stream))
-    with task("working"):
-        pass
 
 
 @pytest.mark.parametrize("where", ["FORCE_COLOR", "TTY_COMPATIBLE", "dumb", "another process"])

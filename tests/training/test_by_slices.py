@@ -56,23 +56,15 @@ def trained(tx, on_hosts, steps=3, **options):
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
     "clipped adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
-    "momentum": lambda: optax.sgd(optax.cosine_decay_schedule(0.1, 10), 0.9, nesterov=True),
     "no state": lambda: optax.sgd(0.1),
-    "lion": lambda: optax.lion(1e-3),
     "hyperparameters": lambda: optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.0, 1e-2, 3), momentum=0.9),
     "finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
-    "several steps": lambda: optax.MultiSteps(optax.lion(1e-2), 2).gradient_transformation(),
     "adafactor": lambda: jpipe.per_layer(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
     "lamb": lambda: optax.chain(optax.clip_by_global_norm(0.1), jpipe.per_layer(optax.lamb(1e-2))),
-    "ratios of moments": lambda: optax.chain(
-        optax.scale_by_adam(), jpipe.per_layer(optax.scale_by_trust_ratio()), optax.scale(-0.1)
-    ),
-    "finite layers": lambda: optax.apply_if_finite(jpipe.per_layer(optax.lamb(1e-2)), 3),
     "layers in several steps": lambda: optax.MultiSteps(jpipe.per_layer(optax.lamb(1e-2)), 2).gradient_transformation(),
     "finite layers beside moments": lambda: optax.apply_if_finite(
         optax.chain(optax.scale_by_adam(), jpipe.per_layer(optax.lamb(1e-2))), 3
     ),
-    "steps of layers": lambda: jpipe.per_layer(optax.MultiSteps(optax.lamb(1e-2), 2).gradient_transformation()),
 }
 
 
