@@ -222,7 +222,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, quick=("noise", "factored by layer")))
+@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, quick=("factored by layer",)))
 def test_any_optimisers_state_to_another_layout_and_back(tmp_path, name):
     tx, key = OPTIMIZERS[name](), jax.random.key(1)
     pipe, other = pipe_of(balance="even"), pipe_of(k=2, num_chunks=2, schedule="interleaved", balance="even")
@@ -299,14 +299,13 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("item, how", [("layers", "delete"), ("optimizer", "truncate")])
-def test_a_damaged_checkpoint_is_passed_over_and_set_aside(two_steps, how, item):
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(two_steps):
     newest = two_steps / str(SAVED_STEP + 3)
-    for path in (newest / item / "d").iterdir():
-        damage(path, how)
+    for path in (newest / "layers" / "d").iterdir():
+        damage(path, "delete")
     pipe = pipe_of()
     with jpipe.Checkpointer(two_steps) as saved:
-        with pytest.warns(UserWarning, match=rf"going on from step {SAVED_STEP}, since step {SAVED_STEP + 3}: {item}:"):
+        with pytest.warns(UserWarning, match=rf"going on from step {SAVED_STEP}, since step {SAVED_STEP + 3}: layers:"):
             state, _ = saved.restore(pipe, BATCH, optimizer())
         assert int(state.step) == SAVED_STEP
         saved.save(pipe, state.replace(step=state.step + 3), position="again")

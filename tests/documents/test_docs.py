@@ -33,7 +33,7 @@ RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
 SLOW = {
     *("plan", "slow-step", "packed-sequences", "ahead-of-time", "your-model", "checkpoints", "meshes", "llama-axes"),
     *("remat-and-schedule", "recipes", "fine-tuning", "start", "api", "losses", "numerics", "optimizers"),
-    *("out-of-memory", "custom-schedule"),
+    *("out-of-memory", "custom-schedule", "generate", "several-hosts"),
 }
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step", "start", "README"}

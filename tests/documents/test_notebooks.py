@@ -12,15 +12,12 @@ from tpu_program import needs_tpu_compiler
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-QUICK = {"2_bubble_and_schedules"}
-"""What `make test` runs; `make test-notebooks` runs all."""
-
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def marks(path):
     needed = [needs_tpu_compiler] if path.stem.startswith("7") else []
-    return needed + [pytest.mark.slow] * (path.stem not in QUICK)
+    return [*needed, pytest.mark.slow]  # `make test-notebooks` runs all
 
 
 def outputs(notebook):

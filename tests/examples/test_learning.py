@@ -42,6 +42,7 @@ def run(monkeypatch, script, *arguments: str) -> None:
 # --- translation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_learns_what_it_is_shown(learnt):
     """Sixteen French names to the letter; a decoder that doesn't see what the encoder read can't tell them apart."""
     options = translate.parse_options([*SMALL, "--lr", "1e-2", "--steps", "100", "--batch", "16"])

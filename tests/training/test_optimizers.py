@@ -70,7 +70,6 @@ def test_five_steps_equal_the_sequential_ones(kind, order, k, m, v, remat, mask)
 # --- single updates ---------------------------------------------------------------------------------------------------
 
 ELEMENTWISE = {
-    "sgd with momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.scale(-1.0)),
     "accumulation": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2).gradient_transformation(),

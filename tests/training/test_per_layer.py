@@ -39,7 +39,8 @@ def pipe():
 
 
 @pytest.mark.parametrize(
-    "tx", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("lamb", "lars"))) for name in BY_PARAMETER]
+    "tx",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("lamb", "multi_transform"))) for name in BY_PARAMETER],
 )
 def test_per_layer_shows_each_layer_its_own_tree(pipe, tx):
     check_updates(pipe, jpipe.per_layer(BY_PARAMETER[tx]()), one_by_one(BY_PARAMETER[tx]()))

@@ -11,20 +11,18 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_equal, compilations, model, pipeline
-from updates import is_matrix, labels
+from updates import labels
 from updates import standard_promotion as standard_promotion
 
 
 @pytest.mark.parametrize(
     "tx",
     [
-        optax.adamw(1e-3),
-        optax.chain(optax.clip_by_global_norm(0.05), jpipe.per_layer(optax.adamw(1e-3, mask=is_matrix))),
         jpipe.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=4)),
         jpipe.per_layer(optax.multi_transform({"matrices": optax.adamw(1e-2), "rest": optax.sgd(0.1, 0.9)}, labels)),
         optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
     ],
-    ids=["adamw", "chain", "adafactor", "multi_transform", "MultiSteps"],
+    ids=["adafactor", "multi_transform", "MultiSteps"],
 )
 def test_state_lies_with_its_layers(tx):
     truth = model("mixed", "float32")
@@ -70,7 +68,7 @@ def loop(make_mesh):
     return pipe, truth.batch, params, tx, step
 
 
-@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_loop_of_ones_own_compiles_its_step_once(loop, placed):
     pipe, batch, params, tx, step = loop
     state, key = of_flax.TrainState.create(apply_fn=pipe.apply, params=params, tx=tx), jax.random.key(1)
