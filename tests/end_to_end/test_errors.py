@@ -17,7 +17,7 @@ from flax.core import FrozenDict
 from jax.experimental import io_callback
 
 import jpipe
-from cases import NnxDrops, assert_equal, compilations
+from cases import assert_equal, compilations
 from small_pipeline import dense, loss_fn, make
 
 
@@ -347,19 +347,6 @@ def test_losses(loss, message):
     refuses(ValueError, message, lambda: start(loss=loss))
 
 
-def scanned_mask(y, batch):
-    def add(total, row):
-        return (total[0] + jnp.sum(row[0]), total[1] + jnp.sum(row[1])), None
-
-    zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    return jax.lax.scan(add, zeros, (y, batch["targets"]))[0]
-
-
-@pytest.mark.parametrize("loss", [lambda y, b: (jnp.sum(y), jnp.sum(b["targets"] > 0)), scanned_mask])
-def test_weights_that_are_of_the_batch(loss):
-    jax.eval_shape(lambda: start(loss=loss))
-
-
 @pytest.mark.usefixtures("nothing_compiles")
 @pytest.mark.parametrize(
     ("inputs", "message"),
@@ -386,34 +373,6 @@ def test_policies_that_were_not_called(policy):
     """A regression: a raw TypeError in the first step, after `init` had passed."""
     message = r"remat=.* is no jax\.checkpoint policy: it gave .*makes policies, call it"
     refuses(TypeError, message, lambda: make(remat=policy))
-
-
-class Drops(nn.Module):
-    @nn.compact
-    def __call__(self, x, deterministic):
-        return nn.Dropout(0.5)(x, deterministic=deterministic)
-
-
-def noise(params, x, key):
-    return x if key is None else x * jax.random.uniform(key)
-
-
-@pytest.mark.parametrize(
-    ("layer", "name"),
-    [
-        (Drops(), "Drops"),
-        (lambda rngs: NnxDrops(rngs=rngs), "NnxDrops"),
-        (jpipe.Layer(lambda key, x: (), noise, name="noise"), "noise"),
-    ],
-)
-def test_missing_key(ready, layer, name):
-    pipe = make([dense(), layer, dense()])
-    variables = pipe.init(ready.key, BATCH)
-    with compilations() as count:
-        message = rf"layer 1 \({name}\) draws random .*, but key=None"
-        refuses(ValueError, message, pipe.value_and_grad, variables, BATCH)
-    assert count() == 0
-    pipe.apply(variables, BATCH)
 
 
 class Caches(nn.Module):
@@ -639,10 +598,3 @@ def test_copies_of_a_pipeline(duplicate):
     (loss, _), _ = other.value_and_grad(other.init(jax.random.key(0), BATCH), BATCH)
     assert_equal(other.value_and_grad(variables, BATCH)[0][0], loss)
     assert repr(other) == repr(pipe)
-
-
-def test_a_copy_of_modules_on_a_mesh(make_mesh):
-    pipe = make([nn.Dense(4), lambda rngs: nnx.Linear(4, 4, rngs=rngs)], mesh=make_mesh((2, 2), ("stage", "data")))
-    other = copy.deepcopy(pipe)
-    variables = other.init(jax.random.key(0), BATCH)
-    assert_equal(other.evaluate(variables, BATCH), pipe.evaluate(variables, BATCH))

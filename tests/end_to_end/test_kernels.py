@@ -106,13 +106,6 @@ POLICIES = {
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.slow  # by default on a mesh, see below
-@pytest.mark.parametrize("remat", [*MODES, *POLICIES])
-@pytest.mark.parametrize("attention", ["flash", "splash"])
-def test_a_language_model_with_a_kernel_has_the_sequential_gradients(attention, remat):
-    check_language_model(attention, remat)
-
-
 def test_a_kernel_on_a_mesh_with_a_data_axis(make_mesh):
     """Kernels have no rule: each device runs them on whole micro-batches, and tells. Nor may they keep the mesh."""
     with pytest.warns(UserWarning, match="has to see whole arrays on each device"):

@@ -78,28 +78,6 @@ def test_stacked_weights_under_other_keys(impl):
             pipeline(jpipe.Layer(init, apply)).init(key, X)
 
 
-class Largest(nn.Module):
-    """Blocks that keep what they don't read: how large their activations were."""
-
-    @nn.compact
-    def __call__(self, x):
-        for i in range(4):
-            x = jnp.tanh(dense()(x))
-            kept = self.variable("stats", f"largest_{i}", jnp.zeros, ())
-            if self.is_mutable_collection("stats"):
-                kept.value = jnp.abs(x).max()
-        return x
-
-
-def test_state_that_is_written_and_not_read():
-    pipe, model = pipeline(Largest(), merge={"stats": "last"}), Largest()
-    variables = pipe.init(KEY, X)
-    (_, updates), _ = pipe.value_and_grad(variables, X)
-    _, expected = model.apply(pipe.model_variables(variables), X[4:], mutable=["stats"])
-    found = pipe.model_variables({**variables, **updates})["stats"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected["stats"])
-
-
 class Noisy(nn.Module):
     """Blocks that draw from a key of the model's own."""
 

@@ -10,14 +10,11 @@ from typing import Any
 import dit_stream
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from models import dit
 from rich.console import Console
 
 import jpipe
 from cases import assert_close
-from tpu_program import compile_with_text, needs_tpu_compiler, tpu_devices
 
 SMALL = "--blocks 4 --width 16 --heads 2 --side 4 --repeats 1"
 DEPTHS = (1, 2, 3, 8, 32)
@@ -136,20 +133,6 @@ def test_runs_prints_and_draws(tmp_path, capsys, monkeypatch):
     assert [cells.count("-") for cells in shown] == [0, 0, 4, 4]
     assert shown[3][3:] == ["40.0", "-", "0.4", "-", "4000.0", "-", "5000.0", "-"]
     assert picture.stat().st_size > 20_000
-
-
-@pytest.mark.slow
-@needs_tpu_compiler
-def test_its_call_compiles_for_tpus_with_the_clock():
-    options, stages = options_of(""), 4
-    mesh = jpipe.make_mesh(stage=stages, devices=tpu_devices("v5e:2x2"))
-    layers = dit_stream.make_layers(options, [])
-    pipe = jpipe.Pipeline(layers, dit.loss_fn, num_stages=stages, num_microbatches=8, mesh=mesh)
-    batch = jax.eval_shape(lambda: dit_stream.make_batch(8, options))
-    variables = pipe.abstract_state(batch, optax.sgd(1.0)).variables
-    compiled, text = compile_with_text(jax.jit(pipe.apply).lower(variables, batch["inputs"]))
-    assert compiled.memory_analysis().output_size_in_bytes >= 8 * 4 * 4 * 4 * 4
-    assert "is_host_transfer" in text, "the clock is told"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -23,10 +23,6 @@ def test_tokens_are_those_of_tunix_own_sampler(call, shape, tied, rows, chosen):
     assert call("check", shape, tied, rows, chosen) > rows / 2  # few go on alike
 
 
-def test_a_block_takes_any_number_of_tokens_at_a_time(call):
-    assert call("in_one_call") == [3, 5, 16]
-
-
 @pytest.mark.slow
 def test_the_example(call):
     sizes = "--steps", "20", "--layers", "2", "--stages", "2", "--prompts", "4", "--length", "8", "--tokens", "12"

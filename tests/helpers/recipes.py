@@ -108,11 +108,13 @@ def inspect(name: str, mesh_name: str) -> dict[str, Any]:
 
     Returns:
       "intruders", collectives that could wait for ever, as text; "largest", bytes of the largest in a loop but for
-      the executor's; "gradient", bytes of a matrix's gradient on one device, which it should be less than.
+      the executor's; "sent", how many the executor's are; "gradient", bytes of a matrix's gradient on one device, which
+      the largest should be less than.
     """
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         alive("compile")
         text, mesh, gradient = compiled_text(name, mesh_name)
     jax.clear_caches()
     found = [str(c) for c in collectives.intruders(text, mesh)]
-    return {"intruders": found, "largest": collectives.largest_in_loops(text, mesh), "gradient": gradient}
+    sent = sum(collectives.by_the_executor(c, mesh) for c in collectives.read(text))
+    return {"intruders": found, "largest": collectives.largest_in_loops(text, mesh), "gradient": gradient, "sent": sent}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jpipe
-from cases import call, mean_loss, params_of, shapes_of, take_microbatch
+from cases import call, params_of, shapes_of, take_microbatch
 from jpipe.layers.base import Shared, Use
 from jpipe.layers.connections import Marked
 
@@ -156,12 +156,7 @@ def pooled(item: Any, states: list, rate: float) -> Any:
 
 def evaluation(layers: list, items: list, loss_fn: Any, batch: Any) -> tuple[Any, Any]:
     """(outputs, loss) in evaluation mode."""
-
-    def forward(items: list, batch: Any) -> tuple[Any, Any]:
-        outputs, _ = run(layers, items, batch, key=jax.random.key(0), microbatch=0, train=False)
-        return outputs, mean_loss(loss_fn(outputs, batch))
-
-    return jax.jit(forward)(items, batch)
+    return evaluation_by_microbatch(layers, items, loss_fn, batch, 1)
 
 
 def evaluation_by_microbatch(layers: list, items: list, loss_fn: Any, batch: Any, m: int) -> tuple[Any, Any]:

@@ -5,7 +5,6 @@ As in `tunix_llama`, tunix is imported in functions only.
 
 import contextlib
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -79,24 +78,6 @@ def check(shape: list[int], tied: bool, rows: int, chosen: dict[str, Any]) -> in
         mesh = Mesh(np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape), ("stage", "fsdp", "tp"))
         chosen = {"num_stages": shape[0], "num_microbatches": 4, "mesh": mesh, **chosen}
         return compare(example, example.make_pipeline(config, **chosen), model, config, rows)
-
-
-def in_one_call() -> list[int]:
-    """A block called with all tokens, with some and then the others, and with one after the other: the same."""
-    example = load_example("llama_decoding")
-    with decoding_wide(example):
-        config, _ = small(example, tied=False)
-        x = jnp.asarray(np.random.default_rng(2).normal(size=(3, LENGTH, config.embed_dim)))
-        tokens = np.zeros((3, LENGTH), np.int32)
-        block = scattered(example.Block(config, rngs=nnx.Rngs(0)))
-        wanted = block(x, example.llama.make_batch(tokens))
-        block.set_attributes(decode=True, raise_if_not_found=False)
-        for cuts in ([LENGTH], [2, LENGTH], range(1, LENGTH + 1)):
-            block.init_cache((3, LENGTH + 2, config.embed_dim), x.dtype)
-            found = [block(x[:, start:stop], None) for start, stop in pairwise([0, *cuts])]
-            np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-12, atol=1e-12)
-            assert int(block.place[...]) == LENGTH
-        return list(wanted.shape)
 
 
 def printed(*arguments: str) -> str:

@@ -247,11 +247,3 @@ def test_a_terminal_sees_the_compilation():
     assert any(
         line.startswith("compiling the training step (3 groups of layers, 1f1b, K=2, M=2) ... ") for line in lines
     )
-
-
-@pytest.mark.slow
-def test_a_pipe_or_a_terminal_without_progress_sees_nothing():
-    assert seen_in_terminal(JPIPE_PROGRESS="0") == ""
-    with run_program(subprocess.PIPE, FORCE_COLOR="1") as process:
-        out, error = process.communicate()
-    assert (out, without_logs(error)) == ("trained\n", "")
