@@ -126,10 +126,14 @@ class StructBatch:
     targets: jax.Array
 
 
+KEYS = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+
+
 @pytest.mark.usefixtures("nothing_compiles")
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
+        (BATCH | {"c": KEYS}, TypeError, r"batch\['c'\] has random keys, key<fry>; pass jax\.random\.key_data\(keys\)"),
         (ones(30, 4), ValueError, "size 30 is not divisible by num_microbatches=4; use 1, 2, 3, 5, 6, 10, 15 or 30"),
         ({"inputs": ones(0, 4)}, ValueError, "batch size 0"),
         ({"inputs": ones(8, 4), "targets": 3.0}, TypeError, r"batch\['targets'\] is a float"),
@@ -287,6 +291,9 @@ def test_layers_that_are_no_layers():
     refuses(TypeError, message, make, [bound, dense()])
     refuses(TypeError, r"jpipe\.Layer: init=None is not callable", jpipe.Layer, None, lambda params, x: x)
     refuses(TypeError, r"jpipe\.Layer: apply=3 is not callable", jpipe.Layer, lambda key, x: (), 3)
+    table, shared = nn.Embed(16, 8), jpipe.Shared(jpipe.Layer(scale_init, scale))
+    refuses(TypeError, r'jpipe\.Shared\(Embed.* or tied\.using\("attend"\)', make, [table, table.attend])
+    refuses(TypeError, r"pass a function `apply\(params, x\)`", lambda: make([shared, shared.using("attend")]))
 
 
 @pytest.mark.usefixtures("nothing_compiles")
