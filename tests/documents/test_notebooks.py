@@ -79,20 +79,6 @@ def test_begins_with_what_is_simulated_and_ends_in_further_reading(path):
     assert "](../docs/" in reading and "](https://" in reading
 
 
-@each
-def test_links_lead_to_files_and_headings(path):
-    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" not in target:
-            name, _, heading = target.partition("#")
-            file = path.parent / name
-            assert file.is_file(), target
-            titles = [
-                re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", file.read_text(), re.M)
-            ]
-            assert not heading or heading in [title.replace(" ", "-") for title in titles], target
-
-
 def test_the_page_of_the_notebooks_lists_them_all():
     listed = re.findall(r"\(\.\./notebooks/([\w.]+)\)", (ROOT / "docs" / "notebooks.md").read_text())
     assert listed == [path.name for path in NOTEBOOKS]

@@ -295,18 +295,3 @@ def test_a_process_that_an_error_ends_ends_the_others(tmp_path):
     assert all(codes), codes
     assert "ValueError: on purpose" in (tmp_path / "1.log").read_text()
     assert time.monotonic() - begin < 90, "start, and twice the heartbeat"
-
-
-def test_an_address_where_nobody_listens(tmp_path):
-    """Within the timeout, and by an exception: JAX itself would abort."""
-    begin = time.monotonic()
-    worker = start(tmp_path, 1, 2, 1, free_port(), "--timeout", "2")
-    found = finish(tmp_path, {1: worker})[1]["initialize"]
-    assert re.match(r"process 1 found nobody listening at coordinator=127.0.0.1:\d+ within 2 s", found), found
-    assert worker.returncode == 3
-    assert time.monotonic() - begin < 60
-
-
-def test_a_process_that_never_starts(tmp_path):
-    found = finish(tmp_path, {0: start(tmp_path, 0, 3, 1, free_port(), "--timeout", "2")})[0]["initialize"]
-    assert "processes [1, 2] of 3 did not come to port" in found

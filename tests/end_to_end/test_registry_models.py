@@ -17,7 +17,6 @@ OPTIONS = {
 }
 BY_DEFAULT = {("big_vision ViT", "model")}
 """Models of other kinds are in `test_whole_models`."""
-WITH_DROPOUT = ("FlaxGPT2", "FlaxBert", "FlaxT5", "big_vision ViT")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,14 +32,6 @@ def case_of(name, **options):
     return make(**options)
 
 
-def check(case, options, make_mesh, num_microbatches=2):
-    """Compares loss and every gradient with plain JAX."""
-    options = dict(options)
-    if axes := options.pop("axes", ()):
-        options["mesh"] = make_mesh((options["num_stages"], 2), ("stage", *axes))
-    plain_whole.check(case, num_microbatches=num_microbatches, outputs=False, **options)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of small models: nothing is split over an axis
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -51,14 +42,11 @@ def check(case, options, make_mesh, num_microbatches=2):
     ],
 )
 def test_equals_the_plain_model(name, options, make_mesh):
-    check(case_of(name), OPTIONS[options], make_mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", WITH_DROPOUT)
-def test_dropout_is_that_of_a_loop_over_micro_batches(name, make_mesh):
-    check(case_of(name, rate=0.2), OPTIONS["zero_bubble"], make_mesh, num_microbatches=4)
+    """Loss and every gradient."""
+    options = dict(OPTIONS[options])
+    if axes := options.pop("axes", ()):
+        options["mesh"] = make_mesh((options["num_stages"], 2), ("stage", *axes))
+    plain_whole.check(case_of(name), num_microbatches=2, outputs=False, **options)
 
 
 def test_blocks_of_a_scan_that_returns_pairs_are_equal():

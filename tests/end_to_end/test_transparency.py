@@ -159,9 +159,7 @@ def not_a_number(shape, dtype):
     "case",
     [
         ("mixed", "interleaved", 2, 4, 2, "none"),
-        pytest.param(("mixed", "1f1b", 3, 3, 1, "stage"), marks=pytest.mark.slow),
         pytest.param(("linen", "one slot", 2, 4, 1, "layer"), marks=pytest.mark.slow),
-        pytest.param(("alternating", "gpipe", 4, 4, 1, "full"), marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_read_that_was_not_written(case, monkeypatch):

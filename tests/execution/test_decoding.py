@@ -37,12 +37,6 @@ class Attention(nn.Module):
         return x + nn.MultiHeadDotProductAttention(2)(x, mask=nn.make_causal_mask(x[..., 0]))
 
 
-class Positions(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + self.param("table", nn.initializers.normal(), (16, WIDTH))[: x.shape[1]]
-
-
 class Experts(nn.Module):
     """Each token is weighed by itself, though all are one array in between."""
 
@@ -67,7 +61,6 @@ ALONE = {
 TOGETHER = {
     "attention": (Attention(), r"looks at other tokens \(\w+\.py:\d+\)"),
     "convolution": (nn.Conv(WIDTH, (3,), padding="CAUSAL"), "looks at other tokens"),
-    "positions": (Positions(), "looks at the places of tokens"),
     "rotations": (lambda x: x * jnp.cos(jnp.arange(x.shape[1]))[:, None], "looks at the places of tokens"),
     "sums": (lambda x: jnp.cumsum(x, 1), "looks at other tokens"),
 }

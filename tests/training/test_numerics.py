@@ -58,7 +58,6 @@ def clipped(tx):
 
 
 OPTIMIZERS = {
-    "adam": lambda _: optax.apply_if_finite(optax.adam(1e-2), 5),
     "behind a clipped norm": lambda per_layer: clipped(per_layer(optax.lamb(1e-2))),
     "accumulated": lambda per_layer: optax.apply_if_finite(accumulated(per_layer(optax.lars(1e-2))), 5),
     "by MultiSteps": lambda _: accumulated(optax.adam(1e-2), should_skip_update_fn=optax.skip_not_finite),
@@ -94,7 +93,6 @@ def sequential_step(layers, tx, m):
 @pytest.mark.parametrize(
     ("name", "k", "m", "mesh", "explicit"),
     [
-        pytest.param("adam", 4, 4, (4, 2), False, marks=pytest.mark.slow),
         pytest.param("behind a clipped norm", 3, 2, (3,), False, marks=pytest.mark.slow),
         pytest.param("accumulated", 2, 2, (2, 2), True, marks=pytest.mark.slow),
         ("by MultiSteps", 1, 2, (1,), False),
