@@ -286,7 +286,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("over", [None, "batch"])
+@pytest.mark.parametrize("over", [None, pytest.param("batch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_a_model_gives_itself(name, over):
     """A sum over its examples came out as the mean over micro-batches."""
@@ -320,7 +320,7 @@ def fixed(shape, seed=0):
         ),
     ],
 )
-@pytest.mark.parametrize("options", [SETTINGS[0], SETTINGS[2]], ids=str)
+@pytest.mark.parametrize("options", [SETTINGS[0], pytest.param(SETTINGS[2], marks=pytest.mark.slow)], ids=str)
 def test_draws_by_another_key_are_those_of_the_mini_batch(loss, options):
     """Each micro-batch drew bits of its own by a key that was a constant, or made of the batch."""
     compare(loss, options)
