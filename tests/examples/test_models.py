@@ -90,6 +90,13 @@ def test_dit_has_the_parameters_of_table_1(size, millions):
     assert shape_given(model) == (2, 32, 32, 8)
 
 
+@pytest.mark.slow
+def test_amoebanet_b_has_the_parameters_of_the_paper():
+    model = traced(amoebanet.amoebanet(18, 512, variant="B"), images(224))
+    assert num_parameters(model) == 557_277_864
+    assert shape_given(model) == (2, 1000)
+
+
 @pytest.mark.parametrize(
     ("size", "millions"),
     [
