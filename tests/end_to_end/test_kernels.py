@@ -26,7 +26,6 @@ import sequential
 from cases import Model, assert_close, assert_step_equals, cross_entropy, make_model
 
 K, M = 2, 2
-MODES = ["none", "layer", "stage", "full"]
 
 
 def pipeline(layers: list, loss_fn: Any, remat: Any, **options: Any) -> jpipe.Pipeline:
