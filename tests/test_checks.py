@@ -8,67 +8,9 @@ import pytest
 from flax import serialization
 
 import jpipe
-from jpipe.checks import (
-    check_complete,
-    check_variables,
-    differences,
-    facts,
-    refuse_serialization,
-)
+from jpipe.checks import differences, facts, refuse_serialization
 from jpipe.memory.layout import StageTree
 from jpipe.training.train_state import TrainState
-
-BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
-
-
-def planned(layers=None, num_stages=2):
-    layers = layers or [nn.Dense(4), nn.BatchNorm(use_running_average=False), nn.Dense(4)]
-    loss = lambda y, batch: jnp.mean(y - batch["targets"])
-    pipe = jpipe.Pipeline(layers, loss, num_stages=num_stages, num_microbatches=2, balance="even")
-    return pipe, pipe.planner.plan_for(BATCH)
-
-
-@pytest.fixture(scope="module")
-def ready():
-    """A plan, and variables of it."""
-    pipe, plan = planned()
-    return plan, pipe.init(jax.random.key(0), BATCH)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda v: v | {"cache": v["params"]}, ValueError, "unknown collection 'cache'; expected"),
-        (lambda v: {"params": {}}, TypeError, r"variables\['params'\] is a dict, not laid out by a pipeline"),
-        (
-            lambda v: jax.tree.map(lambda a: a.astype(np.float16), v),
-            ValueError,
-            "the dtype float16, not float32 as at init",
-        ),
-    ],
-)
-def test_variables(ready, change, error, message):
-    plan, variables = ready
-    check_variables(plan, variables)
-    check_variables(plan, {"params": variables["params"]})
-    check_complete(plan, variables)
-    with pytest.raises(ValueError, match="variables lack the collection 'batch_stats'"):
-        check_complete(plan, {"params": variables["params"]})
-    with pytest.raises(error, match=message):
-        check_variables(plan, change(variables))
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"num_stages": 1}, r"\(num_stages=2, here 1"),
-        ({"layers": [nn.Dense(4) for _ in range(5)]}, r"\(its layers, balance or mesh differ\)"),
-    ],
-)
-def test_variables_of_another_pipeline(ready, other, message):
-    with pytest.raises(ValueError, match=f"laid out by another pipeline {message}"):
-        check_variables(planned(**other)[1], {"params": ready[1]["params"]})
-
 
 # --- saving -----------------------------------------------------------------------------------------------------------
 

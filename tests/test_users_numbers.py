@@ -143,12 +143,6 @@ def test_counts_of_numpy():
     assert jpipe.Action("F", 0) == jpipe.Schedule(orders).actions[0][0]
 
 
-@pytest.mark.parametrize("most_waiting", [True, [0, True], 1.0, "1", np.array([0.0, 1.0]), np.array([[0, 1]]), [1, -1]])
-def test_most_waiting_of_other_kinds(most_waiting):
-    with pytest.raises(ValueError, match=r"most_waiting=.* whole and at least 0"):
-        jpipe.zero_bubble(SCHEDULE, most_waiting=most_waiting)
-
-
 def test_times_and_costs_of_numpy():
     same = jpipe.simulate(SCHEDULE, 1.0, [2.0, 3.0], 0.5)
     assert jpipe.simulate(SCHEDULE, np.float32(1), np.array([2, 3]), jnp.float32(0.5)) == same

@@ -141,7 +141,6 @@ def test_goes_on_bit_for_bit_under_the_same_layout(run):
 
 OTHER_LAYOUTS: dict[str, dict] = {
     "interleaved with data": {"k": 2, "num_chunks": 2, "schedule": "interleaved", "remat": "none", "mesh": (2, 2)},
-    "one stage": {"k": 1},
     "ends spread": {"k": 2, "ends": "spread", "shard_over": ("data",), "mesh": (2, 2)},
     "explicit, weights split": {"k": 2, "schedule": "gpipe", "mesh": (2, 2, 2), "shard_over": ("data",)},
 }
@@ -175,10 +174,6 @@ def test_each_layers_own_tree_is_read_without_a_pipeline(run, monkeypatch):
 
 
 NAMES = {"a/b": jnp.ones(4), "a": {"c": jnp.zeros(4)}}
-no_zeros = pytest.mark.skipif(
-    jax.__version_info__[:2] == (0, 11), reason="XLA of jaxlib 0.11 segfaults on them on CPUs"
-)
-WITHOUT_ELEMENTS = {"none": jnp.zeros((0, 3)), "w": jnp.full(4, 2.0)}
 ITSELF = optax.GradientTransformation(lambda params: jnp.zeros(()), lambda g, s, params=None: (g, s + 1))
 """An optimiser whose state is an array."""
 
@@ -187,12 +182,9 @@ ITSELF = optax.GradientTransformation(lambda params: jnp.zeros(()), lambda g, s,
     "layer",
     [
         jpipe.Layer(lambda key, x: NAMES, lambda p, x: x * p["a/b"] + p["a"]["c"]),
-        pytest.param(
-            jpipe.Layer(lambda key, x: WITHOUT_ELEMENTS, lambda p, x: x * p["w"] + jnp.sum(p["none"])), marks=no_zeros
-        ),
         lambda rngs: nnx.Linear(4, 4, rngs=rngs),
     ],
-    ids=["names with slashes", "no elements", "nnx"],
+    ids=["names with slashes", "nnx"],
 )
 def test_variables_of_all_kinds_come_back(tmp_path, layer):
     pipe, state = small(ITSELF, layer)
@@ -217,19 +209,13 @@ def test_orbax_alone_reads_a_checkpoint(run):
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "adamw in bfloat16": lambda: optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
-    "multi-steps": lambda: optax.MultiSteps(optax.adam(1e-3), 3).gradient_transformation(),
     "schedule and hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 9)),
-    "skips what isn't finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 5),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1, momentum=0.9)),
     "factored by layer": lambda: jpipe.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=4)),
-    "lamb and mask by layer": lambda: jpipe.per_layer(
-        optax.masked(optax.lamb(1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
-    ),
-    "plateau": lambda: optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, quick=("noise", "factored by layer")))
+@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, quick=("factored by layer",)))
 def test_any_optimisers_state_to_another_layout_and_back(tmp_path, name):
     tx, key = OPTIMIZERS[name](), jax.random.key(1)
     pipe, other = pipe_of(balance="even"), pipe_of(k=2, num_chunks=2, schedule="interleaved", balance="even")
@@ -306,14 +292,13 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("item, how", [("layers", "delete"), ("optimizer", "truncate")])
-def test_a_damaged_checkpoint_is_passed_over_and_set_aside(two_steps, how, item):
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(two_steps):
     newest = two_steps / str(SAVED_STEP + 3)
-    for path in (newest / item / "d").iterdir():
-        damage(path, how)
+    for path in (newest / "layers" / "d").iterdir():
+        damage(path, "delete")
     pipe = pipe_of()
     with jpipe.Checkpointer(two_steps) as saved:
-        with pytest.warns(UserWarning, match=rf"going on from step {SAVED_STEP}, since step {SAVED_STEP + 3}: {item}:"):
+        with pytest.warns(UserWarning, match=rf"going on from step {SAVED_STEP}, since step {SAVED_STEP + 3}: layers:"):
             state, _ = saved.restore(pipe, BATCH, optimizer())
         assert int(state.step) == SAVED_STEP
         saved.save(pipe, state.replace(step=state.step + 3), position="again")

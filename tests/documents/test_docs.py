@@ -8,6 +8,7 @@ lines that their index begins with, and the first page from the example of the R
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -27,13 +28,14 @@ DOCS = ROOT / "docs"
 README, START = ROOT / "README.md", DOCS / "start.md"
 PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "howto").glob("*.md")])
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
 SLOW = {
     *("plan", "slow-step", "packed-sequences", "ahead-of-time", "your-model", "checkpoints", "meshes", "llama-axes"),
     *("remat-and-schedule", "recipes", "fine-tuning", "start", "api", "losses", "numerics", "optimizers"),
-    *("out-of-memory", "custom-schedule"),
+    *("out-of-memory", "custom-schedule", "generate", "several-hosts"),
 }
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step", "start", "README"}
@@ -124,9 +126,14 @@ def test_the_settings_of_out_of_memory_take_what_its_table_says(as_started):
         assert [f"{number:.1f}" for number in eval(f"takes({options})", names)] == shown, options
 
 
-@pytest.mark.parametrize("page", [README, *PAGES, *RESULTS], ids=name)
+@pytest.mark.parametrize("page", [README, *PAGES, *RESULTS, *NOTEBOOKS], ids=name)
 def test_links_lead_to_files_and_headings(page):
-    for target in LINK.findall(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)):
+    text = page.read_text()
+    if page in NOTEBOOKS:
+        text = "\n".join(
+            "".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"
+        )
+    for target in LINK.findall(re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)):
         if "://" not in target:
             path, _, heading = target.partition("#")
             file = page.parent / path if path else page

@@ -12,15 +12,12 @@ from tpu_program import needs_tpu_compiler
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-QUICK = {"2_bubble_and_schedules"}
-"""What `make test` runs; `make test-notebooks` runs all."""
-
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def marks(path):
     needed = [needs_tpu_compiler] if path.stem.startswith("7") else []
-    return needed + [pytest.mark.slow] * (path.stem not in QUICK)
+    return [*needed, pytest.mark.slow]  # `make test-notebooks` runs all
 
 
 def outputs(notebook):
@@ -80,20 +77,6 @@ def test_begins_with_what_is_simulated_and_ends_in_further_reading(path):
     heading, _, reading = cells[-1].source.rpartition("## ")[2].partition("\n")
     assert heading == "Further reading"
     assert "](../docs/" in reading and "](https://" in reading
-
-
-@each
-def test_links_lead_to_files_and_headings(path):
-    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" not in target:
-            name, _, heading = target.partition("#")
-            file = path.parent / name
-            assert file.is_file(), target
-            titles = [
-                re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", file.read_text(), re.M)
-            ]
-            assert not heading or heading in [title.replace(" ", "-") for title in titles], target
 
 
 def test_the_page_of_the_notebooks_lists_them_all():

@@ -6,7 +6,6 @@ import jax
 import pytest
 import time_model
 
-from gpu_program import needs_gpu_compiler
 from tpu_program import needs_tpu_compiler
 
 PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "time_model.md").read_text()
@@ -46,14 +45,6 @@ def test_predictions_are_those_kept(setting):
 @pytest.mark.parametrize("setting", ON_GPUS, ids=str)
 def test_predictions_on_gpus_are_those_kept_and_need_no_compiler(setting):
     assert f"{time_model.predicted_ms(setting):.1f}" == KEPT[str(setting)]["predicted, ms"]
-
-
-@needs_gpu_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ON_GPUS, ids=str)
-def test_counted_steps_are_those_kept(setting):
-    counted = float(KEPT[str(setting)]["counted, ms"])
-    assert time_model.counted_ms(setting) == pytest.approx(counted, rel=0.02)
 
 
 @needs_tpu_compiler

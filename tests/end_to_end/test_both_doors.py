@@ -41,8 +41,7 @@ def as_module(truth) -> jpipe.Layer:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["linen", "nn.Sequential", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alternating", "plain"))],
+    "kind", ["linen", "nn.Sequential", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alternating", "plain"))]
 )
 def test_both_doors_lead_to_one_program(kind):
     """The same groups, cuts and operations, but for random keys, which follow from a layer's index or don't."""

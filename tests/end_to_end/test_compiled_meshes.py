@@ -28,7 +28,7 @@ def worker():
 
 def check(worker, name, mesh):
     found = worker.value("recipes", "inspect", name, mesh)
-    assert found["intruders"] == []
+    assert found["sent"] and found["intruders"] == []
     assert found["largest"] < found["gradient"]
 
 

@@ -10,17 +10,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import export
 from jax.experimental import serialize_executable
-from jax.sharding import Mesh
 
 import jpipe
 from cases import assert_close, linen
 from jpipe.processes.progress import warn_once
-from tpu_program import needs_tpu_compiler, tpu_devices
 
 
 @pytest.fixture(autouse=True)
@@ -124,19 +121,6 @@ def test_programs_are_exported_for_accelerators_that_are_not_there(platform):
         assert found.platforms == (platform,)
         assert "LayoutConstraint" not in found.mlir_module()
     assert "LayoutConstraint" in jax.jit(run).lower(leaves, batch).as_text(), "it is left out of exported programs only"
-
-
-@needs_tpu_compiler
-@pytest.mark.slow
-def test_a_step_of_a_mesh_of_tpus_is_exported_and_compiles_for_them():
-    with jax.enable_x64(False):  # their compiler has no float64
-        truth = linen(jnp.float32, num_blocks=1)
-        mesh, sizes = Mesh(np.asarray(tpu_devices("v5e:2x2")[:2]), ("stage",)), {"num_stages": 2, "num_microbatches": 2}
-        pipe = jpipe.Pipeline(truth.layers, truth.loss_fn, **sizes, mesh=mesh, balance="even", remat="none")
-        run, leaves = of_leaves(pipe.train_step, pipe.abstract_state(truth.batch, TX))
-        with warnings_of("tpu"):
-            found = read_back(run, leaves, truth.batch, platforms=["tpu"])
-        assert jax.jit(found.call).lower(leaves, truth.batch).compile().memory_analysis().temp_size_in_bytes > 0
 
 
 def warnings_of(platform):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 import jpipe
 from compiled_transfers import HOST_MOVES, counted, transfers
@@ -26,7 +26,6 @@ from tpu_program import skipped
 pytestmark = needs_gpu_compiler
 
 WIDTH, WORDS = 64, 256
-PASS = "collective-permute-cycle-decomposer"
 PIPELINED = {"xla_gpu_enable_pipelined_p2p": True, "xla_gpu_collective_permute_decomposer_threshold": "1"}
 """Flags under which the pass splits rings."""
 RECOMMENDED = {
@@ -170,38 +169,15 @@ def test_shared_ends_beside_another_axis():
 @pytest.mark.parametrize(
     "flags", [PIPELINED, pytest.param(RECOMMENDED, marks=pytest.mark.slow)], ids=["pipelined", "recommended"]
 )
-def test_xla_finds_no_ring_to_split(flags, tmp_path):
+def test_xla_finds_no_ring_to_split(flags):
     """XLA gave zeros to all but one of the devices at which rings close (openxla/xla#45222): the loss was 19 % off."""
     batch = {name: jax.ShapeDtypeStruct((32, WIDTH), jnp.float32) for name in ("inputs", "targets")}
     loss_fn = lambda y, batch: jnp.mean((y - batch["targets"]) ** 2)
     interleaved = {"schedule": "interleaved", "num_chunks": 2}
     mesh = gpu_mesh((4, 2), ("stage", "data"))
     step = lowered_step([nn.Dense(WIDTH) for _ in range(8)], loss_fn, mesh, batch, **interleaved)
-    text = compiled(step, **flags, **dumping(tmp_path)).as_text()
+    text = compiled(step, **flags).as_text()
     found = re.findall(r'source_target_pairs="?(\{\{.*?\}\})', text)
     pairs = [json.loads(one.replace("{", "[").replace("}", "]")) for one in found]
     assert {receiver - sender for one in pairs for sender, receiver in one} == {2, -2, 6, -6}
     assert all(len({sender < receiver for sender, receiver in one}) == 1 for one in pairs), found
-    if flags is PIPELINED:
-        before, after = permutes_around(tmp_path)
-        assert before == after > 0
-
-
-def test_xla_splits_rings(tmp_path):
-    """If it doesn't under `PIPELINED` any more, `test_xla_finds_no_ring_to_split` shows nothing."""
-    mesh, spec = gpu_mesh((4,), ("stage",)), PartitionSpec("stage")
-    ring = lambda x: jax.lax.ppermute(x, "stage", [(i, (i + 1) % 4) for i in range(4)])
-    run = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=spec, out_specs=spec))
-    compiled(run.lower(jax.ShapeDtypeStruct((4, WIDTH), jnp.float32)), **PIPELINED, **dumping(tmp_path))
-    assert permutes_around(tmp_path) == [1, 2]
-
-
-def dumping(folder):
-    """Flags by which the program before and after the pass is written to a folder."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": PASS}
-
-
-def permutes_around(folder):
-    """The numbers of permutes before and after the pass."""
-    (before,), (after,) = folder.glob(f"*before_{PASS}*"), folder.glob(f"*after_{PASS}*")
-    return [len(re.findall(r" collective-permute\(", dump.read_text())) for dump in (before, after)]

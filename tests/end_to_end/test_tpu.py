@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 import jpipe
 from compiled_transfers import FETCH, HOST_MOVES, SEND
@@ -156,23 +156,3 @@ def test_nothing_is_reduced_over_data_in_a_loop(topology):
     assert found
     assert inside == []
     check(step, "layer")
-
-
-def plain_step(num_trips: int, unroll: bool) -> Loop:
-    """Pairs of matrix products one after the other, in a loop or not. (Of single ones a loop has to copy each.)"""
-    mesh = Mesh(np.asarray(tpu_devices("v5e:2x2")[:1]), ("one",))
-    shape = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    def run(x, w):
-        with jax.named_scope("products"):
-            return jax.lax.fori_loop(0, num_trips, lambda i, x: jnp.tanh(jnp.tanh(x @ w) @ w), x, unroll=unroll)
-
-    return read(compile_with_text(jax.jit(run).lower(shape, shape))[1])
-
-
-@pytest.mark.slow
-def test_cycles_of_a_loop_times_its_trips_are_those_of_the_loop_unrolled():
-    looped, unrolled = plain_step(6, unroll=False), plain_step(6, unroll=True)
-    (loop,) = looped.find("products")
-    assert not unrolled.inner
-    np.testing.assert_allclose(looped.own + 6 * loop.own, unrolled.own, rtol=0.03)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jpipe
 import whole_models
@@ -82,20 +81,6 @@ def test_a_reference_takes_the_models_own_tree():
     assert [leaf.path for leaf in wrong.differing if leaf.path != "loss"] == ["h_1/bias"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ends": "shared", "num_stages": 4},
-        pytest.param({"num_stages": 3}, marks=pytest.mark.slow),
-        pytest.param({"shard_over": "data", "gather": "use"}, marks=pytest.mark.slow),
-    ],
-)
-def test_options(options, make_mesh):
-    if "shard_over" in options:
-        options = options | {"mesh": make_mesh((2, 2), ("stage", "data"))}
-    checked(pipeline(**options))
-
-
 def test_rules_of_state():
     case = CASES["resnet"]
     pipe = pipeline(whole_models.ResNet(), merge={"batch_stats": "last"}, num_microbatches=2)
@@ -128,14 +113,6 @@ def test_forecast_and_view(tmp_path):
     assert "Chain: 5 layers" in page and "h_1" in page
 
 
-@pytest.mark.slow
-def test_profile():
-    pipe, tx = pipeline(Chain(256)), optax.sgd(0.1)
-    batch = jax.tree.map(lambda a: np.tile(a, (32, 4)), BATCH)
-    profile = jpipe.profile(pipe, pipe.create_state(KEY, batch, tx), batch, rounds=2)
-    assert "Stages: milliseconds" in str(profile)
-
-
 # --- what a model sows ------------------------------------------------------------------------------------------------
 
 
@@ -149,19 +126,6 @@ class Sows(nn.Module):
             x = nn.Dropout(0.5, deterministic=not train)(x)
             self.sow("losses", "load", (x**2).mean())
             self.sow("intermediates", "mean", x.mean(-1))
-        return x
-
-
-class NnxSows(nnx.Module):
-    """The same in nnx."""
-
-    def __init__(self, rngs):
-        self.products = nnx.List([nnx.Linear(4, 4, param_dtype=FLOAT, rngs=rngs) for _ in range(4)])
-
-    def __call__(self, x):
-        for product in self.products:
-            x = jnp.tanh(product(x))
-            self.sow(nnx.Intermediate, "load", (x**2).mean())
         return x
 
 
@@ -187,16 +151,3 @@ def test_what_a_model_sows_is_an_output_of_a_layer_that_returns_it():
     assert float(metrics["load"]) > 0
     with pytest.raises(ValueError, match=r"Sows changes the structure of its collection 'losses'.*a jpipe.Layer whose"):
         pipeline(model, lambda y, _: (y**2).mean()).init(KEY, batch)
-
-
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
-def test_what_an_nnx_model_sows():
-    graphdef, params = nnx.split(NnxSows(nnx.Rngs(0)))
-
-    def apply(params, x):
-        module = nnx.merge(graphdef, params)
-        y = module(x)
-        return y, nnx.to_pure_dict(nnx.pop(module, nnx.Intermediate))
-
-    batch = np.random.default_rng(0).normal(size=(8, 4))
-    checked(pipeline(jpipe.Layer(lambda key, x: params, apply), with_sown), batch)

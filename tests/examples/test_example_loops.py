@@ -22,7 +22,8 @@ def test_the_difference_shown_is_that_of_the_files(name):
     assert f"```diff\n{difference(name)}\n```" in shown, f"show this:\n{difference(name)}"
 
 
-@pytest.mark.parametrize("name", ["linen_loop.py", pytest.param("nnx_loop.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linen_loop.py", "nnx_loop.py"])
 def test_a_pipeline_prints_the_losses_of_the_plain_loop(name, monkeypatch, capsys):
     monkeypatch.setattr(jax.config, "update", lambda name, _: {"jax_num_cpu_devices": None}[name])  # they are there
     printed = []

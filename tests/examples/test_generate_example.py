@@ -17,6 +17,7 @@ def run(monkeypatch, *more):
         generate.main()
 
 
+@pytest.mark.slow
 def test_it_trains_is_evaluated_and_goes_on(monkeypatch, capsys):
     run(monkeypatch)
     printed = capsys.readouterr().out

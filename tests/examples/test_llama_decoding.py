@@ -7,10 +7,7 @@ import pytest
 from tunix_worker import call as call
 
 HELPER = "tunix_decoding"
-QUICK = [
-    ((4, 1, 1), False, 6, {}),
-    ((2, 2, 2), True, 8, {"gather": "use"}),
-]
+QUICK = [((4, 1, 1), False, 6, {}), ((2, 2, 2), True, 8, {"gather": "use"})]
 GRID = [
     ((1, 1, 1), False, 3, {}),
     ((2, 1, 1), False, 4, {"num_chunks": 2, "schedule": "interleaved"}),
@@ -24,15 +21,6 @@ GRID = [
 )
 def test_tokens_are_those_of_tunix_own_sampler(call, shape, tied, rows, chosen):
     assert call("check", shape, tied, rows, chosen) > rows / 2  # few go on alike
-
-
-def test_a_block_takes_any_number_of_tokens_at_a_time(call):
-    assert call("in_one_call") == [3, 5, 16]
-
-
-@pytest.mark.slow
-def test_blocks_with_lora_decode_too(call):
-    assert call("with_lora") > 2
 
 
 @pytest.mark.slow

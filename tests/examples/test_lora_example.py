@@ -10,10 +10,7 @@ HELPER = "tunix_lora"
 BLOCKS, CHANGES = 6, 7 * 2
 """Of the tiny model, and LoRA's leaves of each."""
 
-QUICK = [
-    ((4, 1, 1), "float64", {}),
-    ((2, 2, 2), "float64", {"gather": "use"}),
-]
+QUICK = [((4, 1, 1), "float64", {}), ((2, 2, 2), "float64", {"gather": "use"})]
 GRID = [
     ((2, 2, 2), "float32", {}),
     ((3, 1, 1), "float64", {"remat": "none", "schedule": "gpipe"}),
@@ -34,27 +31,8 @@ def test_steps_are_those_of_tunix_trainer(call):
     assert call("trained") == 3 + BLOCKS * CHANGES
 
 
-def test_what_is_frozen_has_neither_gradients_nor_moments(call):
-    """Counted on all four devices, which have room for the most that a stage has: less than two blocks."""
-    held = call("held")
-    rank, width, inside, heads, kv = 3, 16, 32, 4 * 8, 2 * 8
-    attention = 2 * (width + heads) + 2 * (width + kv)
-    block = rank * (attention + 3 * (width + inside))
-    trained, gradients, moments, everything = held["lora"]
-    assert trained == gradients
-    assert BLOCKS * block <= trained < 4 * 2 * block
-    assert moments == 2 * trained + 1  # and the number of the step
-    _, of_all, moments_of_all, everything_of_all = held["all"]
-    assert everything == trained + everything_of_all
-    assert (of_all, moments_of_all) == (everything_of_all, 2 * everything_of_all + 1)
-
-
 def test_merged_by_tunix_and_read_back(call):
     assert call("merged") == 1 + BLOCKS * 9 + 1 + 1 + 1  # every weight, and the logits
-
-
-def test_what_differs_is_refused(call):
-    assert re.search(r"not These are equal: .* differ by 5.0e-01", call("refused"))
 
 
 @pytest.mark.slow

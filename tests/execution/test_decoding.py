@@ -37,12 +37,6 @@ class Attention(nn.Module):
         return x + nn.MultiHeadDotProductAttention(2)(x, mask=nn.make_causal_mask(x[..., 0]))
 
 
-class Positions(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + self.param("table", nn.initializers.normal(), (16, WIDTH))[: x.shape[1]]
-
-
 class Experts(nn.Module):
     """Each token is weighed by itself, though all are one array in between."""
 
@@ -61,22 +55,14 @@ class Split(nn.Module):
 ALONE = {
     "Dense": nn.Dense(WIDTH),
     "LayerNorm": nn.LayerNorm(),
-    "RMSNorm": nn.RMSNorm(),
-    "Sequential": nn.Sequential([nn.Dense(16), nn.gelu, nn.Dense(WIDTH)]),
     "experts": Experts(),
     "function": lambda x: jnp.cumsum(x, -1),
-    "dropout": nn.Dropout(0.5, deterministic=True),
 }
 TOGETHER = {
     "attention": (Attention(), r"looks at other tokens \(\w+\.py:\d+\)"),
     "convolution": (nn.Conv(WIDTH, (3,), padding="CAUSAL"), "looks at other tokens"),
-    "positions": (Positions(), "looks at the places of tokens"),
     "rotations": (lambda x: x * jnp.cos(jnp.arange(x.shape[1]))[:, None], "looks at the places of tokens"),
     "sums": (lambda x: jnp.cumsum(x, 1), "looks at other tokens"),
-    "over loops": (
-        lambda x: jax.lax.scan(lambda c, _: (c + x.mean(1, keepdims=True), None), x, length=2)[0],
-        "looks at other tokens",
-    ),
 }
 
 
@@ -125,14 +111,6 @@ def test_other_axes_say_nothing_of_tokens(make_mesh, layer):
     ask(around(layer), mesh=make_mesh((1, 2), ("stage", "model")))
 
 
-def test_inputs_that_are_cut_out_of_a_longer_batch_say_nothing_of_tokens():
-    loss = lambda logits, batch: logits.mean() + 0.0 * batch["inputs"][:, 1:].sum()
-    layers = [nn.Embed(VOCABULARY, WIDTH), Cached(), nn.Dense(VOCABULARY)]
-    pipe = jpipe.Pipeline(layers, loss, num_stages=1, num_microbatches=2, inputs=lambda b: b["inputs"][:, :-1])
-    pipe.init(jax.random.key(0), batch_of(4))
-    Generator(pipe.planner).decoding(2, 4, 1)
-
-
 class Embed(nn.Module):
     """Tokens and their positions, which in decode mode are counted in the cache."""
 
@@ -159,13 +137,10 @@ def linen(num_blocks: int = 4, **options) -> list:
 PLACES = {
     "K=1": {"num_stages": 1},
     "K=2": {"num_stages": 2},
-    "K=4": {"num_stages": 4},
-    "K=1, V=2": {"num_stages": 1, "num_chunks": 2, "schedule": "interleaved"},
     "K=2, V=2": {"num_stages": 2, "num_chunks": 2, "schedule": "interleaved"},
     "v": {"num_stages": 3, "num_chunks": 2, "schedule": "v"},
     "spread": {"num_stages": 2, "ends": "spread"},
     "shared": {"num_stages": 2, "ends": "shared"},
-    "shared by one": {"num_stages": 1, "ends": "shared"},
 }
 
 
@@ -176,7 +151,9 @@ def float64():
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name", [n if n in ("K=2, V=2", "shared") else pytest.param(n, marks=pytest.mark.slow) for n in PLACES]
+)
 def test_equals_the_model_without_a_cache(name, temperature, monkeypatch):
     monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)  # ends of any size are split
     drawn = (jax.random.key(2), temperature) if temperature else ()
@@ -184,7 +161,7 @@ def test_equals_the_model_without_a_cache(name, temperature, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["K=2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("K=1", "v", "shared"))])
-@pytest.mark.parametrize(("prefill", "num_tokens"), [(6, 4), (3, 1), (2, 5)])
+@pytest.mark.parametrize(("prefill", "num_tokens"), [(6, 4), (3, 1)])
 def test_prompts_are_fed_several_tokens_at_a_time(name, prefill, num_tokens, monkeypatch):
     monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)
     layers = [embed(), Causal(), Causal(), Causal(), nn.Dense(VOCABULARY, param_dtype=jnp.float64)]
@@ -241,33 +218,9 @@ def test_nnx(ready):
     np.testing.assert_array_equal(found, without_cache(apply, prompts, 5))
 
 
-class Deep(nn.Module):
-    """A block with a scale and a rate of dropout, which leaves nothing to do in training where it is zero."""
-
-    scale: float
-    rate: float
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, x, deterministic: bool = True):
-        return x + self.scale * nn.Dropout(self.rate)(Block(self.decode)(x), deterministic=deterministic)
-
-
 @pytest.mark.parametrize(
-    ("numbers", "groups"),
-    [
-        ([(1.0, 0.0), (0.5, 0.1), (0.3, 0.2)], (0, 1, 2, 2, 3)),  # a rate of zero leaves dropout out
-        ([(1.0, 0.1), (1.0, 0.2), (1.0, 0.3)], (0, 1, 1, 1, 2)),  # rates that do nothing in decode mode
-    ],
+    "axes", [{"model": 2, "data": 2}, *(pytest.param({name: 2}, marks=pytest.mark.slow) for name in ("data", "fsdp"))]
 )
-def test_blocks_with_numbers_of_their_own(numbers, groups):
-    """Blocks that are one group in training are one in decode mode."""
-    layers = [linen()[0], *(Deep(*own) for own in numbers), linen()[-1]]
-    pipe = check_generated(layers, prompts_of(7, 5), 5, balance="even")
-    assert pipe.planner.known_plan().model.group_of == groups
-
-
-@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2, "data": 2}, {"fsdp": 2}])
 def test_other_axes(axes, make_mesh):
     """Prompts and their caches are split over data axes."""
     mesh = make_mesh((2, *axes.values()), ("stage", *axes), explicit="data" in axes)
@@ -283,54 +236,6 @@ def test_inside_of_jit():
     # A regression: JAX's integers pass the checks, and were handed on as static arguments, which they can't be.
     again = pipe.generate(variables, prompts, jnp.int32(3), prefill=jnp.int32(1))
     np.testing.assert_array_equal(found, again)
-
-
-def test_without_jit():
-    pipes = [jpipe.Pipeline(linen(1), loss_fn, num_stages=1, num_microbatches=1) for _ in range(2)]
-    variables, _ = (pipe.init(jax.random.key(1), batch_of()) for pipe in pipes)
-    prompts = np.zeros((2, 3), np.int32)
-    with jax.disable_jit():
-        found = pipes[1].generate(variables, prompts, 2)
-    np.testing.assert_array_equal(found, pipes[0].generate(variables, prompts, 2))
-
-
-def test_no_layer_is_computed_to_find_what_caches_start_from():
-    """A regression: layers were initialised and run on whole sequences, operation by operation, on one device."""
-    given = []
-
-    class Seen(Block):
-        def __call__(self, x):
-            given.append(x)
-            return super().__call__(x)
-
-    pipe = jpipe.Pipeline([Embed(), Seen(), nn.Dense(VOCABULARY)], loss_fn, num_stages=1, num_microbatches=1)
-    variables = pipe.init(jax.random.key(1), batch_of())
-    given.clear()
-    pipe.generate(variables, np.zeros((2, 3), np.int32), 3)
-    assert given and all(isinstance(x, jax.core.Tracer) for x in given)
-
-
-class Constrained(Block):
-    """A block that says how its activations lie."""
-
-    def __call__(self, x):
-        return super().__call__(jax.lax.with_sharding_constraint(x, P("data")))
-
-
-def test_layers_with_caches_may_constrain_what_they_take(make_mesh):
-    mesh, head = make_mesh((1, 2, 2), ("stage", "data", "model")), nn.Dense(VOCABULARY, param_dtype=jnp.float64)
-    options = {"num_stages": 1, "num_microbatches": 1, "mesh": mesh}
-    check_generated([Embed(), Constrained(), head], TOKENS[:2, :3], 2, plain=[Embed(), Block(), head], **options)
-
-
-class Complex(nn.Module):
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        if self.decode:
-            self.variable("cache", "state", lambda: jnp.full((x.shape[0], WIDTH), 1j))
-        return x
 
 
 class Shift(nn.Module):
@@ -351,11 +256,9 @@ class Shift(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
-@pytest.mark.parametrize("length", [1, 4])
-def test_prompts_of_any_integers(dtype, length):
+def test_prompts_of_any_integers():
     """Others than the model was trained on were an error of MLIR's."""
-    check_generated(linen(2), prompts_of(5, length, 4, dtype), 3, balance="even")
+    check_generated(linen(2), prompts_of(5, 4, 4, "uint8"), 3, balance="even")
 
 
 def test_layers_without_parameters_and_each_use_of_a_shared_layer_keep_caches():
@@ -399,12 +302,6 @@ FLOATS = {"inputs": np.zeros((4, 4), np.float32)}
             {"num_tokens": 3, "prefill": 5},
             r"prefill=5, but in decode mode layer 1 \(Block\)(.|\n)*Use prefill=1",
         ),
-        (
-            [Embed(), Complex(), nn.Dense(VOCABULARY)],
-            batch_of(),
-            {"num_tokens": 2},
-            r"cache of layer 1 \(Complex\) starts from different numbers, or complex",
-        ),
         ([nn.Dense(4)] * 2, FLOATS, {"num_tokens": 3}, r"takes float32\[2,4\] and gives float32\[2,4\]"),
     ],
 )
@@ -434,29 +331,10 @@ def test_shared_ends_that_another_axis_splits_too_are_refused(make_mesh):
         np.testing.assert_array_equal(other.generate(brought, TOKENS, 3), expected)
 
 
-class Sequences(nn.Module):
-    """A layer whose tokens are split over devices, which single ones can't be."""
-
-    split: bool = True
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(WIDTH)(x)
-        return jax.lax.with_sharding_constraint(x, jax.P(None, "model", None)) if self.split else x
-
-
-def test_layers_that_split_sequences(make_mesh):
-    """Whole sequences are split over devices, a token isn't: what is one group then was refused where it is several."""
-    model = lambda split: [SMALL[0], Short(), *(Sequences(split) for _ in range(3)), SMALL[2]]
-    check_generated(model(True), TOKENS[:, :2], 2, plain=model(False), mesh=make_mesh((2, 2), ("stage", "model")))
-
-
-@pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
-def test_the_logits_among_several_outputs(axes):
+def test_the_logits_among_several_outputs():
     """Of a pipeline without a loss, which has seen prompts alone."""
-    mesh = jpipe.make_mesh(stage=2, **axes, devices=jax.devices()[: 4 if axes else 2])
     body, split = linen(2), lambda x: {"value": x.mean(-1), "logits": x}
-    pipe = jpipe.Pipeline([*body, split], None, num_stages=2, num_microbatches=2, mesh=mesh, balance="even")
+    pipe = jpipe.Pipeline([*body, split], None, num_stages=2, num_microbatches=2, balance="even")
     prompts = prompts_of(4, 3, seed=7)
     variables = pipe.init(jax.random.key(0), prompts)
     with pytest.raises(ValueError, match=r"Say which are logits: pipe\.generate\(\.\.\., logits=lambda outputs"):

@@ -57,8 +57,7 @@ class Table(nn.Module):
         return x @ self.param("table", nn.initializers.normal(1.0), (16, 16)).astype(jnp.bfloat16).astype(jnp.float32)
 
 
-@pytest.mark.parametrize("remat", ["none", "layer", "full"])
-@pytest.mark.parametrize("kind", ["own", "spread", "tied"])
+@pytest.mark.parametrize(("remat", "kind"), [("none", "own"), ("layer", "spread"), ("full", "tied")])
 def test_layers_compute_the_same_to_the_bit(remat, kind):
     results = []
     for devices in ("tpu", "gpu"):

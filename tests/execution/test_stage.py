@@ -53,8 +53,10 @@ def unlike(num_microbatches: int, **options):
     return pipe, {"inputs": jax.ShapeDtypeStruct((2 * num_microbatches, 3), jnp.float32)}
 
 
-@pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
-@pytest.mark.parametrize(("order", "m", "v"), [("1f1b", 4, 1), ("naive", 1, 1), ("interleaved", 4, 2)])
+@pytest.mark.parametrize(
+    ("order", "m", "v", "remat"),
+    [("1f1b", 4, 1, "none"), ("1f1b", 4, 1, "layer"), ("interleaved", 4, 2, "stage"), ("naive", 1, 1, "full")],
+)
 def test_a_stage_computes_its_own_layers_only(order, m, v, remat):
     """A regression: the backward of a layer alone in its group was moved out of its loop and run by every stage."""
     pipe, batch = unlike(m, num_chunks=v, schedule=order, remat=remat)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from decoders import VOCABULARY, WIDTH, Block, Causal, NnxBlock, batch_of, embed, loss_fn, prompts_of, without_cache
+from decoders import VOCABULARY, WIDTH, Block, NnxBlock, batch_of, embed, loss_fn, prompts_of, without_cache
 
 
 class Decoder(nn.Module):
@@ -107,49 +107,6 @@ def test_equals_the_model_without_a_cache(model, place, monkeypatch):
     prompts = prompts_of(40, 5)
     expected = without_cache(plain(model, tree), prompts, 7)
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 7), expected)
-
-
-class OfCausal(nn.Module):
-    """A decoder of one attention after another, which takes any number of tokens at a time."""
-
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = embed()(tokens)
-        for _ in range(3):
-            x = Causal(self.decode)(x)
-        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x)
-
-
-def test_prompts_are_fed_several_tokens_at_a_time():
-    pipe, variables = pipeline(OfCausal(), num_stages=2)
-    tree = jax.device_get(pipe.model_variables(variables))
-    prompts = prompts_of(6, 6)
-    expected = without_cache(lambda tokens: OfCausal().apply(tree, tokens), prompts, 4)
-    np.testing.assert_array_equal(pipe.generate(variables, prompts, 4, prefill=3), expected)
-
-
-class Looks(nn.Module):
-    """A model that counts its tokens, but for the one of its blocks that looks at all of them without a cache."""
-
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = embed()(tokens)
-        if self.decode:
-            counter = self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
-            x, counter.value = x * counter.value, counter.value + 1
-        x = x + nn.Dense(WIDTH, param_dtype=jnp.float64)(x)
-        x = x + nn.Dense(WIDTH, param_dtype=jnp.float64)(jnp.cumsum(x, 1))
-        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x)
-
-
-def test_pieces_that_look_at_other_tokens_without_a_cache_are_named():
-    pipe, variables = pipeline(Looks(), num_stages=3)
-    with pytest.warns(UserWarning, match=r"layer \d \(Dense_1\) looks at other tokens"):
-        pipe.generate(variables, np.zeros((4, 3), np.int32), 2)
 
 
 class Watched(nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,32 +91,76 @@ def nnx_filled(layer: Any, item: dict[str, Any]) -> nnx.Module:
     return nnx.merge(graphdef, *states)
 
 
+def call(module: Any, method: Any, item: Any, arguments: tuple, key: Any, train: bool) -> tuple[Any, Any]:
+    """(outputs, new state) of one layer with its own key."""
+    if isinstance(module, nn.Module):
+        return module.apply(
+            item,
+            *arguments,
+            rngs={"dropout": key, "params": jax.random.fold_in(key, 1)} if train else None,
+            mutable=[name for name in item if name != "params"] if train else [],
+            method=method,
+            **_mode(getattr(type(module), method) if method else type(module).__call__, train),
+        )
+    if is_nnx(module):
+        return _call_nnx(module, method, item, arguments, key, train)
+    function = method or (module.apply if isinstance(module, jpipe.Layer) else module)
+    options = _mode(function, train)
+    if not isinstance(module, jpipe.Layer):
+        return function(*arguments, **options), {}
+    if "key" in inspect.signature(function).parameters:
+        options["key"] = key if train else None
+    return function(item, *arguments, **options), {}
+
+
+def _mode(function: Any, train: bool) -> dict[str, bool]:
+    try:
+        return {"train": train} if "train" in inspect.signature(function).parameters else {}
+    except ValueError:  # of jax.numpy, some have no signature
+        return {}
+
+
+def _call_nnx(layer: Any, method: Any, item: Any, arguments: tuple, key: Any, train: bool) -> tuple[Any, Any]:
+    module = nnx_filled(layer, jax.tree.map(jnp.asarray, item))
+    streams = nnx.state(module, nnx.RngState)
+    number, filled = 0, []
+    for path, variable in nnx.to_flat_state(streams):
+        if isinstance(variable, nnx.RngKey):
+            filled.append((path, variable.replace(jax.random.fold_in(key, number))))
+            number += 1
+        else:
+            filled.append((path, variable.replace(jnp.zeros((), jnp.uint32))))
+    if filled:
+        nnx.update(module, nnx.from_flat_state(filled))
+    module.train() if train else module.eval()
+    outputs = (getattr(module, method) if method else module)(*arguments)
+    stats = nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
+    return outputs, ({"batch_stats": stats} if stats and train else {})
+
+
+def shapes_of(module: Any, method: Any, arguments: tuple) -> Any:
+    """Shapes of a layer's variables: its own library says them, nothing is compiled."""
+    key = jax.random.key(0)
+    if isinstance(module, nn.Module):
+        options = _mode(getattr(type(module), method) if method else type(module).__call__, False)
+        return jax.eval_shape(functools.partial(module.init, method=method, **options), key, *arguments)
+    if isinstance(module, jpipe.Layer):
+        return jax.eval_shape(module.init, key, *arguments)
+    if not is_nnx(module):
+        return {}
+    _, params, stats, _ = nnx_parts(module)
+    states = {"params": nnx.to_pure_dict(params), "batch_stats": nnx.to_pure_dict(stats)}
+    return {name: tree for name, tree in states.items() if tree}
+
+
 def call_layer(layer: Any, item: Any, x: Any) -> Any:
     """One layer in evaluation mode."""
-    arguments = x if type(x) is tuple else (x,)
-    if isinstance(layer, nn.Module):
-        return layer.apply(item, *arguments)
-    if isinstance(layer, jpipe.Layer):
-        return layer.apply(item, *arguments)
-    if is_nnx(layer):
-        module = nnx_filled(layer, item)
-        module.eval()
-        return module(*arguments)
-    return layer(*arguments)
+    return call(layer, None, item, x if type(x) is tuple else (x,), None, False)[0]
 
 
 def init_layer(layer: Any, rng: np.random.Generator, x: Any) -> Any:
-    """Random variables of one layer: its own library says their shapes, nothing is compiled."""
-    arguments = x if type(x) is tuple else (x,)
-    key = jax.random.key(0)
-    if isinstance(layer, nn.Module | jpipe.Layer):
-        shapes = jax.eval_shape(layer.init, key, *arguments)
-    elif is_nnx(layer):
-        _, params, stats, _ = nnx_parts(layer)
-        states = {"params": nnx.to_pure_dict(params), "batch_stats": nnx.to_pure_dict(stats)}
-        shapes = {name: tree for name, tree in states.items() if tree}
-    else:
-        return {}
+    """Random variables of one layer."""
+    shapes = shapes_of(layer, None, x if type(x) is tuple else (x,))
     return jax.tree.map(lambda a: (rng.standard_normal(a.shape) * 0.4 + 0.1).astype(a.dtype), shapes)
 
 

@@ -73,10 +73,6 @@ class Case:
     options: dict[str, Any]
     names: list[str]
 
-    @property
-    def num_microbatches(self) -> int:
-        return self.options["num_microbatches"]
-
     def make_mesh(self) -> Mesh:
         """The mesh on this process's devices."""
         shape, names = self.mesh
@@ -353,38 +349,29 @@ def make_pipe(case: Case, mesh: Mesh) -> jpipe.Pipeline:
     return jpipe.Pipeline(case.layers, case.loss_fn, mesh=mesh, loss_over="microbatch", **options)
 
 
-def truth_of(case: Case, seed: int) -> tuple[list, tuple, tuple]:
-    """Variables by layer, (loss, gradients, state) and (outputs, loss in evaluation), by plain Flax.
-
-    The layers of the case are those for the reference.
-    """
-    part = take_microbatch(case.batch, 0, case.num_microbatches)
-    items = sequential.own_items(case.layers, sequential.random_items(case.layers, part, seed))
-    common = (case.layers, items, case.loss_fn, case.batch)
-    m = case.num_microbatches
-    found = sequential.truth(*common, key=jax.random.key(KEY), m=m, rate=RATE)
-    return items, found, sequential.evaluation_by_microbatch(*common, m)
-
-
 def check(seed: int) -> int:
-    """Compares the case of a seed with its reference; the number of comparisons.
+    """Compares the case of a seed with plain Flax; the number of leaves that were compared.
 
     Raises:
       AssertionError: something differs; the case is described.
     """
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        alive("reference")
-        with nnx.use_eager_sharding(False):  # there is no mesh
-            truths = truth_of(make_case(seed, plain=True), seed)
         try:
-            return check_case(make_case(seed), *truths)
+            return _check(make_case(seed, plain=True), make_case(seed), seed)
         finally:
             jax.clear_caches()
 
 
-def check_case(case: Case, items: list, expected: tuple, evaluated: tuple) -> int:
-    """Compares a case with what `truth_of` gave for it; the number of leaves that were compared."""
-    (loss, grads, states), (outputs, evaluation) = expected, evaluated
+def _check(plain: Case, case: Case, seed: int) -> int:
+    """Compares a case with the one whose layers know no mesh."""
+    alive("reference")
+    with nnx.use_eager_sharding(False):  # there is no mesh
+        m = plain.options["num_microbatches"]
+        items = sequential.random_items(plain.layers, take_microbatch(plain.batch, 0, m), seed)
+        items = sequential.own_items(plain.layers, items)
+        common = (plain.layers, items, plain.loss_fn, plain.batch)
+        loss, grads, states = sequential.truth(*common, key=jax.random.key(KEY), m=m, rate=RATE)
+        outputs, evaluation = sequential.evaluation_by_microbatch(*common, m)
     mesh, count = case.make_mesh(), 0
 
     def compare(what: str, found: Any, expected: Any) -> None:

@@ -6,7 +6,6 @@ What a case returns has to be the same in all processes, and equal to what one p
 import argparse
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,26 +135,6 @@ def there_and_back() -> Any:
     return {"before": whole(items), "after": whole(found), "differ": message, "split": any(split)}
 
 
-def ready_modules() -> Any:
-    """Modules whose parameters are global arrays of which this process has a part."""
-    first = jpipe.Pipeline(
-        [lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)],
-        lambda y, _: y.mean(),
-        num_stages=4,
-        num_microbatches=2,
-        balance="even",
-        mesh=mesh_of({"stage": 4}, "first"),
-    )
-    x = np.ones((4, WIDTH), np.float32)
-    variables = first.init(jax.random.key(1), x)
-    sizes = {"num_stages": 2, "num_microbatches": 2}
-    mesh = mesh_of({"stage": 2, "data": 2}, "first")
-    modules = first.modules(variables)
-    second = jpipe.Pipeline(modules, lambda y, _: y.mean(), **sizes, balance="even", mesh=mesh)
-    expected, found = first.layer_variables(variables), second.layer_variables(second.init(jax.random.key(9), x))
-    return {"expected": whole(expected), "found": whole(found)}
-
-
 def resumed() -> Any:
     """A run of one process, saved in `OUT`, goes on in several, under another layout, and is saved again."""
     truth, tx = model("linen", "float32"), optax.adamw(1e-2)
@@ -208,22 +187,6 @@ class Product(nn.Module):
     @nn.compact
     def __call__(self, x):
         return jnp.tanh(nn.Dense(WIDTH)(x)), None
-
-
-def profiled() -> Any:
-    """What a step's time goes into; the same times in all processes, though each has a clock of its own."""
-    # Large enough that the step is taken apart on a busy machine, too.
-    layers, rows = [nn.Dense(512) for _ in range(6)], np.ones((2048, 512), np.float32)
-    mesh = mesh_of({"stage": 2, "data": 2}, "first")
-    pipe = jpipe.Pipeline(
-        layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, mesh=mesh, balance="even"
-    )
-    batch = pipe.place(own_rows(pipe, rows))
-    state = pipe.create_state(jax.random.key(3), batch, optax.sgd(1e-2))
-    profile = jpipe.profile(pipe, state, batch, rounds=3)
-    numbers = {name: getattr(profile, name) for name in ("slices", "step", "contention", "noise")}
-    findings = [finding.text for finding in profile.findings]
-    return numbers | {"findings": findings, "text": str(profile).partition("A training step, by")[0]}
 
 
 def error_of(function: Callable[[], Any]) -> str:
@@ -328,9 +291,7 @@ CASES: dict[str, Case] = {
     "training": training,
     "own loop": own_loop,
     "there and back": there_and_back,
-    "ready modules": ready_modules,
     "resumed": resumed,
-    "profiled": profiled,
     "errors": errors,
     "late": late,
     "whole model": whole_model,
@@ -348,19 +309,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--timeout", type=float, default=60)
     parser.add_argument("cases", nargs="*")
     options = parser.parse_args()
     OUT = options.out
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     found = {}
-    try:
-        address, waits = f"127.0.0.1:{options.port}", {"timeout": options.timeout, "heartbeat_timeout": 10}
-        first = jpipe.initialize(address, options.processes, options.index, **waits)
-    except RuntimeError as error:
-        (options.out / f"{options.index}.pickle").write_bytes(pickle.dumps({"initialize": str(error)}))
-        sys.exit(3)
+    address, waits = f"127.0.0.1:{options.port}", {"timeout": 60, "heartbeat_timeout": 10}
+    first = jpipe.initialize(address, options.processes, options.index, **waits)
     assert first == (options.index == 0)
     for name in options.cases:
         begin = time.monotonic()

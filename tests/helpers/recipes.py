@@ -25,37 +25,23 @@ MESHES = {
     "fsdp and tp": ((2, 2, 2), ("stage", "fsdp", "tp")),
 }
 MODELS: dict[str, tuple[str, str, str]] = {
-    "dense": ("features", "dense, norm, activation, dense, dense", "mean"),
-    "weighted loss": ("features", "dense, activation, dense, dense", "weighted"),
     "scalar": ("features", "put zero, dense, use_beside, activation, dense, norm", "mean"),
-    "two scalars": ("tokens", "put aux, dense, put aux, attention, use_beside, dense", "weighted"),
-    "unbatched leaf": ("features", "put bias, dense, activation, use_beside, dense", "mean"),
-    "flat buffer": ("features", "dense, reshapes, dense", "mean"),
-    "scalar in a flat buffer": ("features", "put zero, use_beside, reshapes, use_beside, dense", "mean"),
     "unbatched leaf in a flat buffer": ("features", "put bias, dense, reshapes, use_beside, dense", "mean"),
-    "time-major": ("tokens", "to time, dense, activation, recurrent, norm, dense", "mean"),
-    "folded": ("tokens", "attention, to folded, dense, activation, dense, to sequence, dense", "mean"),
     "time-major, folded": ("tokens", "to time, dense, to time folded, dense, norm, to time, dense", "weighted"),
     "attention": ("tokens", "attention, norm, dense, attention, norm, dense", "mean"),
     "fused attention": ("tokens", "fused_attention, norm, fused_attention, split_block", "mean"),
     "masked attention": ("tokens", "masked, dense, masked, norm, dense", "weighted"),
-    "RNN": ("tokens", "recurrent, dense, recurrent, to features, dense", "mean"),
     "convolution": ("image", "convolution, activation, convolution, to features, dense", "mean"),
-    "nnx convolution": ("image", "nnx_convolution, activation, nnx_batch_norm, to features, dense", "mean"),
     "pools": ("image", "pool, convolution, pool, activation, to features, dense", "mean"),
     "BatchNorm": ("image", "batch_norm, convolution, batch_norm, activation, to features, batch_norm", "mean"),
     "BatchNorm over data": ("features", "batch_norm_over_data, dense, batch_norm_over_data, dense", "mean"),
     "dropout": ("tokens", "dropout, attention, dropout, dense, dropout", "mean"),
-    "skip": ("features", "stash dense, activation, dense, norm, pop, dense", "mean"),
     "skip with a scalar": ("features", "put aux, stash dense, activation, dense, pop, dense", "mean"),
     "shared": ("features", "use_shared, activation, use_shared, dense, use_shared", "mean"),
     "tied": ("tokens", "attention, norm, dense, attend", "mean"),
-    "centred": ("features", "dense, centred, dense, centred, dense", "mean"),
     "contrastive layer": ("features", "dense, contrasted, dense, contrasted, dense", "mean"),
-    "contrastive loss": ("features", "dense, norm, activation, dense", "contrastive"),
     "load balance": ("tokens", "put aux, dense, use_beside, attention, dense", "balance"),
     "split": ("features", "split_block, norm, split_block, split_block", "mean"),
-    "split nnx": ("features", "nnx_split, activation, nnx_split, nnx_split", "mean"),
     "constrained": ("tokens", "split_block, constrained, attention, constrained, split_block", "mean"),
     "plain layers": ("features", "plain_layer, nnx_ready, plain_layer, nnx_factory, narrow_dense", "mean"),
 }
@@ -122,11 +108,13 @@ def inspect(name: str, mesh_name: str) -> dict[str, Any]:
 
     Returns:
       "intruders", collectives that could wait for ever, as text; "largest", bytes of the largest in a loop but for
-      the executor's; "gradient", bytes of a matrix's gradient on one device, which it should be less than.
+      the executor's; "sent", how many the executor's are; "gradient", bytes of a matrix's gradient on one device, which
+      the largest should be less than.
     """
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         alive("compile")
         text, mesh, gradient = compiled_text(name, mesh_name)
     jax.clear_caches()
     found = [str(c) for c in collectives.intruders(text, mesh)]
-    return {"intruders": found, "largest": collectives.largest_in_loops(text, mesh), "gradient": gradient}
+    sent = sum(collectives.by_the_executor(c, mesh) for c in collectives.read(text))
+    return {"intruders": found, "largest": collectives.largest_in_loops(text, mesh), "gradient": gradient, "sent": sent}

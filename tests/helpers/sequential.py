@@ -5,17 +5,15 @@ Layers are linen modules, nnx modules and factories, `jpipe.Layer` and functions
 """
 
 import functools
-import inspect
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import jpipe
-from cases import is_nnx, mean_loss, nnx_filled, nnx_parts, params_of, take_microbatch
+from cases import call, params_of, shapes_of, take_microbatch
 from jpipe.layers.base import Shared, Use
 from jpipe.layers.connections import Marked
 
@@ -63,53 +61,6 @@ def called_with(mark: Marked, x: Any, kept: dict, batch: Any) -> tuple:
     return (x, *extra) if extra else x if type(x) is tuple else (x,)
 
 
-def call(module: Any, method: Any, item: Any, arguments: tuple, key: Any, train: bool) -> tuple[Any, Any]:
-    """(outputs, new state) of one layer with its own key."""
-    if isinstance(module, nn.Module):
-        return module.apply(
-            item,
-            *arguments,
-            rngs={"dropout": key, "params": jax.random.fold_in(key, 1)} if train else None,
-            mutable=[name for name in item if name != "params"] if train else [],
-            method=method,
-            **_mode(getattr(type(module), method) if method else type(module).__call__, train),
-        )
-    if is_nnx(module):
-        return _call_nnx(module, method, item, arguments, key, train)
-    function = method or (module.apply if isinstance(module, jpipe.Layer) else module)
-    options = _mode(function, train)
-    if not isinstance(module, jpipe.Layer):
-        return function(*arguments, **options), {}
-    if "key" in inspect.signature(function).parameters:
-        options["key"] = key if train else None
-    return function(item, *arguments, **options), {}
-
-
-def _mode(function: Any, train: bool) -> dict[str, bool]:
-    try:
-        return {"train": train} if "train" in inspect.signature(function).parameters else {}
-    except ValueError:  # of jax.numpy, some have no signature
-        return {}
-
-
-def _call_nnx(layer: Any, method: Any, item: Any, arguments: tuple, key: Any, train: bool) -> tuple[Any, Any]:
-    module = nnx_filled(layer, jax.tree.map(jax.numpy.asarray, item))
-    streams = nnx.state(module, nnx.RngState)
-    number, filled = 0, []
-    for path, variable in nnx.to_flat_state(streams):
-        if isinstance(variable, nnx.RngKey):
-            filled.append((path, variable.replace(jax.random.fold_in(key, number))))
-            number += 1
-        else:
-            filled.append((path, variable.replace(jax.numpy.zeros((), jax.numpy.uint32))))
-    if filled:
-        nnx.update(module, nnx.from_flat_state(filled))
-    module.train() if train else module.eval()
-    outputs = (getattr(module, method) if method else module)(*arguments)
-    stats = nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
-    return outputs, ({"batch_stats": stats} if stats and train else {})
-
-
 def run(layers: list, items: list, batch: Any, *, key: Any, microbatch: int, train: bool) -> tuple[Any, list]:
     """(outputs, each layer's new state) of one micro-batch."""
     x, kept, states = batch["inputs"], {}, []
@@ -137,27 +88,13 @@ def random_items(layers: list, batch: Any, seed: int) -> list:
     for layer in layers:
         mark, module, method, _ = parts(layer)
         arguments = called_with(mark, x, kept, batch)
-        items.append(jax.tree.map(value, _shapes(module, method, arguments)))
+        items.append(jax.tree.map(value, shapes_of(module, method, arguments)))
         of_first_use = own_items(layers[: len(items)], items)[-1]
         forward = functools.partial(call, module, method, key=jax.random.key(0), train=False)
         x = jax.eval_shape(lambda item, arguments, f=forward: f(item, arguments)[0], of_first_use, arguments)
         if mark.stashes:
             kept[mark.stashes] = x
     return items
-
-
-def _shapes(module: Any, method: Any, arguments: tuple) -> Any:
-    key = jax.random.key(0)
-    if isinstance(module, nn.Module):
-        options = _mode(getattr(type(module), method) if method else type(module).__call__, False)
-        return jax.eval_shape(functools.partial(module.init, method=method, **options), key, *arguments)
-    if isinstance(module, jpipe.Layer):
-        return jax.eval_shape(module.init, key, *arguments)
-    if not is_nnx(module):
-        return {}
-    _, params, stats, _ = nnx_parts(module)
-    states = {"params": nnx.to_pure_dict(params), "batch_stats": nnx.to_pure_dict(stats)}
-    return {name: tree for name, tree in states.items() if tree}
 
 
 def truth(layers: list, items: list, loss_fn: Any, batch: Any, *, key: Any, m: int, rate: float) -> Any:
@@ -219,12 +156,7 @@ def pooled(item: Any, states: list, rate: float) -> Any:
 
 def evaluation(layers: list, items: list, loss_fn: Any, batch: Any) -> tuple[Any, Any]:
     """(outputs, loss) in evaluation mode."""
-
-    def forward(items: list, batch: Any) -> tuple[Any, Any]:
-        outputs, _ = run(layers, items, batch, key=jax.random.key(0), microbatch=0, train=False)
-        return outputs, mean_loss(loss_fn(outputs, batch))
-
-    return jax.jit(forward)(items, batch)
+    return evaluation_by_microbatch(layers, items, loss_fn, batch, 1)
 
 
 def evaluation_by_microbatch(layers: list, items: list, loss_fn: Any, batch: Any, m: int) -> tuple[Any, Any]:

@@ -5,7 +5,6 @@ As in `tunix_llama`, tunix is imported in functions only.
 
 import contextlib
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,6 @@ from timed import alive
 from tunix_llama import SIZE, STEPS, Instead, load_example, wide
 
 LENGTH, NEW = 5, 9
-LORA = {"rank": 3, "alpha": 5.0}
 
 
 @contextlib.contextmanager
@@ -80,51 +78,6 @@ def check(shape: list[int], tied: bool, rows: int, chosen: dict[str, Any]) -> in
         mesh = Mesh(np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape), ("stage", "fsdp", "tp"))
         chosen = {"num_stages": shape[0], "num_microbatches": 4, "mesh": mesh, **chosen}
         return compare(example, example.make_pipeline(config, **chosen), model, config, rows)
-
-
-def with_lora() -> int:
-    """Tokens of blocks that have low-rank changes too, which aren't merged."""
-    example, lora = load_example("llama_decoding"), load_example("lora")
-    with decoding_wide(example):
-        config, model = small(example, tied=False)
-        layers = example.make_layers(config, lora_blocks(lora, example.Block))
-        frozen = [jpipe.freeze(layer, lambda path: "lora" not in path) for layer in layers]
-        tokens_of = lambda batch: batch["input_tokens"]
-        pipe = jpipe.Pipeline(frozen, None, inputs=tokens_of, num_stages=2, num_microbatches=2)
-        return compare(example, pipe, scattered(lora.with_lora(model, nnx.Rngs(0), **LORA)), config, 4)
-
-
-def lora_blocks(lora: Any, kind: Any) -> Any:
-    """What makes blocks with the `nnx.LoRAParam`s that qwix gives them."""
-    provider, kinds = lora.qwix.LoraProvider(module_path=lora.CHANGED, **LORA), []
-
-    def make(config: Any, *, rngs: nnx.Rngs) -> nnx.Module:
-        batch = {"positions": jnp.zeros((1, 2), jnp.int32), "attention_mask": jnp.ones((1, 2, 2), bool)}
-        x = jnp.zeros((1, 2, config.embed_dim))  # qwix calls a module once to see what it computes
-        block = lora.qwix.apply_lora_to_model(kind(config, rngs=rngs), provider, x, batch, rngs=rngs)
-        kinds.append(type(block))
-        block.__class__ = kinds[0]  # qwix makes a class for each block, but layers of one class are compiled once
-        return block
-
-    return make
-
-
-def in_one_call() -> list[int]:
-    """A block called with all tokens, with some and then the others, and with one after the other: the same."""
-    example = load_example("llama_decoding")
-    with decoding_wide(example):
-        config, _ = small(example, tied=False)
-        x = jnp.asarray(np.random.default_rng(2).normal(size=(3, LENGTH, config.embed_dim)))
-        tokens = np.zeros((3, LENGTH), np.int32)
-        block = scattered(example.Block(config, rngs=nnx.Rngs(0)))
-        wanted = block(x, example.llama.make_batch(tokens))
-        block.set_attributes(decode=True, raise_if_not_found=False)
-        for cuts in ([LENGTH], [2, LENGTH], range(1, LENGTH + 1)):
-            block.init_cache((3, LENGTH + 2, config.embed_dim), x.dtype)
-            found = [block(x[:, start:stop], None) for start, stop in pairwise([0, *cuts])]
-            np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-12, atol=1e-12)
-            assert int(block.place[...]) == LENGTH
-        return list(wanted.shape)
 
 
 def printed(*arguments: str) -> str:

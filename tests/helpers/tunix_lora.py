@@ -108,20 +108,6 @@ def trained() -> int:
         return assert_close(example, (losses, of_lora(after)), (exact, wanted), 1e-12)
 
 
-def held() -> dict[str, list[int]]:
-    """Elements of (variables by collection, gradients, the optimiser's state) of all devices, with LoRA and without."""
-    example = load_example("lora")
-    config, _, (batch, *_) = small(example)
-    count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
-    found = {}
-    whole = example.llama.make_pipeline(config, num_stages=4, num_microbatches=4)
-    for name, pipe in {"all": whole, "lora": make_pipeline(example, config, [4, 1, 1], {})}.items():
-        state = pipe.abstract_state(batch, optax.adamw(1e-2))
-        _, grads = jax.eval_shape(pipe.value_and_grad, state.variables, batch)
-        found[name] = [count(state.variables["params"]), count(grads), count(state.opt_state), count(state.variables)]
-    return found
-
-
 def merged() -> int:
     """What tunix merges and reads against W + A B alpha / rank, and its logits against the pipeline's, in float64."""
     example = load_example("lora")
@@ -137,15 +123,6 @@ def merged() -> int:
         logits, _ = pipe.apply(pipe.from_model_variables(tree, batch), batch)
         of_tunix, _ = read(batch["input_tokens"], batch["positions"], None, batch["attention_mask"])
         return assert_close(example, (got, of_tunix), (wanted, np.asarray(logits)), 1e-12)
-
-
-def refused() -> str:
-    """What the example's own check says of two arrays that differ."""
-    try:
-        load_example("lora").check("These are equal", np.ones(2), np.array([1.0, 2.0]))
-    except SystemExit as error:
-        return str(error)
-    return ""
 
 
 def plain(tree: Any) -> Any:

@@ -126,25 +126,6 @@ def test_whatever_strangers_say_the_processes_meet(said):
                 stranger.close()
 
 
-def test_strangers_without_end_do_not_keep_it_beyond_its_time():
-    port, begin, is_over = free_port(), time.monotonic(), threading.Event()
-
-    def crowd():
-        while not is_over.is_set():
-            with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n")
-
-    thread = threading.Thread(target=crowd)
-    thread.start()
-    try:
-        with pytest.raises(RuntimeError, match=r"processes \[1\] of 2 did not come"):
-            gather(port, 2, 1)
-    finally:
-        is_over.set()
-        thread.join()
-    assert time.monotonic() - begin < 5
-
-
 # --- processes meet ---------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ import pytest
 import jpipe
 from jpipe.processes import progress
 from jpipe.processes.progress import compiles, first_call, task, warn_user
-from terminals import Streams, Terminal, display_of_a_user, lines_on, shown_on, wait_for, without_codes
+from terminals import Streams, display_of_a_user, lines_on, shown_on, wait_for, without_codes
 
 CALLS = "def inner():\n    warn_user('mine')\n\ndef outer():\n    inner()\n"
 
@@ -81,18 +81,6 @@ def test_a_pipeline_shows_what_takes_long_and_nothing_else(terminal, soon, tasks
     forward = "(3 groups of layers, forward, K=2, M=2)"
     whats = [f"the loss {forward}", f"the forward pass {forward}", f"loss and gradients {shape}"]
     assert found == [f"compiling {what}" for what in whats]
-
-
-def test_nothing_compiles_under_a_jit_of_the_users(terminal, soon, tasks):
-    pipe = make_pipe()
-    variables = pipe.init(jax.random.key(0), BATCH)
-    tasks.clear()
-    outputs = jax.jit(pipe.apply)(variables, BATCH)
-    jax.jit(pipe.value_and_grad).lower(variables, BATCH)
-    assert not [
-        task.description for task in tasks if "compiling" in task.description or "first run" in task.description
-    ]
-    np.testing.assert_array_equal(outputs, pipe.apply(variables, BATCH))
 
 
 def test_without_a_terminal_nothing_waits_for_the_first_step(monkeypatch):
@@ -184,15 +172,6 @@ def test_it_can_be_switched_off_and_on(terminal, soon, monkeypatch):
         jpipe.show_progress("off")
 
 
-@pytest.mark.parametrize("stream", [None, Terminal()], ids=["none", "closed"])
-def test_it_is_quiet_without_stderr(stream, monkeypatch):
-    if stream is not None:
-        stream.close()
-    monkeypatch.setattr(progress, "sys", Streams(stream))
-    with task("working"):
-        pass
-
-
 @pytest.mark.parametrize("where", ["FORCE_COLOR", "TTY_COMPATIBLE", "dumb", "another process"])
 def test_it_is_quiet_elsewhere(where, terminal, monkeypatch, soon):
     """In files and pipes, even coloured ones, on terminals that move no cursor, and in other processes."""
@@ -268,11 +247,3 @@ def test_a_terminal_sees_the_compilation():
     assert any(
         line.startswith("compiling the training step (3 groups of layers, 1f1b, K=2, M=2) ... ") for line in lines
     )
-
-
-@pytest.mark.slow
-def test_a_pipe_or_a_terminal_without_progress_sees_nothing():
-    assert seen_in_terminal(JPIPE_PROGRESS="0") == ""
-    with run_program(subprocess.PIPE, FORCE_COLOR="1") as process:
-        out, error = process.communicate()
-    assert (out, without_logs(error)) == ("trained\n", "")
