@@ -51,15 +51,6 @@ def loss_fn(outputs, batch):
     return (outputs**2).mean()
 
 
-@pytest.mark.usefixtures("float64")
-def test_arrays_are_data_and_other_values_stay():
-    arguments = jpipe.Arguments(jnp.ones(2), [None, "gelu"], mask=jnp.zeros(3), scale=0.5)
-    assert [leaf.shape for leaf in jax.tree.leaves(arguments)] == [(2,), (3,)]
-    positional, keywords = jax.tree.map(lambda leaf: leaf.shape, arguments).both
-    assert positional == ((2,), [None, "gelu"]) and keywords == {"mask": (3,), "scale": 0.5}
-    assert repr(jax.tree.map(lambda leaf: 0, arguments)) == "Arguments(0, [None, 'gelu'], mask=0, scale=0.5)"
-
-
 @pytest.mark.filterwarnings("ignore:Scaled holds a Dropout")  # the user turned it off
 @pytest.mark.parametrize("model", [Scaled(), lambda rngs: NnxScaled(rngs)], ids=["linen", "nnx"])
 @pytest.mark.usefixtures("float64")

@@ -81,10 +81,8 @@ INTERLEAVED = {"num_chunks": 2, "schedule": "interleaved"}
 @pytest.mark.parametrize(
     ("options", "fsdp"),
     [
-        pytest.param({"num_microbatches": 4}, None, marks=pytest.mark.slow),
-        pytest.param(INTERLEAVED | {"num_microbatches": 2, "remat": "none"}, None, marks=pytest.mark.slow),
+        (INTERLEAVED | {"num_microbatches": 2, "remat": "none"}, None),
         ({"num_microbatches": 2, "gather": "use"}, 2),
-        pytest.param({"num_microbatches": 2, "shard_over": "fsdp"}, 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -178,7 +176,6 @@ def misspelt(path):
     [
         (lambda: jpipe.freeze(jpipe.Shared(nn.Dense(3))), r"freeze what is in it: jpipe.Shared\(jpipe.freeze"),
         (lambda: jpipe.freeze(jpipe.freeze(nn.Dense(3))), "frozen already; pass one `where`"),
-        (lambda: jpipe.freeze([nn.Dense(3)]), "takes one layer; freeze each"),
         (lambda: jpipe.freeze(nn.Dense(3), "lora"), "where='lora' is not callable"),
         (lambda: jpipe.freeze(nn.Dense(3), misspelt), r"parameter that `where` of .* names; .* \['bias', 'kernel'\]"),
         (lambda: jpipe.freeze(Own(writes=False)), r"layer 0 \(Own\) has a collection 'frozen' of its own"),
@@ -211,24 +208,6 @@ def test_empty_places_among_the_parameters_stay():
     variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
     assert pipe.layer_variables(variables)[0].keys() == {"w", "norm", "b"}
     pipe.value_and_grad(variables, jnp.ones((2, 3)))
-
-
-def test_shared_bools_stay_bools():
-    class Masked(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            mask = self.variable("masks", "of", lambda: jnp.asarray([True, False, True])).value
-            return jnp.where(mask, x, nn.Dense(3)(x))
-
-    layer, rules = jpipe.Shared(Masked()), {"masks": "keep"}
-    pipe = jpipe.Pipeline([layer, layer], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1, merge=rules)
-    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
-    pipe.value_and_grad(variables, jnp.ones((2, 3)))
-
-
-def test_connections_go_through():
-    read = jpipe.freeze(jpipe.reads(Adapted(), lambda batch: batch["mask"]))
-    assert read.layer == jpipe.freeze(Adapted()) and read.read is not None
 
 
 @pytest.mark.parametrize("layer", [Adapted(), lambda rngs: AdaptedNnx(rngs)], ids=["linen", "nnx"])

@@ -18,7 +18,6 @@ from jpipe.tools.chips import (
     Network,
     chip_of,
     measure_chip,
-    mesh_of_nowhere,
     parse_topology,
     stand_ins_of,
 )
@@ -60,11 +59,6 @@ def test_peaks_are_those_of_clock_and_matrix_units(name, products):
     assert CHIPS[name].flops == pytest.approx(products * 2 * 128**2 * CHIPS[name].clock, rel=0.01)
 
 
-def test_tiles_and_vector_memories_are_those_that_jax_knows():
-    known = {"v2": (128, 16), "v3": (128, 16), "v5e": (128, 128), "v6e": (256, 128)}  # of a core, MiB
-    assert {name: (CHIPS[name].tile, CHIPS[name].on_chip * 2 >> 20) for name in known} == known
-
-
 @pytest.mark.parametrize(
     ("name", "lanes_rate"), [("v5e", 8e9), ("v5p", 16e9), ("v6e", 32e9), ("a100", 16e9), ("h100", 32e9), ("b200", 32e9)]
 )
@@ -102,17 +96,6 @@ def test_hosts_of_gpus():
     assert [device.process_index for device in parse_topology("h100:2x3").stand_ins()] == [0, 0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match=r"topology='h200:16' has 16 GPUs in a host, .*; pass .* such as h200:2x8"):
         parse_topology("h200:16")
-
-
-@needs_gpu_compiler
-def test_gpus_compile_without_a_device():
-    devices = parse_topology("h100:2x4").devices()
-    assert [device.device_kind for device in devices] == ["NVIDIA H100 80GB HBM3"] * 8
-    assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
-    assert chip_of(devices[0]) == CHIPS["h100"]
-    for device, other in zip(devices, parse_topology("h100:2x4").stand_ins(), strict=True):
-        for name in ("id", "process_index", "platform", "device_kind"):
-            assert getattr(device, name) == getattr(other, name)
 
 
 @needs_tpu_compiler
@@ -182,12 +165,6 @@ def test_axes_that_leave_a_host_have_its_adapters(sizes, hop, data, tensor):
     assert found.bandwidth(["data"], "all_to_all") == min(data, ADAPTER if data < LINKS else LINKS)
 
 
-def test_a_ring_along_several_axes_has_the_adapters_of_all_its_devices_on_a_host():
-    found = network("h100:2x8", stage=1, data=4, tensor=4)
-    assert found.bandwidth(["data"]) == 2 * ADAPTER
-    assert found.bandwidth(["data", "tensor"]) == 8 * ADAPTER
-
-
 def test_devices_at_hand_that_are_no_slices_are_one_host():
     mesh = make_mesh(stage=2, data=2, devices=jax.devices()[:4])
     assert hop_of(Network.of(CHIPS["v5e"], mesh)) == CHIPS["v5e"].link_bandwidth
@@ -231,9 +208,3 @@ def test_a_device_is_measured():
     assert 1e7 < chip.memory_bandwidth < 1e13
     assert 2**20 < chip.memory < 2**50
     assert chip.clock is None and chip.name == jax.devices()[0].device_kind
-
-
-def test_a_mesh_needs_no_devices():
-    mesh = mesh_of_nowhere({"stage": 64, "data": 32})
-    assert mesh.size > len(jax.devices())
-    assert dict(mesh.shape) == {"stage": 64, "data": 32}

@@ -1,7 +1,5 @@
 """Programs as text: loops, cycles, transfers, groups of devices; and programs compiled for chips that aren't there."""
 
-from dataclasses import replace
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,15 +14,12 @@ from compiled_transfers import (
     counted,
     has_products,
     host_stops,
-    transfer_seconds,
     transfers,
-    turn_in_time,
 )
 from gpu_program import compile_with_text, kernels, needs_gpu_compiler
-from jpipe.partitioner.users_mesh import Torus
-from jpipe.tools.chips import CHIPS, Network, parse_topology
+from jpipe.tools.chips import CHIPS, parse_topology
 from jpipe.tools.compiled_program import Loop, Operation, count_cycles, read
-from tpu_program import large_moves, largest_move, needs_tpu_compiler, num_bytes
+from tpu_program import needs_tpu_compiler, num_bytes
 
 PROGRAM = """HloModule step
 
@@ -63,12 +58,6 @@ def test_a_permute_knows_what_runs_between_its_start_and_its_end():
     (permute,) = transfers(ticks)
     assert [loop.name for loop in permute.loops] == ["F"]
     assert num_bytes(permute.operation) == 2048
-
-
-def test_what_only_moves_is_told_by_its_size():
-    assert largest_move(read(PROGRAM)) == 2048
-    assert not large_moves(read(PROGRAM), 2048)
-    assert large_moves(read(PROGRAM), 2047)[0].startswith("copy of 2,048 bytes in ticks")
 
 
 @needs_gpu_compiler
@@ -140,59 +129,6 @@ def test_a_program_without_ticks_is_no_step(step):
 
 
 # --- waits ------------------------------------------------------------------------------------------------------------
-
-
-MESH = Mesh(np.full((2, 4), jax.devices()[0]), ("stage", "model"))
-CHIP = replace(CHIPS["v5p"], clock=1.0, link_bandwidth=1.0)  # a byte takes a cycle, which is a second
-NETWORK = Network(CHIP, Torus("v5p", (("stage", 2), ("model", 4))))  # two links along `model`, one along `stage`
-
-TWO_LOOPS = """HloModule step
-
-%body (p: bf16[8,128]) -> bf16[8,128] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %ring = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
-  %back = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{1,0},{2,1},{3,2},{0,3}}
-  %same = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
-  %work = bf16[8,128]{1,0} fusion(%p), calls=%inner, backend_config={"estimated_cycles":"1500"}
-  %ring.done = bf16[8,128]{1,0} collective-permute-done(%ring)
-  %back.done = bf16[8,128]{1,0} collective-permute-done(%back)
-  %same.done = bf16[8,128]{1,0} collective-permute-done(%same)
-  ROOT %sum = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%inner
-}
-
-ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %hop = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,4},{4,0}}
-  %loop = bf16[8,128]{1,0} while(%p), condition=%c, body=%body
-  ROOT %hop.done = bf16[8,128]{1,0} collective-permute-done(%hop)
-}
-
-%inner (p: bf16[8,128]) -> bf16[8,128] {
-  ROOT %p = bf16[8,128]{1,0} parameter(0)
-}
-"""
-SIZE = 8 * 128 * 2
-
-
-def test_a_transfer_takes_the_time_of_its_bytes_on_its_links():
-    permutes = dict.fromkeys(["ring", "back", "same", "hop"], float(SIZE))
-    reduced = {"sum": 2 * SIZE * 3 / 4 / 2}
-    assert transfer_seconds(read(TWO_LOOPS), NETWORK, MESH) == permutes | reduced
-
-
-def test_what_work_leaves_of_a_transfer_is_waited_for():
-    """Two go at once, each its way; the third goes after the one before it; a sum has no start."""
-    program = read(TWO_LOOPS)
-    takes = transfer_seconds(program, NETWORK, MESH)
-    begun, transfers = turn_in_time(program.inner[0], takes, CHIP)
-    found = {one.name: (one.begin, one.end, one.waited, one.at) for one in transfers}
-    assert found == {
-        "ring": (0, SIZE, SIZE - 1500, "ring.done"),
-        "back": (0, SIZE, 0, "back.done"),
-        "same": (SIZE, 2 * SIZE, SIZE, "same.done"),
-        "sum": (2 * SIZE, 3.5 * SIZE - SIZE * 0.75, 0.75 * SIZE, "sum"),
-    }
-    assert next(at for at, operation in begun if operation.name == "work") == 0
 
 
 @needs_tpu_compiler

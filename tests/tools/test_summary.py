@@ -132,14 +132,6 @@ def notes_of(error):
     return getattr(error, "__notes__", [])
 
 
-def test_bytes_on_the_host_are_named():
-    pipe = small(offload="optimizer", mesh=jpipe.make_mesh(stage=2, devices=parse_topology("h100:2").stand_ins()))
-    size = predict_memory(pipe.planner, ROWS, TX)[1].total
-    assert size > 0
-    assert f"  and {bytes_in_words(size)} of its host; there JAX takes at most 64 GiB" in note(pipe.planner, ROWS, TX)
-    assert "of its host" not in note(small().planner, ROWS, TX)
-
-
 def test_the_first_step_that_finds_no_room_says_what_it_holds(terminal, soon):
     """A real error: XLA asks for 128 TiB. On a terminal a first step waits for its result, and raises in place."""
     pipe = small([dense(8), Huge(), dense(8), dense(8)])
@@ -229,10 +221,7 @@ MORE = ["more than 2 stages"]
         *[({}, part, "offload", []) for part in ("residuals", "optimizer")],
         *[(GPUS, part, "offload", [f'offload="{part}"']) for part in ("residuals", "optimizer")],
         (GPUS | {"remat": "full"}, "residuals", "offload", []),
-        *[
-            (GPUS | {"offload": ("boundaries", "optimizer")}, part, "offload", [])
-            for part in ("residuals", "optimizer")
-        ],
+        (GPUS | {"offload": ("boundaries", "optimizer")}, "optimizer", "offload", []),
         # What the schedule doesn't refuse.
         ({"remat": "none"}, "residuals", "remat", ['remat="layer"']),
         ({"remat": jax.checkpoint_policies.dots_saveable}, "residuals", "remat", ['remat="layer"']),
@@ -244,25 +233,6 @@ MORE = ["more than 2 stages"]
 def test_remedies_are_those_that_are_possible_and_not_chosen_yet(options, part, about, said):
     found = remedies(small(**options).planner.request)[part]
     assert [text for text in found if about in text] == said
-
-
-def test_every_part_has_remedies():
-    """A word of `Pipeline`'s that isn't one would be refused there."""
-    pipe = small(schedule="gpipe")
-    found = remedies(pipe.planner.request)
-    parts = set(predict_memory(pipe.planner, ROWS, TX)[0]) - {"other_variables", "casts"}
-    assert parts | {"others"} == found.keys() and all(found.values())
-    words = {text for texts in found.values() for text in texts if re.fullmatch(r'\w+="\w+"', text)}
-    assert {"gather", "ends", "schedule"} - {"gather"} <= {text.partition("=")[0] for text in words}
-    for text in words:
-        name, _, value = text.partition("=")
-        small(**{name: value.strip('"')})
-
-
-def test_other_collections_are_named():
-    pipe = small([dense(), nn.BatchNorm(use_running_average=False), dense(), dense()])
-    pipe.init(jax.random.key(0), ROWS)
-    assert re.search(r"\n  batch stats \d+ bytes; smaller by more than 2 stages\n", note(pipe.planner))
 
 
 @pytest.mark.parametrize(("stats", "room"), [(None, 16 * 2**30), ({"bytes_limit": 5 * 2**30}, 5 * 2**30)])
