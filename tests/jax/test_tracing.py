@@ -29,24 +29,15 @@ in_calls.defjvp(lambda primals, tangents: (in_calls(*primals), tangents[0]))
 
 FUNCTIONS = {
     "arithmetic": lambda x, y, n: (x + y, x - y, x * y, x / y, -x, x**2, x**-3, jnp.fmod(x, y)),
-    "integers": lambda x, y, n: (n // 2, -n // 2, jax.lax.div(-n, np.int32(2)), n % 3, n**2, n.astype(jnp.float32)),
     "bounds": lambda x, y, n: (jnp.maximum(x, y), jnp.minimum(x, 0), jnp.clip(x, -0.5, 0.5), jnp.sign(x), jnp.abs(x)),
-    "roots": lambda x, y, n: (jnp.sqrt(y * y), jax.lax.rsqrt(y * y), jnp.square(x), jnp.abs(x) ** 0.3, 0.9**n),
-    "exponentials": lambda x, y, n: (jnp.exp(x), jnp.log(x * x), jnp.log1p(x * x), jnp.expm1(x), jnp.tanh(x)),
     "choices": lambda x, y, n: (jnp.where(x > y, x, 0.0), jnp.where((x < 0) & ~(y >= 0) | (x == y), 1, 2)),
     "shapes": lambda x, y, n: (x.T, x.reshape(-1), jnp.concatenate([x, y], 1), x[None], jnp.ones((2, 3)) * x[0, 0]),
     "reductions": lambda x, y, n: (x.sum(), x.sum(0), x.max(1, keepdims=True), x.min(), jnp.all(x > 0), jnp.any(x > 0)),
-    "left to JAX": lambda x, y, n: (
-        x @ y.T,
-        jnp.cumsum(x),
-        jax.lax.while_loop(lambda n: n < 9, lambda n: n + 1, n),
-        x @ x.T,
-    ),
+    "left to JAX": lambda x, y, n: (x @ y.T, jnp.cumsum(x), jax.lax.while_loop(lambda n: n < 9, lambda n: n + 1, n)),
     "branches": lambda x, y, n: jax.lax.cond(n > 3, lambda x, y: x + 1, lambda x, y: y, x, y),
     "switch": lambda x, y, n: jax.lax.switch(n, [lambda x: x, lambda x: x * 3], x),
     "calls": lambda x, y, n: (jax.jit(jnp.var)(x), jax.checkpoint(jnp.sin)(x), in_calls(x), jax.nn.silu(x)),
     "constants": lambda x, y, n: (x * jnp.asarray(Y), jnp.arange(4) + n, 3.0),
-    "half precision": lambda x, y, n: x.astype(jnp.bfloat16) * y.astype(jnp.bfloat16),
     "no finite numbers": lambda x, y, n: (jnp.isfinite(x / 0), jnp.where(x > 0, x / 0, jnp.sqrt(-1 - x * x))),
 }
 
@@ -76,22 +67,11 @@ def names(jaxpr):
             yield from names(inner)
 
 
-@jax.custom_vjp
-def own(x, y):
-    return x * 2
-
-
-own.defvjp(lambda x, y: (own(x, y), None), lambda _, g: (2 * g, jnp.zeros_like(g)))
-
 # Of (x, y, z) to three results: whether each depends on each, row by row.
 CALLS = {
     "plain": (lambda x, y, z: (x + y, z * 2, 3.0), [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
     "handed through": (lambda x, y, z: (y, x, z), [[0, 1, 0], [1, 0, 0], [0, 0, 1]]),
     "jit": (lambda x, y, z: jax.jit(lambda a, b: (a, b * 2, 1.0))(x, y), [[1, 0, 0], [0, 1, 0], [0, 0, 0]]),
-    "jit in jit": (
-        lambda x, y, z: jax.jit(lambda a, b, c: jax.jit(lambda p, q: (p * q, q, q))(a, c))(x, y, z),
-        [[1, 0, 1], [0, 0, 1], [0, 0, 1]],
-    ),
     "checkpoint": (
         lambda x, y, z: jax.checkpoint(lambda a, b: (a * 2, b * 3, a + b))(x, z),
         [[1, 0, 0], [0, 0, 1], [1, 0, 1]],
@@ -109,12 +89,6 @@ def test_dependence_through_calls(name):
     assert depends_on(closed, []) == [False] * 3
     for row, wanted in zip(expected, np.eye(3, dtype=bool).tolist(), strict=True):
         assert uses(closed, wanted) == [bool(entry) for entry in row]
-
-
-def test_dependence_through_a_custom_derivative():
-    closed = jax.make_jaxpr(lambda x, y: (own(x, y), own(y, x)))(X, X)
-    x, y = closed.jaxpr.invars
-    assert (depends_on(closed, [x]), depends_on(closed, [y])) == ([True, False], [False, True])
 
 
 def test_what_depends_and_what_is_used_through_a_loop():
@@ -151,27 +125,6 @@ def test_without_stops():
     np.testing.assert_allclose(gradient(found), 12 * X**2, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "exponent_bits", "mantissa_bits", "stays"),
-    [
-        (np.float32, 8, 23, False),
-        (np.float32, 8, 7, True),
-        (np.float32, 5, 23, True),
-        (jnp.bfloat16, 8, 7, True),
-        (np.float16, 5, 10, True),
-    ],
-)
-def test_without_roundings(dtype, exponent_bits, mantissa_bits, stays):
-    """Only those that round nothing go, and of wide numbers alone; results stay what they were, to the bit."""
-    values = jnp.asarray([1 / 3, 1e-4, 6e4, -7.1], dtype)
-    rounded = lambda x: jax.lax.reduce_precision(x, exponent_bits, mantissa_bits)
-    closed = jax.make_jaxpr(lambda x: (rounded(x), jax.jit(lambda x: rounded(x) * 1)(x)))(values)
-    found = unrounded(closed)
-    assert list(names(found.jaxpr)).count("reduce_precision") == (2 if stays else 0)
-    for got, want in zip(jaxpr_as_fun(found)(values), jaxpr_as_fun(closed)(values), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
 def test_the_roundings_of_checkpoint_go():
     """They are why `unrounded` is there."""
     weights = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
@@ -188,12 +141,9 @@ def test_the_roundings_of_checkpoint_go():
 NESTED = {
     "plain": lambda f: f,
     "jit": jax.jit,
-    "jit in jit": lambda f: jax.jit(lambda x: jax.jit(f)(x)),
     "checkpoint": jax.checkpoint,
     "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
-    "while": lambda f: lambda x: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, f(c[1])), (0, x))[1],
     "cond": lambda f: lambda x: jax.lax.cond(x[0] < 0, f, lambda x: x, x),
-    "vmap": lambda f: jax.vmap(f),
 }
 
 
@@ -233,15 +183,6 @@ def make(layers, loss=mean_square, **options):
 
 
 # --- traces and replays -----------------------------------------------------------------------------------------------
-
-
-def test_a_replay_gives_arrays():
-    """A regression: a jaxpr hands literals back as Python scalars, which have no `astype`."""
-    made = lambda x: {"constant": jnp.asarray(0.1), "python": 2.0, "flag": jnp.asarray(True), "x": x}
-    closed, shapes = jax.make_jaxpr(made, return_shape=True)(1)
-    found = replay(closed, shapes)(1)
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
-    assert_equal(found, {"constant": jnp.float32(0.1), "python": jnp.float32(2), "flag": np.True_, "x": np.int32(1)})
 
 
 def test_reductions_over_mesh_axes_are_left_out():
@@ -327,39 +268,6 @@ class NnxDrop(nnx.Module):
 
 
 DROPS = [Drop(), Drop(), lambda rngs: NnxDrop(rngs), nn.BatchNorm()]
-
-
-@pytest.mark.parametrize(
-    ("impl", "remat"),
-    [
-        pytest.param("rbg", "layer", marks=pytest.mark.slow),
-        pytest.param("rbg", "none", marks=pytest.mark.slow),
-        pytest.param("unsafe_rbg", "full", marks=pytest.mark.slow),
-    ],
-)
-def test_keys_of_another_implementation(impl, remat):
-    """A regression: `init` passed, and the step failed in XLA's verifier: keys were traced as the default ones."""
-    key = jax.random.key(0, impl=impl)
-    pipe, tx = make(DROPS, remat=remat), optax.sgd(0.1)
-    state = pipe.create_state(key, BATCH, tx)
-    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
-    assert types(pipe.abstract_state(BATCH, tx, key)) == types(state)
-    losses = [float(pipe.value_and_grad(state.variables, BATCH, k)[0][0]) for k in (key, jax.random.fold_in(key, 1))]
-    assert losses[0] != losses[1]
-    pipe.evaluate(state.variables, BATCH)
-    state, _ = pipe.train_step(state, BATCH)
-    assert state.key.dtype == key.dtype
-    # and the same pipeline takes a key of the default implementation
-    assert float(pipe.value_and_grad(state.variables, BATCH, jax.random.key(0))[0][0]) > 0
-
-
-@pytest.mark.slow
-def test_the_numbers_of_another_implementation_do_not_depend_on_the_stages():
-    key, losses = jax.random.key(5, impl="rbg"), []
-    for k in (1, 2, 4):
-        pipe = make(DROPS, num_stages=k)
-        losses.append(float(pipe.value_and_grad(pipe.init(key, BATCH), BATCH, key)[0][0]))
-    np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-5)
 
 
 def test_another_default_implementation():

@@ -13,7 +13,6 @@ from cases import (
     Block,
     Head,
     assert_close,
-    assert_equal,
     check_step,
     make_model,
     model,
@@ -114,32 +113,8 @@ def test_a_device_initialises_its_parts_and_holds_no_more():
     assert "each device holds 590" in str(spread)
 
 
-GRID = [
-    ("linen", "interleaved", 2, 4, 2, {}, {}),
-    ("mixed", "v", 2, 4, 2, {"remat": "none"}, {}),
-    ("alternating", "1f1b", 4, 2, 1, {}, {}),
-    ("nnx factories", "gpipe", 3, 3, 1, {}, {}),
-    ("linen", "zero_bubble", 4, 4, 1, {}, {}),
-    ("linen", "1f1b", 2, 3, 1, {"shard_over": ("data",)}, {"data": 2}),
-    ("linen", "1f1b", 2, 3, 1, {"shard_over": ("data",), "gather": "use"}, {"data": 2}),
-    ("plain", "1f1b", 1, 3, 1, {}, {}),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", GRID, ids=str)
-def test_the_step_is_that_of_the_sequential_model(make_mesh, case):
-    kind, schedule, k, m, v, options, axes = case
-    with jax.enable_x64(True):
-        mesh = make_mesh((k, axes["data"]), ("stage", "data")) if "data" in axes else None
-        check_step(
-            pipeline(model(kind), schedule, k, m, v, mesh=mesh, balance="even", ends="spread", **options), model(kind)
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gather", ["step", "use"])
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(("gather", "explicit"), [("step", True), ("use", False)])
 def test_what_metadata_splits_is_split_over_stages_too(make_mesh, gather, explicit):
     with jax.enable_x64(True):
         mesh, truth = make_mesh((2, 2, 2), ("stage", "fsdp", "model"), explicit=explicit), split_ends()
@@ -169,14 +144,3 @@ def test_shared_and_frozen_ends_are_as_with_ends_of_their_own(make, options):
         assert_close(*jax.device_get(found), "loss and gradients")
         name = "frozen" if make is frozen else "params"
         assert any(part(leaf) == 1 / 2 and leaf.shape[0] == 1 for leaf in variables[name].values())
-
-
-@pytest.mark.slow
-def test_narrow_parameters_gradients_stay_wide_until_they_are_divided():
-    truth, found = model("linen", "bfloat16"), []
-    for ends in ("own", "spread"):
-        pipe = pipeline(truth, "1f1b", 4, 4, balance="even", ends=ends)
-        variables = pipe.from_layer_variables(truth.trees, truth.batch)
-        _, gradients = pipe.value_and_grad(variables, truth.batch)
-        found.append(jax.device_get(pipe.layer_variables({"params": gradients})))
-    assert_equal(*found)

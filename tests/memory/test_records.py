@@ -86,15 +86,6 @@ def test_there_and_back_also_to_other_numbers_of_stages(make_mesh, monkeypatch, 
         assert shardings(found) == shardings({name: lay.shapes for name, lay in layouts.items()})
 
 
-def test_weights_that_other_axes_split(make_mesh, monkeypatch):
-    truth = model("linen", "float32")
-    mesh = make_mesh((2, 2, 2), AXES)
-    _, variables, layouts = layouts_for(truth, 2, mesh=mesh, shard_over=("data",))
-    for has in LIKE_A_CLUSTER.values():
-        monkeypatch.setattr(records, "is_whole", has)
-        assert_equal(from_layers(layouts, jit_to_layers(variables)), variables)
-
-
 def test_layers_and_collections_that_are_missing_hold_zeros(mixed, monkeypatch):
     _, variables, layouts = layouts_for(mixed, 4)
     moments = jax.tree.map(jnp.ones_like, variables["params"])

@@ -1,7 +1,5 @@
 """State: what layers keep besides parameters is that of the whole mini-batch after a step."""
 
-import contextlib
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -141,11 +139,10 @@ class KeepsAFlag(nn.Module):
         # A regression: a rule that applies to nothing was ignored.
         (KeepsAFlag(), {"flags": "sum"}, ValueError, r"\['flags'\]='sum' merges numbers, not .*'seen': bool\[\]"),
         (KeepsAFlag(), {"flags": "mean"}, ValueError, r"='mean' merges floating-point values, not .*'seen': bool\[\]"),
-        (KeepsAFlag(), {"flags": "last"}, None, ""),
     ],
 )
 def test_wrong_rules(layer, merge, error, message):
-    with pytest.raises(error, match=message) if error else contextlib.nullcontext():
+    with pytest.raises(error, match=message):
         pipe = jpipe.Pipeline([layer], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1, merge=merge)
         pipe.init(jax.random.key(0), np.ones((2, 1), np.float32))
 
@@ -170,15 +167,7 @@ def mean_of_squares(outputs, batch):
     return jnp.mean((outputs - batch["targets"]) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("m", "options", "data"),
-    [
-        (1, {}, 1),
-        pytest.param(4, {"remat": "none"}, 1, marks=pytest.mark.slow),
-        pytest.param(2, {"remat": "full"}, 2, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("m", "options", "data"), [(1, {}, 1), (2, {"remat": "full"}, 2)], ids=str)
 def test_fp8_trains_as_the_plain_model(m, options, data):
     """Two steps, so that the second one scales by what the first one saw: of M micro-batches the largest of each.
 

@@ -251,13 +251,6 @@ def test_averages_that_move_once_are_those_of_the_whole_mini_batch(x64, name):
     assert_close(found["batch_stats"], jax.device_get(new_state(layer, tree, x)), "running averages")
 
 
-def test_what_a_layer_does_besides_needs_no_derivative(x64):
-    """A regression: the whole layer was differentiated, what lies behind `stop_gradient` too."""
-    pipe = pipeline([Linen("beside_what_has_no_derivative"), HEAD])
-    variables = jax.eval_shape(pipe.init, jax.random.key(0), views())
-    jax.eval_shape(pipe.value_and_grad, variables, views())
-
-
 @pytest.mark.parametrize("name", SEVERAL)
 def test_averages_that_move_several_times_are_refused(x64, name):
     """A regression: the variance was neither the whole mini-batch's nor the micro-batches' mean, without a word."""

@@ -17,7 +17,7 @@ from collectives import read
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.conversions import sent_in
-from jpipe.partitioner.per_device import HANDLERS, _is_manual, jaxpr_per_device
+from jpipe.partitioner.per_device import HANDLERS, jaxpr_per_device
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from jpipe.partitioner.way import way_by_rule
 from partitioned import array, case, compare, integers, on_mesh
@@ -62,10 +62,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ways", [(3, 2), pytest.param((40, 40), marks=pytest.mark.slow)], ids=["some ways", "many"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(make_mesh, name, ways):
-    compare(make_mesh, CASES[name], *ways)
+def test_values_and_gradients(make_mesh, name):
+    compare(make_mesh, CASES[name], 3, 2)
 
 
 def test_branches_by_platform(make_mesh):
@@ -146,14 +145,11 @@ def test_a_function_of_single_devices_sees_its_parts_and_the_rest_is_carried_out
 ROUND = [(i, (i + 1) % 8) for i in range(8)]
 PERMUTATIONS = {
     "round": (ROUND, 2),
-    "round, the other way": ([(b, a) for a, b in ROUND], 2),
     "round by three": ([(i, (i + 3) % 8) for i in range(8)], 2),
     "across": ([(i, (i + 4) % 8) for i in range(8)], 1),
     "a chain": (ROUND[2:6], 2),
     "rings of odd length": ([(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 6), (6, 7), (7, 3)], 3),
-    "some stay": ([(1, 1), (0, 2), (5, 5)], 1),
     "all stay": ([(i, i) for i in range(8)], 0),
-    "none": ([], 0),
 }
 
 
@@ -171,19 +167,6 @@ def test_a_permutation_within_is_a_few_gathers_in_pairs(make_mesh, name):
         sent = sent_in(jax.make_jaxpr(run)(x).jaxpr, dict(mesh.shape))
     assert [one.collective for one in sent] == ["all_gather"] * len(sent)
     assert sum(one.bytes for one in sent) == times * x[0].nbytes
-
-
-def test_of_three_devices_a_permutation_is_one_gather(make_mesh):
-    mesh, x, specs = make_mesh((3,), ("context",)), array(3, 2), {"in_specs": P("context"), "out_specs": P("context")}
-    turned = jax.shard_map(lambda x: lax.ppermute(x, "context", [(0, 1), (1, 2), (2, 0)]), **specs)
-    np.testing.assert_array_equal(on_mesh(turned, mesh, P("context"), P("context"))(x), np.roll(x, 1, 0).astype("f4"))
-
-
-def test_a_part_of_joint_axes_is_refused():
-    axis = Axis(("data", "fsdp"), (2, 2), is_data=True)
-    assert _is_manual(axis.names, {"data", "fsdp", "model"}) and not _is_manual(axis.names, {"model"})
-    with pytest.raises(ValueError, match=r"manual over \['data'\], a part of the axes"):
-        _is_manual(axis.names, {"data"})
 
 
 def chosen(function, lying, *shapes, names=("expert", "model")):
@@ -297,12 +280,6 @@ def images(kernel, scale, head, x):
     return y, back(jnp.sin(y)), statistics
 
 
-def recurrent(w, x):
-    """A scan, and a branch that a value decides; `[b, t, d]`."""
-    state, ys = lax.scan(lambda h, a: ((h := jnp.tanh(h @ w + a)), h), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
-    return lax.cond(jnp.sum(state) > 0, lambda: ys.swapaxes(0, 1) @ w, lambda: jnp.sin(x) @ w)
-
-
 KERNEL, HEAD = P(None, None, None, "model"), P("model")
 FUNCTIONS = {
     "transformer": (
@@ -317,11 +294,10 @@ FUNCTIONS = {
         (KERNEL, P("model"), HEAD, P("data")),
         (P("data"), (KERNEL, P("model"), HEAD), P("model")),
     ),
-    "recurrent": (recurrent, (array(8, 8), array(4, 6, 8)), (P(None, "model"), P("data")), P("data", None, "model")),
 }
 
 
-@pytest.mark.parametrize(("name", "explicit"), [*((name, False) for name in FUNCTIONS), ("recurrent", True)])
+@pytest.mark.parametrize(("name", "explicit"), [("transformer", False), ("images", True)])
 def test_equals_the_plain_function(make_mesh, name, explicit):
     function, arguments, in_specs, out_specs = FUNCTIONS[name]
     mesh = make_mesh((2, 2), ("data", "model"), explicit=explicit)

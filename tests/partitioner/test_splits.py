@@ -91,13 +91,6 @@ def test_make_splits(mesh):
             make_splits(mesh, batch_axes, "model")
 
 
-def test_an_axis_that_nothing_is_split_over(mesh):
-    splits = Splits(mesh, DATA)
-    assert splits.idle(()) == ["model"], "neither the data axes nor one of one device"
-    assert splits.idle({"model"}) == WHOLE.idle(()) == []
-    assert Splits(mesh, ("data",)).idle({"model"}) == ["fsdp"]
-
-
 def test_an_axis_that_is_misspelt(mesh):
     splits = Splits(mesh, DATA)
     splits.check_names({"layer 0": {"model"}, "layer 1": {"modl"}}, ())

@@ -44,7 +44,7 @@ def walk(model, ranges, virtual_stage):
     return found
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_any_model_and_cuts(seed):
     draw = random.Random(seed)
     count = draw.randint(1, 12)
@@ -113,18 +113,9 @@ def test_layers_that_all_stages_have_equally_many_of_and_small_ends(ends, counts
     assert (found.trips, sorted(found.uneven)) == expected
 
 
-def test_layers_that_alternate_have_no_ends_along():
-    """They would be computed in each pass."""
-    blocks = [product(), product(apply=lambda w, x: jnp.sin(x @ w))] * 4
-    with programs_for("gpu"):
-        found = step_of_products(products([lambda x: x, *blocks, lambda x: x], [5, 5])).idle_work
-    assert (found.trips, found.uneven) == ({1: 1, 2: 1}, frozenset())
-
-
 @pytest.mark.parametrize(
     ("schedule", "counts", "remat"),
     [
-        pytest.param("1f1b", [3, 4], "none", marks=pytest.mark.slow),
         ("1f1b", [4, 3], "stage"),
         ("zero_bubble", [4, 3], "layer"),
     ],
@@ -153,7 +144,6 @@ SENT = r"layer 1 \(SplitBlock\): all_reduce over model .* skip:"
     [
         ([3, 4], "1f1b", f"{SENT} stages have unequally many"),
         ([3, 3], "zb-h1", f"{SENT} actions of several kinds"),
-        ([3, 3], "zero_bubble", None),
         ([3, 3], "v", None),
     ],
 )
