@@ -150,32 +150,6 @@ def test_nnx_caches_are_as_their_modules_compute(embeds, ready):
     assert kinds == {((SIZE, LENGTH, 2, 4), "bfloat16")}
 
 
-class Table(nnx.Module):
-    """As google-tunix's embedding, whose `decode` gives logits."""
-
-    def __init__(self, rngs):
-        self.table = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
-
-    def decode(self, x):
-        return x @ self.table[...].T
-
-    def __call__(self, x):
-        return self.decode(x)
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.Dense(8), nn.relu, lambda rngs: nnx.Linear(8, 8, rngs=rngs), lambda rngs: Table(rngs)]
-)
-def test_layers_without_a_cache_stay_as_they_are(layer):
-    (adapted,) = as_layers([layer])
-    found, x = decoding(adapted, TAKES, SIZE, LENGTH), jnp.ones((SIZE, 1, 8))
-    variables = adapted.init(jax.random.key(0), (x,), None)
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, found.init(jax.random.key(0), (x,), None), variables))
-    outputs, new = found.apply(variables, (x,), Context(None, True))
-    assert not new
-    assert jnp.array_equal(outputs, adapted.apply(variables, (x,), Context(None, False))[0])
-
-
 class Reading(nn.Module):
     """Takes a mask from the batch; as it decodes, its cache is enough."""
 

@@ -11,7 +11,6 @@ from cases import (
     VOCABULARY,
     WIDTH,
     Block,
-    Head,
     assert_close,
     check_step,
     make_model,
@@ -39,19 +38,6 @@ def split_ends():
     table = nn.Embed(VOCABULARY + 1, WIDTH, param_dtype=WIDE, dtype=WIDE, embedding_init=split("model", "fsdp"))
     head = nn.Dense(VOCABULARY + 1, param_dtype=WIDE, kernel_init=split("fsdp", "model"))
     return make_model([table, *[Block(dtype=WIDE) for _ in range(3)], head], weighted_cross_entropy, tokens())
-
-
-def tied():
-    """A table that embeds the tokens and gives the logits."""
-    table = jpipe.Shared(nn.Embed(VOCABULARY, WIDTH, param_dtype=WIDE, dtype=WIDE))
-    layers = [table, *[Block(dtype=WIDE) for _ in range(4)], table.using("attend")]
-    return [layers, weighted_cross_entropy, tokens()]
-
-
-def frozen():
-    """A table that isn't trained."""
-    table = jpipe.freeze(nn.Embed(VOCABULARY, WIDTH, param_dtype=WIDE, dtype=WIDE))
-    return [[table, *[Block(dtype=WIDE) for _ in range(4)], Head(WIDE)], weighted_cross_entropy, tokens()]
 
 
 def trained(pipe, trees, batch, tx):
@@ -123,24 +109,3 @@ def test_what_metadata_splits_is_split_over_stages_too(make_mesh, gather, explic
         for tree in (variables["params"], gradients):
             (table,) = (leaf for name, leaf in tree.items() if "model" in name)
             assert part(table) == 1 / 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [tied, frozen])
-@pytest.mark.parametrize("options", [{}, {"num_chunks": 2, "schedule": "interleaved"}], ids=str)
-def test_shared_and_frozen_ends_are_as_with_ends_of_their_own(make, options):
-    with jax.enable_x64(True):
-        layers, loss_fn, batch = make()
-        pipes = [
-            jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=3, balance="even", ends=ends, **options)
-            for ends in ("own", "spread")
-        ]
-        trees = pipes[0].layer_variables(pipes[0].init(jax.random.key(0), batch))
-        found = []
-        for pipe in pipes:
-            variables = pipe.from_layer_variables(trees, batch)
-            (loss, _), gradients = pipe.value_and_grad(variables, batch)
-            found.append((loss, pipe.layer_variables({"params": gradients}), pipe.evaluate(variables, batch)))
-        assert_close(*jax.device_get(found), "loss and gradients")
-        name = "frozen" if make is frozen else "params"
-        assert any(part(leaf) == 1 / 2 and leaf.shape[0] == 1 for leaf in variables[name].values())

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jpipe.memory.storage
 from cases import assert_equal
-from gpu_program import compile_with_text, kernels, needs_gpu_compiler
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer
 from jpipe.memory.storage import Row, build_storage, make_boundaries
-from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import read
 
 
 def leaf(*shape, dtype="float32"):
@@ -139,26 +136,6 @@ def test_adding(storage, on_gpu):
     again = add(buffers, 0, 1, [jnp.ones((2, 3)), jnp.ones(3)])
     assert_equal(storage.read(again, 0, 1), [value(0, 1, i) + 1 for i in range(2)])
     assert_equal(storage.read(again, 0, 2), [value(0, 2, i) for i in range(2)], "the others stay")
-
-
-@needs_gpu_compiler
-@pytest.mark.parametrize("counted", [False, True])
-def test_adding_in_a_loop_copies_nothing_on_a_gpu(counted):
-    """Each sum was written to an array of its own, which another kernel then copied."""
-    storage = build_storage([[leaf(256, 256), leaf(128)]], [[0, 0, 1, 1]], device_of=range(2))
-    place = NamedSharding(Mesh(np.asarray(parse_topology("h100:8").devices()[:1]), ("stage",)), PartitionSpec())
-
-    def add(buffers, first, x):
-        def body(i, buffers):
-            y = jnp.sin(x * i.astype(x.dtype))
-            return storage.add(buffers, 0, i, [y.T @ x, y[0, :128]], on_gpu=True)
-
-        return jax.lax.fori_loop(0 if counted else first, 2 if counted else first + 2, body, buffers)
-
-    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
-    shapes = jax.tree.map(shape, (zeros(storage), jnp.zeros((), jnp.int32), jnp.zeros((512, 256))))
-    (loop,) = read(compile_with_text(jax.jit(add, donate_argnums=0).lower(*shapes))[1]).inner
-    assert kernels([loop]).copied < 64, "indices are looked up"
 
 
 def test_a_table_and_its_transpose_share_an_array():

@@ -229,14 +229,6 @@ def test_a_gather_over_devices_that_are_alike_is_refused(make_mesh):
     with pytest.raises(ValueError, match=r"jax.shard_map holds all_gather over the axes \('stage',\), .*axis_names="):
         chosen(function, [(REPLICATED, REPLICATED)], (8, 4))
 
-    def named(x):  # as the error proposes
-        inside = lambda x: lax.all_gather(x, "expert", tiled=True)
-        options = {"in_specs": P("expert"), "out_specs": P(), "axis_names": {"expert"}, "check_vma": False}
-        return jax.shard_map(inside, mesh=mesh, **options)(x)
-
-    plan = chosen(named, [(REPLICATED, REPLICATED)], (8, 4))
-    assert plan.results == ((REPLICATED, REPLICATED),)
-
 
 # --- the function alone -----------------------------------------------------------------------------------------------
 

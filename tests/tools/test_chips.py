@@ -109,16 +109,6 @@ def test_what_stands_in_for_tpus_lies_and_is_called_as_they_are(name):
         assert np.array_equal(*([[d.coords for d in mesh.devices.flat] for mesh in meshes]))
 
 
-def test_slices_of_tpus_stay_apart():
-    """Their coordinates are the same."""
-    of_slice = lambda device, n: SimpleNamespace(**{**vars(device), "slice_index": n, "id": 4 * n + device.id})
-    devices = [of_slice(device, n) for n in range(2) for device in parse_topology("v5e:2x2").stand_ins()]
-    mesh = make_mesh(stage=2, model=4, devices=stand_ins_of(devices))
-    assert [{device.slice_index for device in row} for row in mesh.devices] == [{0}, {1}]
-    with pytest.raises(ValueError, match="over which only 'stage' and data axes may go"):
-        make_mesh(stage=1, model=8, devices=stand_ins_of(devices))
-
-
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'jpipe\[tpu\]'"):

@@ -3,21 +3,14 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpipe
 from compiled_transfers import (
-    branches_of,
-    counted,
-    has_products,
-    host_stops,
     transfers,
 )
-from gpu_program import compile_with_text, kernels, needs_gpu_compiler
-from jpipe.tools.chips import CHIPS, parse_topology
+from jpipe.tools.chips import CHIPS
 from jpipe.tools.compiled_program import Loop, Operation, count_cycles, read
 from tpu_program import needs_tpu_compiler, num_bytes
 
@@ -58,26 +51,6 @@ def test_a_permute_knows_what_runs_between_its_start_and_its_end():
     (permute,) = transfers(ticks)
     assert [loop.name for loop in permute.loops] == ["F"]
     assert num_bytes(permute.operation) == 2048
-
-
-@needs_gpu_compiler
-def test_a_program_compiled_for_a_gpu():
-    """A scan of known count, a loop of unknown count and a conditional, each with a product."""
-
-    def function(n, x, weights):
-        x = jax.lax.scan(lambda x, w: (x @ w.astype(x.dtype), None), x, weights)[0]
-        x = jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x @ x), x)
-        return jax.lax.cond(n > 3, lambda x: x @ x, lambda x: x, x)
-
-    mesh = Mesh(np.asarray(parse_topology("h100:8").devices()[:1]), ("stage",))
-    shape = lambda dims, dtype: jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    shapes = shape((), jnp.int32), shape((256, 256), jnp.bfloat16), shape((4, 256, 256), jnp.float32)
-    program = read(compile_with_text(jax.jit(function).lower(*shapes))[1])
-    assert [count for _, count in counted(program)] == [4, None]
-    assert [[has_products(branch) for branch in branches] for branches in branches_of(program)] == [[True, False]]
-    assert all(map(has_products, program.inner))
-    assert host_stops(program, lambda loop: 5) == 6 + 1
-    assert kernels([program.inner[0]]).cast == (4 + 2) * 256 * 256 + 4
 
 
 # --- cycles of a step ----------------------------------------------------------------------------------------------

@@ -212,17 +212,6 @@ def test_kinds_can_be_told_apart(vision):
     assert figures.HATCH.keys() == {"R"}, "the forward once more is near to the forward, so it is hatched too"
 
 
-@pytest.mark.parametrize("vision", VISION)
-def test_chunks_keep_the_look_of_their_kind(vision, num_chunks=4):
-    """The forward and the backward of any chunks are as far apart as kinds are; chunks side by side are noticeable."""
-    shades = {kind: [seen(figures.shade(kind, v, num_chunks), vision) for v in range(num_chunks)] for kind in "FB"}
-    for one, other in itertools.product(shades["F"], shades["B"]):
-        assert np.linalg.norm(one - other) > 24
-    for kind in "FB":
-        for one, other in itertools.pairwise(shades[kind]):
-            assert np.linalg.norm(one - other) > 5
-
-
 def luminance(colour) -> float:
     """WCAG 2.2's, from 0 for black to 1 for white."""
     rgb = np.asarray(to_rgb(colour))

@@ -13,7 +13,7 @@ import pytest
 
 import jpipe
 from jpipe.tools import search
-from jpipe.tools.chips import CHIPS, mesh_of_nowhere, parse_topology
+from jpipe.tools.chips import CHIPS, mesh_of_nowhere
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.time_model import layer_seconds, predict_time
 from published import schedule_of
@@ -180,18 +180,6 @@ def test_too_little_memory_is_said_with_the_least_that_would_do():
 def test_what_is_not_possible_is_said(options, message):
     with pytest.raises(ValueError, match=message):
         jpipe.plan(layers_of(2), loss_fn, words(), TX, **options)
-
-
-def test_on_several_hosts_settings_are_rated_by_their_network():
-    kept = {"num_microbatches": 4, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
-    make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
-    near, far = (
-        search.Search(make, words(), TX, CHIPS["h100"], 10**9, kept, parse_topology(name).stand_ins()).run(4)
-        for name in ("h100:4", "h100:2x2")
-    )
-    assert [choice.setting for choice in near] == [choice.setting for choice in far] and len(near) > 1
-    for one, other in zip(near, far, strict=True):
-        assert other.seconds > one.seconds and other.bytes == one.bytes
 
 
 def test_settings_are_rated_as_if_each_were_the_only_one():

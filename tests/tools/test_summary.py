@@ -1,7 +1,6 @@
 """A pipeline as a table: before a batch was seen and after, in text and in HTML; the note where there is no room."""
 
 import re
-from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -13,10 +12,9 @@ import pytest
 import jpipe
 from html_tables import cells
 from jpipe.processes.tables import bytes_in_words
-from jpipe.tools import summary
 from jpipe.tools.chips import parse_topology
 from jpipe.tools.memory_model import predict_memory
-from jpipe.tools.summary import PAGE, note, notes_on_room, remedies
+from jpipe.tools.summary import PAGE, notes_on_room, remedies
 from small_pipeline import dense
 from terminals import soon as soon
 from terminals import terminal as terminal
@@ -193,17 +191,6 @@ def test_other_errors_and_traced_calls_get_none():
     jax.make_jaxpr(traced)(ROWS)
 
 
-def test_a_fault_of_the_note_hides_nothing(monkeypatch):
-    def broken(*_):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(summary, "predict_memory", broken)
-    error = jax.errors.JaxRuntimeError(FULL)
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught, notes_on_room(small().planner, ROWS, ROWS, TX):
-        raise error
-    assert caught.value is error and not notes_of(error) and error.__context__ is None
-
-
 DATA = {"mesh": jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])}
 GPUS = {"mesh": jpipe.make_mesh(stage=2, devices=parse_topology("h100:2").stand_ins())}
 MORE = ["more than 2 stages"]
@@ -233,21 +220,6 @@ MORE = ["more than 2 stages"]
 def test_remedies_are_those_that_are_possible_and_not_chosen_yet(options, part, about, said):
     found = remedies(small(**options).planner.request)[part]
     assert [text for text in found if about in text] == said
-
-
-@pytest.mark.parametrize(("stats", "room"), [(None, 16 * 2**30), ({"bytes_limit": 5 * 2**30}, 5 * 2**30)])
-def test_the_room_of_a_device_is_named_where_it_is_known(monkeypatch, stats, room):
-    device = SimpleNamespace(device_kind="TPU v5 lite", memory_stats=lambda: stats)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    other = SimpleNamespace(device_kind="TPU v5 lite")  # another process's: it tells nothing
-    assert summary.room_on(SimpleNamespace(devices=np.array([other, device]))) == room
-    assert summary.room_on(SimpleNamespace(devices=np.array([other]))) == 16 * 2**30
-    monkeypatch.undo()
-    pipe = small()
-    pipe.init(jax.random.key(0), ROWS)
-    monkeypatch.setattr(summary, "room_on", lambda mesh: room)
-    has = f"which has {room >> 30}.0 GiB"
-    assert note(pipe.planner).startswith(f"The variables take 160 bytes of each device, {has}:\n")
 
 
 @needs_tpu_compiler

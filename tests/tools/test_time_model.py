@@ -104,17 +104,6 @@ def test_what_is_sent_once_a_step_is_what_the_program_sends(options):
     assert found == pytest.approx(sent.bytes(STEP) + 4 * (sent.bytes(ENDS) - twice) + of_layers, abs=64)
 
 
-def test_of_unequal_chunks_the_longest_counts():
-    """In lockstep four chunks of 1, 1, 1 and 5 layers are no faster than two of 4 each have to be."""
-    options = {"schedule": "interleaved", "num_chunks": 2}
-    fast = replace(V5E, link_bandwidth=1e30)
-    even, uneven = (
-        predict_time(make(**options, balance=balance).planner, BATCH, fast) for balance in ([2, 2, 2, 2], [1, 1, 1, 5])
-    )
-    assert uneven.seconds["computation"] == pytest.approx(even.seconds["computation"])
-    assert uneven.seconds["bubble"] > 2 * even.seconds["bubble"]
-
-
 def with_link(bandwidth):
     return replace(V5E, host=replace(V5E.host, bandwidth=bandwidth))
 
@@ -186,17 +175,6 @@ def test_a_reduction_on_a_gpu_reads_its_operand_and_writes_next_to_nothing():
     h100, size = CHIPS["h100"], 2048 * 2048
     found = roofline(traced(lambda x: x.sum(axis=1), (2048, 2048)), h100)
     assert found == pytest.approx(4 * size / h100.memory_bandwidth, rel=0.01)
-
-
-def test_a_reduction_is_a_pass_but_of_what_a_product_makes():
-    alone, twice, made = (
-        traced(f, (512, 512)) for f in (jnp.sum, lambda x: (jnp.sum(x), jnp.sum(x * x)), lambda x: jnp.sum(x @ x))
-    )
-    small = one_pass(2)
-    assert roofline(alone, CHIP) == pytest.approx(one_pass(512**2), abs=small)
-    assert roofline(twice, CHIP) == pytest.approx(one_pass(512**2), abs=small)
-    flops = 2 * 512**3 / CHIP.flops
-    assert roofline(made, CHIP) == pytest.approx(flops + 2 * 4 * 512**2 / CHIP.pass_bandwidth, abs=small)
 
 
 def test_loops_take_their_trips_and_branches_the_longest():
