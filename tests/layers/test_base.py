@@ -93,10 +93,7 @@ def logits(params, x):
 
 @pytest.mark.parametrize(
     ("make", "attend"),
-    [
-        (lambda: jpipe.Shared(lambda rngs: nnx.Embed(VOCABULARY, 8, rngs=rngs)), "attend"),
-        (table_by_hand, logits),
-    ],
+    [(lambda: jpipe.Shared(lambda rngs: nnx.Embed(VOCABULARY, 8, rngs=rngs)), "attend"), (table_by_hand, logits)],
     ids=["nnx factory", "functions"],
 )
 def test_tables_of_other_libraries(make, attend):
@@ -208,11 +205,7 @@ class Looped(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "make"),
-    [
-        ("module", {"ends": "spread"}, jnp.asarray),
-        ("list", {"remat": "none"}, np.asarray),
-    ],
+    ("kind", "options", "make"), [("module", {"ends": "spread"}, jnp.asarray), ("list", {"remat": "none"}, np.asarray)]
 )
 def test_constants_of_shared_blocks(kind, options, make):
     """They were refused: "is shared but has the collections ['arrays', 'params']"."""

@@ -80,10 +80,7 @@ INTERLEAVED = {"num_chunks": 2, "schedule": "interleaved"}
 
 @pytest.mark.parametrize(
     ("options", "fsdp"),
-    [
-        (INTERLEAVED | {"num_microbatches": 2, "remat": "none"}, None),
-        ({"num_microbatches": 2, "gather": "use"}, 2),
-    ],
+    [(INTERLEAVED | {"num_microbatches": 2, "remat": "none"}, None), ({"num_microbatches": 2, "gather": "use"}, 2)],
     ids=str,
 )
 def test_what_is_trained_equals_the_plain_models(options, fsdp):

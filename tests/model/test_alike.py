@@ -225,8 +225,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("linen", "1f1b"), ("linen", "data axes"), ("nnx", "zero_bubble"), ("plain", "interleaved")],
+    ("kind", "options"), [("linen", "1f1b"), ("linen", "data axes"), ("nnx", "zero_bubble"), ("plain", "interleaved")]
 )
 def test_a_step_and_evaluation_equal_the_sequential_model(kind, options, make_mesh):
     """Blocks with other numbers at each depth are one function, and initial values are the layers' own, too."""

@@ -253,55 +253,6 @@ def block(p, x):
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
-def trained(p, x):
-    """The loss and the gradients of two blocks, one after the other."""
-    loss = lambda p: jnp.mean(block(p, block(p, x)) ** 2)
-    return jax.value_and_grad(loss)(p)
-
-
-def images(kernel, scale, head, x):
-    """A convolution, a norm by the batch's statistics, and a product; the gradients too. `[b, 6, 6, 4]` -> `[b, 8]`."""
-
-    def outputs(kernel, scale, head):
-        y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        mean, variance = y.mean((0, 1, 2)), y.var((0, 1, 2))
-        y = jax.nn.relu((y - mean) * lax.rsqrt(variance + 1e-3) * scale)
-        return y.mean((1, 2)) @ head, (mean, variance)
-
-    y, back, statistics = jax.vjp(outputs, kernel, scale, head, has_aux=True)
-    return y, back(jnp.sin(y)), statistics
-
-
-KERNEL, HEAD = P(None, None, None, "model"), P("model")
-FUNCTIONS = {
-    "transformer": (
-        trained,
-        ({name: array(*shape) / 4 for name, shape in SHAPES.items()}, array(4, 6, 16)),
-        (SPECS, P("data")),
-        (P(), SPECS),
-    ),
-    "images": (
-        images,
-        (array(3, 3, 4, 8), array(8), array(8, 8), array(4, 6, 6, 4)),
-        (KERNEL, P("model"), HEAD, P("data")),
-        (P("data"), (KERNEL, P("model"), HEAD), P("model")),
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "explicit"), [("transformer", False), ("images", True)])
-def test_equals_the_plain_function(make_mesh, name, explicit):
-    function, arguments, in_specs, out_specs = FUNCTIONS[name]
-    mesh = make_mesh((2, 2), ("data", "model"), explicit=explicit)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        split = jax.device_put(arguments, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs))
-        found = on_mesh(function, mesh, in_specs, out_specs, data_axes=["data"])(*split)
-        expected = jax.jit(function)(*arguments)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
-
-
 def back(p, x, cotangent):
     """The gradients of a block, whose forward is computed on the way."""
     return jax.vjp(block, p, x)[1](cotangent)

@@ -113,13 +113,7 @@ def test_layers_that_all_stages_have_equally_many_of_and_small_ends(ends, counts
     assert (found.trips, sorted(found.uneven)) == expected
 
 
-@pytest.mark.parametrize(
-    ("schedule", "counts", "remat"),
-    [
-        ("1f1b", [4, 3], "stage"),
-        ("zero_bubble", [4, 3], "layer"),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "counts", "remat"), [("1f1b", [4, 3], "stage"), ("zero_bubble", [4, 3], "layer")])
 def test_layers_that_send_are_computed_along_up_to_the_fullest_stage(make_mesh, monkeypatch, schedule, counts, remat):
     """What they keep and add where a stage has no such layer is dropped, whatever lies there."""
     monkeypatch.setattr(layer_loops, "MORE", 3)  # the ends of so small a model are as large as its blocks

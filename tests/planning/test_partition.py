@@ -8,13 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jpipe.planning.partition import (
-    Partition,
-    cut_layers,
-    partition,
-    unit_of,
-    unmeasured_costs,
-)
+from jpipe.planning.partition import Partition, cut_layers, partition, unit_of, unmeasured_costs
 from jpipe.schedules.orders import make_schedule
 
 OBJECTIVES = ("max", "variance")

@@ -128,21 +128,13 @@ class Memory(nn.Module):
 
 
 class Model(nn.Module):
-    """A model that is one module with a memory, in a scan over its blocks or not."""
+    """A model that is one module with a memory."""
 
     shape: Callable
-    scans: bool = False
 
     @nn.compact
     def __call__(self, x, train: bool = False):
-        x = nn.Dense(4)(x)
-        if self.scans:
-            step = lambda memory, x, _: (memory(x, train), None)
-            axes = {"variable_axes": {"memory": 0}, "split_rngs": {}, "length": 2}
-            x, _ = nn.scan(step, **axes)(Memory(self.shape), x, None)
-        else:
-            x = Memory(self.shape)(x, train)
-        return nn.Dense(4)(jnp.tanh(x))
+        return nn.Dense(4)(jnp.tanh(Memory(self.shape)(nn.Dense(4)(x), train)))
 
 
 def by_example(x):
@@ -153,7 +145,6 @@ BY_EXAMPLE = {
     "a list": ([nn.Dense(4), *[Memory(by_example)] * 2, nn.Dense(4)], "layer 1 (Memory)']['memory']['last']"),
     "examples come second": ([Memory(lambda x: (3, x.shape[0])), nn.Dense(4)], "float32[3,4], float32[3,8] for"),
     "one module": (Model(by_example), "variables['memory']['Memory_0']['last'] is float32[4,4], float32[8,4] for"),
-    "a scan": (Model(by_example, scans=True), "['last'] is float32[2,4,4], float32[2,8,4] for twice as many"),
 }
 NOT_BY_EXAMPLE = {
     "a shape of features": ([Memory(lambda x: x.shape[1:]), nn.Dense(4)], {}),

@@ -9,13 +9,7 @@ import pytest
 import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
-from jpipe.tools.measure import (
-    SLICES,
-    LayerTimes,
-    Program,
-    StepModel,
-    measure_layers,
-)
+from jpipe.tools.measure import SLICES, LayerTimes, Program, StepModel, measure_layers
 from wide import make, stage_times
 
 
