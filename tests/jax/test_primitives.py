@@ -144,7 +144,7 @@ def test_it_is_traced_replayed_and_left_to_jax():
 
 @pytest.mark.filterwarnings("ignore:.*look.* at several examples")
 @pytest.mark.filterwarnings("ignore:nothing is split over the mesh axis 'model'")
-@pytest.mark.parametrize(("remat", "axes"), [("none", {"data": 2}), ("layer", {}), ("full", {"model": 2})], ids=str)
+@pytest.mark.parametrize(("remat", "axes"), [("none", {"data": 2}), ("full", {"model": 2})], ids=str)
 def test_a_layer_of_it(remat, axes):
     """As the same layer of what JAX has: on whole arrays, since nobody knows what it does to shards."""
     batch = np.random.default_rng(1).standard_normal((8, 4)).astype(np.float32)

@@ -98,10 +98,13 @@ class Keeps(nn.Module):
         return x * 1.0
 
 
+IN_TURN, MIXED = ["F0", "F1", "F2", "B0", "B1", "B2"], ["F2", "F0", "F1", "B1", "B2", "B0"]
+
+
 @pytest.mark.parametrize(
-    ("rule", "total", "count"), [(None, 10 / 3, 7), ("mean", 10 / 3, 7), ("sum", 10, 11), ("last", 7, 7)]
+    ("rule", "total", "count", "order"),
+    [(None, 10 / 3, 7, IN_TURN), ("mean", 10 / 3, 7, MIXED), ("sum", 10, 11, IN_TURN), ("last", 7, 7, MIXED)],
 )
-@pytest.mark.parametrize("order", [["F0", "F1", "F2", "B0", "B1", "B2"], ["F2", "F0", "F1", "B1", "B2", "B0"]])
 def test_rules_by_collection(rule, total, count, order):
     """Micro-batches [1, 0], [1, 1] and [4, 3]; the last one is the last in the batch, not in time."""
     x = np.asarray([1, 0, 1, 1, 4, 3], np.float32)[:, None]

@@ -173,11 +173,10 @@ def test_what_may_never_end_or_calls_back_is_not_computed_of_anything(apply):
         assert step_of_products(products(layers, [3, 3])).idle_work.trips == {1: 1}, "the others are"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved", "v"])
-@pytest.mark.parametrize("ends", ["own", "shared"])
+@pytest.mark.parametrize(("ends", "schedule"), [("own", "v"), ("shared", "zero_bubble")])
 def test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there(schedule, ends, monkeypatch):
     """In float64: such weights make rounding errors grow from layer to layer."""
-    chunks = 2 if schedule in ("interleaved", "v") else 1
+    chunks = 2 if schedule == "v" else 1
     layer = product(128, dtype="float64")
     layers, batch = [layer, *[layer] * (4 * chunks), layer], {"x": BATCH["x"].astype(np.float64)}
     counts = [3] + [2] * (2 * chunks - 2) + [3]

@@ -136,9 +136,9 @@ def dense_layers() -> Model:
     return make_model(layers, lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2), batch)
 
 
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
-def test_files_of_pytorch_are_run_exactly(name):
-    schedule = read(name)
+def test_a_file_of_pytorch_is_run_exactly():
+    """The one of the most kinds of actions, in a V."""
+    schedule = read("ZBVZeroBubble")
     with jax.enable_x64(True):
         model = dense_layers()
         pipe = jpipe.Pipeline(model.layers, model.loss_fn, schedule=schedule, **schedule.sizes, remat="none")
