@@ -1,7 +1,4 @@
-"""Loops, branches and calls on parts of arrays; sharding constraints, and `shard_map` within; then all in one.
-
-`jaxpr_per_device` alone, in a `jax.shard_map`, is as the function, with no more collectives than the compiler adds.
-"""
+"""Loops, branches and calls on parts of arrays; sharding constraints, and `shard_map` within; what a block sends."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Kinds of action, and what a table of orders is known by."""
+"""Where micro-batches go, and when each action runs; who waits for what in an order that never ends."""
 
 import itertools
 import re

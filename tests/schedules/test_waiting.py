@@ -1,4 +1,4 @@
-"""Rows of values that wait: the lowest that is free, and with several routes a buffer for each."""
+"""Rows of values that wait: with several routes a buffer for each, or one for all where that takes fewer rows."""
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule

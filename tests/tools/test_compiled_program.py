@@ -91,6 +91,3 @@ def test_loops_count_as_often_as_they_turn(step):
 def test_a_program_without_ticks_is_no_step(step):
     with pytest.raises(ValueError, match="has no ticks"):
         count_cycles(step, loop("", 1))
-
-
-# --- waits ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is drawn is what the timeline says, and can be read: at both sizes, with any colour vision."""
+"""What is drawn is what the timeline says; its colours can be told apart with any colour vision."""
 
 import itertools
 import runpy
