@@ -69,13 +69,9 @@ def test_seconds_on_gpus_are_predicted_and_it_says_so():
     assert found.bytes["parameters"] == 2 * (128 * 128 + 128) * 4
     assert found.bytes["temporaries"] > found.bytes["parameters"]  # their gradients, and activations
     time = predict_time(pipe.planner, batch_of(128), CHIPS["h100"], tx=tx)
-    assert found.slices == time.seconds and found.limit == time.limit
+    assert found.slices == time.seconds and found.limit == time.limit and found.cost.host == {}
     assert found.timeline.makespan == time.timeline.makespan
     assert "seconds are predicted by a roofline" in str(found)
-    apart = jpipe.forecast(pipe, batch_of(128), tx, topology="h100:2x1")
-    assert (
-        apart.slices["bubble"] > found.slices["bubble"] and apart.slices["computation"] == found.slices["computation"]
-    )
 
 
 class Block(nn.Module):
@@ -112,11 +108,7 @@ def test_what_does_not_fit_on_gpus_is_told_though_their_compiler_compiles_it(lay
 @needs_gpu_compiler
 def test_bytes_on_the_host_are_apart():
     tx, batch = optax.sgd(0.1, momentum=0.9), batch_of(128)
-    own, gone = (
-        jpipe.forecast(make_pipe(128, 4, 8, remat="none", offload=offload), batch, tx, topology="h100:4")
-        for offload in ((), "residuals")
-    )
-    assert own.cost.host == {} and "host" not in own.slices
+    gone = jpipe.forecast(make_pipe(128, 4, 8, remat="none", offload="residuals"), batch, tx, topology="h100:4")
     there = jpipe.make_mesh(stage=4, devices=parse_topology("h100:4").stand_ins())
     pipe = make_pipe(128, 4, 8, remat="none", offload="residuals", mesh=there)
     predicted = predict_memory(pipe.planner, batch, tx)[1]
