@@ -12,7 +12,10 @@ from flax import nnx
 import jpipe
 import sequential
 from cases import assert_close
+from jpipe.jax.flat_jaxpr import flatten
+from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.layers.adapt import as_layers
+from jpipe.model.alike import Kinds
 from jpipe.model.trace import trace_model
 
 wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
@@ -248,3 +251,41 @@ def test_a_step_and_evaluation_equal_the_sequential_model(kind, options, make_me
             key, x = sequential.init_key(jax.random.key(KEY), index), jnp.zeros((4, 8), jnp.float64)
             own = layers[index].init({"params": key, "dropout": jax.random.fold_in(key, 1)}, x, train=False)
             assert_close(initial[index], own, f"layer {index}")
+
+
+# --- kinds of parts of a trace ----------------------------------------------------------------------------------------
+
+
+def with_rule(rule: float, rate: float):
+    """`sin(x * rate)`, with a derivative of its own."""
+
+    @jax.custom_vjp
+    def call(x):
+        return jnp.sin(x)
+
+    call.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * rule,))
+    return lambda x: call(x * jnp.float32(rate))
+
+
+ONES = np.ones(5000, np.float32)
+TWO_PARTS = {
+    "numbers": (lambda x: 2.0 * x, lambda x: 3.0 * x, True),
+    "names": (jax.jit(lambda x: 2.0 * x), lambda y: 2.0 * y, True),
+    "types": (lambda x: jnp.int32(x), lambda x: jnp.int8(x), False),
+    "operands": (lambda x: x - jnp.sin(x), lambda x: jnp.sin(x) - x, False),
+    "parameters": (lambda x: x.reshape(4, 4), lambda x: x.reshape(8, 2), False),
+    "large arrays": (lambda x: x[0, 0] * ONES, lambda x: x[0, 0] * np.r_[ONES[1:], np.float32(2)], False),
+    "order of results": (lambda x: (x, 2.0 * x), lambda x: (2.0 * x, x), False),
+    "rates": (with_rule(1.0, 2.0), with_rule(1.0, 3.0), True),
+    "rules": (with_rule(1.0, 2.0), with_rule(0.5, 2.0), False),
+}
+
+
+@pytest.mark.parametrize("name", TWO_PARTS)
+def test_parts_are_of_one_kind_if_they_differ_in_numbers_alone(name):
+    *functions, same = TWO_PARTS[name]
+    kinds, parts = Kinds(), []
+    for function in functions:
+        flat = flatten(jax.make_jaxpr(function)(X), calls=PLAIN_CALLS)
+        parts.append(kinds.part(flat, flat.equations, flat.arguments, flat.results))
+    assert (parts[0].kind == parts[1].kind) is same
