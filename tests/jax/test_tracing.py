@@ -106,6 +106,20 @@ def test_what_depends_and_what_is_used_through_a_loop():
     assert uses(closed, [False, False, True]) == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "mantissa_bits", "stays"), [(np.float32, 23, False), (np.float32, 7, True), (jnp.bfloat16, 7, True)]
+)
+def test_without_roundings(dtype, mantissa_bits, stays):
+    """Only those that round nothing go, and of wide numbers alone; results stay what they were, to the bit."""
+    values = jnp.asarray([1 / 3, 1e-4, 6e4, -7.1], dtype)
+    rounded = lambda x: jax.lax.reduce_precision(x, 8, mantissa_bits)
+    closed = jax.make_jaxpr(lambda x: (rounded(x), jax.lax.cond(x[0] > 0, rounded, jnp.sin, x)))(values)
+    found = unrounded(closed)
+    assert list(names(found.jaxpr)).count("reduce_precision") == (2 if stays else 0)
+    for got, want in zip(jaxpr_as_fun(found)(values), jaxpr_as_fun(closed)(values), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_the_roundings_of_checkpoint_go():
     """They are why `unrounded` is there."""
     weights = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)

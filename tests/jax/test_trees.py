@@ -15,6 +15,7 @@ SUMMED_IN = [
     (jnp.float8_e4m3fn, np.float32),
     (np.float32, np.float32),
     (np.float64, np.float64),
+    (np.complex64, np.complex64),
     (np.int8, np.int8),
     (np.bool_, np.bool_),
 ]
@@ -25,7 +26,10 @@ def test_sums_of_narrow_numbers_are_wide(dtype, summed_in):
     assert accumulator_dtype(np.dtype(dtype)) == np.dtype(summed_in)
 
 
-def test_random_keys_have_no_gradients():
+def test_leaves_with_gradients():
+    """Those that `jax.grad` takes, if it is told that a function is holomorphic."""
+    for dtype, _ in SUMMED_IN:
+        assert is_float(np.zeros((), dtype)) == (np.dtype(dtype).kind not in "iub")
     assert not is_float(jax.random.key(0))
 
 

@@ -95,6 +95,12 @@ class NnxHolds(nnx.Module):
         return self.activation(x)
 
 
+@pytest.mark.parametrize(("a", "b", "same"), [(0.0, -0.0, False), (1, True, False), (2.0, 2.0, True)])
+def test_nnx_modules_of_other_bits_are_other_layers(a, b, same):
+    """A regression, as of other layers."""
+    assert is_same(*as_layers([NnxHolds(a), NnxHolds(b)])) is same
+
+
 LOOSE = {
     "a Linen field": Holds,
     "an nnx module": NnxHolds,
