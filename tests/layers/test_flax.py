@@ -63,7 +63,8 @@ def test_partition_specs_by_logical_rules(key):
         assert [tuple(*specs(layer)) for layer in bare] == expected
     for rules, expected in ((later, (None, ("tp", "sp"))), (fewer, (None, ("tp",)))):
         with rules():
-            assert tuple(*specs(linen)) == expected
+            assert specs(linen) == [PartitionSpec(*expected)]
+    assert tuple(*specs(linen)) == (None, None)
     with nn.logical_axis_rules((("embed", "tp"),)), pytest.raises(LayerError, match="Flax says: Inconsistent"):
         specs(local)
 
