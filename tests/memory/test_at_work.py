@@ -99,6 +99,24 @@ def test_a_device_initialises_its_parts_and_holds_no_more():
     assert "each device holds 590" in str(spread)
 
 
+GRID = [
+    ("linen", "interleaved", 2, 4, 2, {}, {}),
+    ("mixed", "v", 2, 4, 2, {"remat": "none"}, {}),
+    ("linen", "zero_bubble", 4, 4, 1, {}, {}),
+    ("linen", "1f1b", 2, 3, 1, {"shard_over": ("data",), "gather": "use"}, {"data": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_the_step_is_that_of_the_sequential_model(make_mesh, case):
+    kind, schedule, k, m, v, options, axes = case
+    with jax.enable_x64(True):
+        mesh = make_mesh((k, axes["data"]), ("stage", "data")) if axes else None
+        pipe = pipeline(model(kind), schedule, k, m, v, mesh=mesh, balance="even", ends="spread", **options)
+        check_step(pipe, model(kind))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("gather", "explicit"), [("step", True), ("use", False)])
 def test_what_metadata_splits_is_split_over_stages_too(make_mesh, gather, explicit):
