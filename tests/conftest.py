@@ -29,7 +29,6 @@ from hypothesis import settings
 from jax.sharding import AxisType, Mesh
 
 import compiled_once
-import whole_grids
 
 jax.config.update("jax_platforms", "cpu")
 jax.devices()
@@ -63,14 +62,6 @@ def make_mesh() -> MakeMesh:
     return make
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks
 def pytest_collection_modifyitems(items):
-    """Marks the cases of `whole_grids`, and puts tests of several processes first.
-
-    At the end, one of those would keep the other workers waiting.
-    """
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if whole_grids.is_moved(item.path.name, getattr(item, "originalname", item.name), call and call.id):
-            item.add_marker(pytest.mark.slow)
+    """Puts tests of several processes first: at the end, one of those would keep the other workers waiting."""
     items.sort(key=lambda item: item.path.name != "test_processes.py")

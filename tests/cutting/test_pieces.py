@@ -124,19 +124,3 @@ def test_what_follows_from_the_batch_alone_does_not_cross():
     assert [len(trace.crossing[p]) for p in places] == [1, 1, 1]
     assert all(piece.data == (0,) for piece in make_pieces(trace, cutting, places, Kinds()))
     assert len(list(pairwise([0, *places, len(trace.straight.main)]))) == 4
-
-
-def test_a_norm_before_the_head_is_not_in_the_last_block():
-    """Behind this norm one value crosses, as behind the block; places found again were behind the norm."""
-    norm = lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
-
-    def normed(ws, x):
-        for w in ws[:-1]:
-            x = x + jnp.tanh(norm(x) @ w)
-        return norm(x) @ ws[-1]
-
-    trace = traced(normed)
-    cutting = decide_cutting(trace, trace, SHAPES, 1)
-    pieces = make_pieces(trace, cutting, places_again(cutting, trace, None), Kinds())
-    names = [[equation.primitive.name for equation in piece.part.closed.jaxpr.eqns] for piece in pieces]
-    assert names[0] == names[1] == names[2]

@@ -44,24 +44,12 @@ def test_a_scan_over_blocks_is_its_trips(reverse):
     assert found.depths_read == {0: 1}
 
 
-def test_a_loop_over_time_stays_one_operation():
-    over_time = lambda w, x: jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), X, x)[0]
-    assert products(straight(over_time, W, jnp.ones((5, 2, 3)))) == []
-
-
-def test_stacked_weights_that_are_used_whole_too_are_not_sliced():
-    both = lambda stack, x: jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0] * stack.sum()
-    assert straight(both, STACK, X).depths_read == {0: 0}
-
-
 # --- rows of stacked arrays -------------------------------------------------------------------------------------------
 
 
 KEY = jax.random.key(0)
 INITIALISERS = {
     "lecun_normal": nnx.initializers.lecun_normal(),
-    "uniform": nnx.initializers.uniform(),
-    "truncated_normal": nnx.initializers.truncated_normal(0.1),
     "zeros": nnx.initializers.zeros_init(),
     "flat": lambda key, shape, dtype: jax.random.normal(key, (shape[0] * shape[1],), dtype).reshape(shape).T.T,
     "orthogonal": nnx.initializers.orthogonal(),  # its decomposition isn't taken apart: it makes all, and slices

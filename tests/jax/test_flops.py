@@ -72,16 +72,15 @@ def compilers_layer(layer: TracedLayer) -> float:
     return again + compilers(local.forward, arguments, activation) + backward
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "amoebanet")) for n in EXAMPLES])
-def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
+def test_layers_of_the_examples_take_what_the_compiler_counts(name):
     """Each layer, forward and backward, to 1 %, or a thousandth of the largest: embeddings have no product."""
     loss_fn, make, batch = EXAMPLES[name]
     model = trace_model(as_layers(make()), lambda b: b["inputs"], batch)
     layers = []
     for g, group in enumerate(model.groups):
         loss = trace_loss(loss_fn, group.gives, batch) if g == model.last else None
-        layers.append(trace_layer(LayerFunction(group, key_shape(), MODES[remat], batch, loss)))
+        layers.append(trace_layer(LayerFunction(group, key_shape(), MODES["none"], batch, loss)))
     found = layer_costs(model, layers, "flops", as_mesh(None, 2))
     assert not any(cost.unknown for cost in found)
     firsts, expected = [group.indices[0] for group in model.groups], list(map(compilers_layer, layers))
@@ -93,29 +92,20 @@ def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
 X = shape(8, 16)
 
 
-@pytest.mark.parametrize("name", ["abs", "asin", "bessel_i0e", "digamma", "exp", "lgamma", "logistic", "tanh"])
-def test_what_decides_no_cut_takes_one_an_element(name):
-    assert counted(getattr(jax.lax, name), X) == Flops(8 * 16)
-
-
 CONV = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 IMAGE, KERNEL = shape(2, 9, 7, 4), shape(3, 2, 4, 6)
 OPERATIONS = {
     "product": (lambda x, y: x @ y, (X, shape(16, 5))),
-    "batched product": (lambda x, y: jnp.einsum("bij,bkj->bik", x, y), (shape(3, 4, 5), shape(3, 6, 5))),
     "convolution": (lambda x, w: CONV(x, w, (1, 1), "SAME"), (IMAGE, KERNEL)),
     "strided": (lambda x, w: CONV(x, w, (2, 3), "VALID"), (IMAGE, KERNEL)),
-    "dilated window": (lambda x, w: CONV(x, w, (1, 1), "SAME", rhs_dilation=(2, 3)), (IMAGE, KERNEL)),
     "dilated input": (lambda x, w: CONV(x, w, (1, 1), ((2, 1), (0, 3)), lhs_dilation=(2, 2)), (IMAGE, KERNEL)),
     "groups": (lambda x, w: CONV(x, w, (1, 1), "SAME", feature_group_count=2), (IMAGE, shape(3, 2, 2, 6))),
-    "groups of batch": (lambda x, w: CONV(x, w, (1, 1), "SAME", batch_group_count=2), (IMAGE, KERNEL)),
     "gradient of a convolution": (
         jax.grad(lambda x, w: CONV(x, w, (2, 2), "SAME", feature_group_count=2).sum(), (0, 1)),
         (IMAGE, shape(3, 2, 2, 6)),
     ),
     "fft": (lambda x: jnp.fft.fft(x), (shape(8, 16, dtype=jnp.complex64),)),
     "larger branch": (lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T, lambda x: jnp.ones((8, 8)), x), (X,)),
-    "inlined calls": (jax.jit(lambda x: jax.checkpoint(jnp.dot)(x, jnp.ones((16, 16), jnp.float32))), (X,)),
     "no dead code": (lambda x: (x @ x.T, x.T @ x)[1], (X,)),
 }
 
@@ -132,12 +122,10 @@ def test_products_take_what_the_compiler_counts(name):
 INDICES = shape(9, 3, dtype=jnp.int32)
 BY_HAND = {
     "sum": (lambda x: x.sum(0), (X,), 8 * 16),
-    "argmax": (lambda x: jnp.argmax(x, 0), (X,), 8 * 16),
     "pool": (lambda x: jax.lax.reduce_window(x, -np.inf, jax.lax.max, (2, 4), (2, 4), "VALID"), (X,), 8 * 16),
     "pool's gradient": (jax.grad(lambda x: nn.max_pool(x, (2, 3), (2, 1)).sum()), (IMAGE,), 2 * 4 * 5 * 4 * 2 * 3),
     "embedding's gradient": (lambda x, i: x.at[i].add(1.0, mode="drop"), (X, INDICES), 9 * 3 * 16),
     "no work": (lambda x: jnp.concatenate([x.T, x.reshape(16, 8)])[3:], (X,), 0),
-    "random numbers": (lambda: jax.random.bits(jax.random.key(0), (100,)), (), 100),
 }
 
 
@@ -148,11 +136,6 @@ def test_anything_else_takes_about_one_an_element(name):
     found = counted(function, *arguments)
     assert expected <= found.flops <= expected + 5 * INDICES.size
     assert not found.unknown
-
-
-def test_a_group_takes_its_own_matrix():
-    found = counted(jax.lax.ragged_dot, X, shape(2, 16, 5), shape(2, dtype=jnp.int32))
-    assert found.flops == 2 * 8 * 16 * 5
 
 
 def test_work_of_all_shards():

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import (
-    HOST,
     each,
     is_apart,
     look_up,
@@ -19,8 +18,6 @@ from jpipe.jax.in_place import (
     put_slice,
     take_row,
     take_slice,
-    to_device,
-    to_host,
     when,
 )
 from jpipe.tools.chips import parse_topology
@@ -32,17 +29,6 @@ def test_cpus_have_one_memory_and_others_two():
     assert (is_apart(mesh), on_host(sharding)) == (False, sharding)
     there = Mesh(np.asarray(parse_topology("h100:2").stand_ins()), ("stage",))
     assert is_apart(there) and is_apart(mesh.abstract_mesh)
-
-
-def test_a_sharding_in_the_memory_of_hosts_of_devices_that_are_not_known():
-    mesh = jax.sharding.AbstractMesh((2,), ("stage",))
-    assert on_host(NamedSharding(mesh, PartitionSpec("stage"))).memory_kind == HOST
-
-
-def test_moves_are_traced():
-    jaxpr = jax.make_jaxpr(lambda x: to_device(to_host(x)))(np.ones(3, np.float32))
-    spaces = [equation.params["devices"] for equation in jaxpr.eqns]
-    assert spaces == [(jax.memory.Space.Host,), (jax.memory.Space.Device,)]
 
 
 # --- slices and rows --------------------------------------------------------------------------------------------------
@@ -124,13 +110,6 @@ def test_each_takes_the_trips_of_a_range(bounds, reverse):
     assert int(traced(*bounds)) == sum(i * 10**n for n, i in enumerate(reversed(expected)))
 
 
-@pytest.mark.parametrize("condition", [False, True])
-def test_when(condition):
-    body = lambda given, carry: carry + given
-    assert int(when(condition, 3, body, jnp.int32(4))) == 4 + 3 * condition
-    assert int(jax.jit(lambda c: when(c, 3, body, jnp.int32(4)))(condition)) == 4 + 3 * condition
-
-
 def test_what_a_body_reads_comes_from_the_given_and_the_carry():
     reads = lambda i, given, carry: {"row": given[i], "sum": carry}
     body = lambda i, values, carry: values["row"] * 10 + values["sum"]
@@ -158,9 +137,6 @@ def product(x, total):
 
 LOOPS = {
     "given": lambda x, count: each(0, count, x, lambda _, x, total: product(x, total), jnp.zeros_like(x)),
-    "read": lambda x, count: each(
-        0, count, (), lambda _, x, total: product(x, total), jnp.zeros_like(x), reads=lambda *_: x
-    ),
     "read from the carry": lambda x, count: each(
         0,
         count,

@@ -12,7 +12,6 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from cases import assert_close
 from jpipe.jax.rewrites import row_additions_by_comparison, weight_products_as_they_lie
 from jpipe.jax.tracing import equations_in
-from jpipe.partitioner.splits import WHOLE, Splits
 
 NARROW, WIDE = (3, 5), (5, 3)
 
@@ -33,19 +32,15 @@ def scanned(w, x):
 # By name: a function of (w, x), their shapes, whether it has a gradient that is computed otherwise.
 FUNCTIONS = {
     "one dimension of examples": (lambda w, x: x @ w, NARROW, (8, 3), True),
-    "two": (lambda w, x: x @ w, NARROW, (2, 8, 3), True),
     "more columns on the left": (lambda w, x: x @ w, WIDE, (2, 8, 5), True),
     "features in two dimensions": (lambda w, x: jnp.einsum("btd,dhk->bthk", x, w), (3, 2, 4), (2, 8, 3), True),
     "summed over two": (lambda w, x: jnp.einsum("bthk,hkd->btd", x, w), (2, 4, 3), (2, 8, 2, 4), True),
-    "weight turned": (lambda w, x: x @ w.T, WIDE, (2, 8, 3), True),
     "checkpoint": (jax.checkpoint(lambda w, x: jnp.sin(x @ w)), NARROW, (2, 8, 3), True),
     "in a loop": (scanned, (4, 4), (2, 8, 4), True),
     "no elements": (lambda w, x: x @ w + (x[:, :0] @ w).sum(1, keepdims=True), NARROW, (2, 8, 3), True),
-    "jit": (jax.jit(lambda w, x: x @ w), NARROW, (2, 8, 3), True),
     "a weight for each head": (lambda w, x: jnp.einsum("bthd,hdk->bthk", x, w), (2, 3, 4), (2, 8, 2, 3), False),
     "by examples": (lambda w, x: jnp.einsum("btd,bdk->btk", x, w), (2, 3, 4), (2, 8, 3), False),
     "a vector": (lambda w, x: x @ w, (3,), (2, 8, 3), False),
-    "outer": (lambda w, x: jnp.einsum("d,k->dk", x, w), (3,), (4,), False),
 }
 
 
@@ -80,13 +75,6 @@ def test_what_is_asked_of_each_operand_stays_with_it(precision):
     assert (str(found) == str(closed)) == (precision == ("highest", "default"))
 
 
-def test_a_product_that_is_used_twice_is_left_turned():
-    x, dy = jnp.ones((8, 3)), jnp.ones((8, 5))
-    closed = jax.make_jaxpr(lambda x, dy: (p := jax.lax.dot_general(dy, x, (((0,), (0,)), ((), ()))), p.T))(x, dy)
-    found = jaxpr_as_fun(weight_products_as_they_lie(closed))(x, dy)
-    assert_close(found, [dy.T @ x, x.T @ dy])
-
-
 @pytest.mark.parametrize("sizes", [(64, 256), (256, 64)])
 def test_compiled_for_a_cpu_operands_are_not_turned(sizes):
     """JAX's own derivative has all cotangents turned, and is multiplied by both operands the wrong way."""
@@ -99,11 +87,6 @@ def test_compiled_for_a_cpu_operands_are_not_turned(sizes):
 
     assert summed_over(weight_products_as_they_lie(closed)) == [("0", "0")]
     assert summed_over(closed) == [("0", "1")], "XLA does it by itself now: what jpipe does for it can go"
-
-
-def test_devices_that_are_not_there_are_no_cpus():
-    cpus = Splits(jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("stage",)), ())
-    assert cpus.on_cpu and not WHOLE.on_cpu
 
 
 # --- sums of rows ---
@@ -134,29 +117,19 @@ def labels(shape, below, dtype=np.int32):
 # into [2, 8, 1], which is no sum.
 CASES = {
     "the last dimension": (along(-1), (2, 8, 5), labels((2, 8), 5), 0),
-    "another": (along(1), (2, 5, 8), labels((2, 8), 5), 0),
     "the first": (along(0), (5, 8), labels((8,), 5), 0),
-    "one example": (along(-1), (1, 8, 5), labels((1, 8), 5), 0),
     "one row": (along(-1), (1, 1, 5), labels((1, 1), 5), 1),
     "with what else it gives": (lambda x, labels: jnp.sin(x) + along(-1)(x, labels), (2, 5), labels((2,), 5), 0),
     "from the end": (along(-1), (2, 8, 5), labels((2, 8), 5) - 5, 0),
     "some out of bounds": (along(-1, mode="fill", fill_value=0), (2, 8, 5), labels((2, 8), 9), 0),
     "clipped": (along(-1, mode="clip"), (2, 8, 5), labels((2, 8), 9) - 2, 0),
-    "bytes": (along(-1), (3, 300), labels((3,), 128, np.int8), 0),
-    "a cross-entropy": (
-        optax.softmax_cross_entropy_with_integer_labels,
-        (2, 8, 5),
-        labels((2, 8), 5),
-        1,
-    ),  # into [2, 8, 1]
+    "a cross-entropy": (optax.softmax_cross_entropy_with_integer_labels, (2, 8, 5), labels((2, 8), 5), 1),
     "in a loop": (
         lambda x, labels: jax.lax.scan(lambda _, now: (None, along(-1)(*now)), None, (x, labels))[1],
         (3, 8, 5),
         labels((3, 8), 5),
         0,
     ),
-    "checkpointed": (jax.checkpoint(along(-1)), (2, 8, 5), labels((2, 8), 5), 0),
-    "several of a row": (along(-1), (2, 5), labels((), 5) + jnp.zeros((2,), int), 0),
     "two numbers of each row": (lambda x, labels: jnp.take_along_axis(x, labels, -1), (2, 5), labels((2, 2), 5), 1),
     "whole rows": (lambda x, labels: x[labels], (5, 8), labels((3,), 5), 1),
     "one row for all": (lambda x, labels: x[labels], (5,), labels((3,), 5), 1),

@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
 import jpipe
 from cases import assert_close, assert_equal, compilations
-from jpipe.jax.tracing import changed, compiled, depends_on, interpret, replay, trace, unrounded, uses, without
+from jpipe.jax.tracing import compiled, depends_on, interpret, replay, trace, unrounded, uses
 
 RANDOM = np.random.default_rng(0)
 NUMBERS, Y = (RANDOM.standard_normal((3, 4)).astype(np.float32) for _ in range(2))
@@ -29,24 +29,15 @@ in_calls.defjvp(lambda primals, tangents: (in_calls(*primals), tangents[0]))
 
 FUNCTIONS = {
     "arithmetic": lambda x, y, n: (x + y, x - y, x * y, x / y, -x, x**2, x**-3, jnp.fmod(x, y)),
-    "integers": lambda x, y, n: (n // 2, -n // 2, jax.lax.div(-n, np.int32(2)), n % 3, n**2, n.astype(jnp.float32)),
     "bounds": lambda x, y, n: (jnp.maximum(x, y), jnp.minimum(x, 0), jnp.clip(x, -0.5, 0.5), jnp.sign(x), jnp.abs(x)),
-    "roots": lambda x, y, n: (jnp.sqrt(y * y), jax.lax.rsqrt(y * y), jnp.square(x), jnp.abs(x) ** 0.3, 0.9**n),
-    "exponentials": lambda x, y, n: (jnp.exp(x), jnp.log(x * x), jnp.log1p(x * x), jnp.expm1(x), jnp.tanh(x)),
     "choices": lambda x, y, n: (jnp.where(x > y, x, 0.0), jnp.where((x < 0) & ~(y >= 0) | (x == y), 1, 2)),
     "shapes": lambda x, y, n: (x.T, x.reshape(-1), jnp.concatenate([x, y], 1), x[None], jnp.ones((2, 3)) * x[0, 0]),
     "reductions": lambda x, y, n: (x.sum(), x.sum(0), x.max(1, keepdims=True), x.min(), jnp.all(x > 0), jnp.any(x > 0)),
-    "left to JAX": lambda x, y, n: (
-        x @ y.T,
-        jnp.cumsum(x),
-        jax.lax.while_loop(lambda n: n < 9, lambda n: n + 1, n),
-        x @ x.T,
-    ),
+    "left to JAX": lambda x, y, n: (x @ y.T, jnp.cumsum(x), jax.lax.while_loop(lambda n: n < 9, lambda n: n + 1, n)),
     "branches": lambda x, y, n: jax.lax.cond(n > 3, lambda x, y: x + 1, lambda x, y: y, x, y),
     "switch": lambda x, y, n: jax.lax.switch(n, [lambda x: x, lambda x: x * 3], x),
     "calls": lambda x, y, n: (jax.jit(jnp.var)(x), jax.checkpoint(jnp.sin)(x), in_calls(x), jax.nn.silu(x)),
     "constants": lambda x, y, n: (x * jnp.asarray(Y), jnp.arange(4) + n, 3.0),
-    "half precision": lambda x, y, n: x.astype(jnp.bfloat16) * y.astype(jnp.bfloat16),
     "no finite numbers": lambda x, y, n: (jnp.isfinite(x / 0), jnp.where(x > 0, x / 0, jnp.sqrt(-1 - x * x))),
 }
 
@@ -76,22 +67,11 @@ def names(jaxpr):
             yield from names(inner)
 
 
-@jax.custom_vjp
-def own(x, y):
-    return x * 2
-
-
-own.defvjp(lambda x, y: (own(x, y), None), lambda _, g: (2 * g, jnp.zeros_like(g)))
-
 # Of (x, y, z) to three results: whether each depends on each, row by row.
 CALLS = {
     "plain": (lambda x, y, z: (x + y, z * 2, 3.0), [[1, 1, 0], [0, 0, 1], [0, 0, 0]]),
     "handed through": (lambda x, y, z: (y, x, z), [[0, 1, 0], [1, 0, 0], [0, 0, 1]]),
     "jit": (lambda x, y, z: jax.jit(lambda a, b: (a, b * 2, 1.0))(x, y), [[1, 0, 0], [0, 1, 0], [0, 0, 0]]),
-    "jit in jit": (
-        lambda x, y, z: jax.jit(lambda a, b, c: jax.jit(lambda p, q: (p * q, q, q))(a, c))(x, y, z),
-        [[1, 0, 1], [0, 0, 1], [0, 0, 1]],
-    ),
     "checkpoint": (
         lambda x, y, z: jax.checkpoint(lambda a, b: (a * 2, b * 3, a + b))(x, z),
         [[1, 0, 0], [0, 0, 1], [1, 0, 1]],
@@ -111,12 +91,6 @@ def test_dependence_through_calls(name):
         assert uses(closed, wanted) == [bool(entry) for entry in row]
 
 
-def test_dependence_through_a_custom_derivative():
-    closed = jax.make_jaxpr(lambda x, y: (own(x, y), own(y, x)))(X, X)
-    x, y = closed.jaxpr.invars
-    assert (depends_on(closed, [x]), depends_on(closed, [y])) == ([True, False], [False, True])
-
-
 def test_what_depends_and_what_is_used_through_a_loop():
     """`depends_on` takes a loop as a whole, `uses` follows each carry: two that don't meet."""
 
@@ -132,40 +106,14 @@ def test_what_depends_and_what_is_used_through_a_loop():
     assert uses(closed, [False, False, True]) == [False, False, True]
 
 
-def stopped(x):
-    """Four times a cubed `x` of which one factor has no gradient: in a loop, a branch, a call, and plainly."""
-    stop = jax.lax.stop_gradient
-    looped = jax.lax.scan(lambda c, _: (c + stop(x) * x * x, None), jnp.zeros_like(x), length=1)[0]
-    branch = jax.lax.cond(x[0] < 0, lambda x: stop(x) * x * x, lambda x: x * x * stop(x), x)
-    return looped + branch + jax.jit(lambda x: stop(x) * x * x)(x) + stop(x) * x * x
-
-
-def test_without_stops():
-    closed = jax.make_jaxpr(stopped)(X)
-    found = without(closed, lambda equation: equation.primitive.name == "stop_gradient")
-    assert "stop_gradient" in names(closed.jaxpr)
-    assert "stop_gradient" not in names(found.jaxpr)
-    gradient = lambda closed: jax.grad(lambda x: jaxpr_as_fun(closed)(x)[0].sum())(X)
-    np.testing.assert_allclose(jaxpr_as_fun(found)(X)[0], 4 * X**3, rtol=1e-6)
-    np.testing.assert_allclose(gradient(closed), 8 * X**2, rtol=1e-6)
-    np.testing.assert_allclose(gradient(found), 12 * X**2, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "exponent_bits", "mantissa_bits", "stays"),
-    [
-        (np.float32, 8, 23, False),
-        (np.float32, 8, 7, True),
-        (np.float32, 5, 23, True),
-        (jnp.bfloat16, 8, 7, True),
-        (np.float16, 5, 10, True),
-    ],
+    ("dtype", "mantissa_bits", "stays"), [(np.float32, 23, False), (np.float32, 7, True), (jnp.bfloat16, 7, True)]
 )
-def test_without_roundings(dtype, exponent_bits, mantissa_bits, stays):
+def test_without_roundings(dtype, mantissa_bits, stays):
     """Only those that round nothing go, and of wide numbers alone; results stay what they were, to the bit."""
     values = jnp.asarray([1 / 3, 1e-4, 6e4, -7.1], dtype)
-    rounded = lambda x: jax.lax.reduce_precision(x, exponent_bits, mantissa_bits)
-    closed = jax.make_jaxpr(lambda x: (rounded(x), jax.jit(lambda x: rounded(x) * 1)(x)))(values)
+    rounded = lambda x: jax.lax.reduce_precision(x, 8, mantissa_bits)
+    closed = jax.make_jaxpr(lambda x: (rounded(x), jax.lax.cond(x[0] > 0, rounded, jnp.sin, x)))(values)
     found = unrounded(closed)
     assert list(names(found.jaxpr)).count("reduce_precision") == (2 if stays else 0)
     for got, want in zip(jaxpr_as_fun(found)(values), jaxpr_as_fun(closed)(values), strict=True):
@@ -183,36 +131,6 @@ def test_the_roundings_of_checkpoint_go():
     assert "reduce_precision" not in names(found.jaxpr)
     expected = np.cos(X) * (weights @ np.cos(np.sin(X) @ weights))
     np.testing.assert_allclose(jaxpr_as_fun(found)(X)[0], expected, rtol=1e-4, atol=1e-5)
-
-
-NESTED = {
-    "plain": lambda f: f,
-    "jit": jax.jit,
-    "jit in jit": lambda f: jax.jit(lambda x: jax.jit(f)(x)),
-    "checkpoint": jax.checkpoint,
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
-    "while": lambda f: lambda x: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, f(c[1])), (0, x))[1],
-    "cond": lambda f: lambda x: jax.lax.cond(x[0] < 0, f, lambda x: x, x),
-    "vmap": lambda f: jax.vmap(f),
-}
-
-
-@pytest.mark.parametrize("name", NESTED)
-def test_changes_reach_jaxprs_in_jaxprs(name):
-    """Sines become cosines, and negations are dropped, also in a row: what they take stands for what they give."""
-    (cosine,) = jax.make_jaxpr(jnp.cos)(X).jaxpr.eqns
-
-    def change(equation):
-        if equation.primitive.name == "sin":
-            return [equation.replace(primitive=cosine.primitive, params=cosine.params)]
-        return [] if equation.primitive.name == "neg" else [equation]
-
-    closed = jax.make_jaxpr(NESTED[name](lambda x: -jnp.negative(-jnp.sin(-x)) * 2))(X)
-    assert {"sin", "neg"} <= set(names(closed.jaxpr))
-    found = changed(closed.jaxpr, change)
-    assert not {"sin", "neg"} & set(names(found))
-    (result,) = jax.core.eval_jaxpr(found, closed.consts, X)
-    np.testing.assert_allclose(result, np.cos(X) * 2, rtol=1e-6)
 
 
 # --- functions as traced ----------------------------------------------------------------------------------------------
@@ -233,15 +151,6 @@ def make(layers, loss=mean_square, **options):
 
 
 # --- traces and replays -----------------------------------------------------------------------------------------------
-
-
-def test_a_replay_gives_arrays():
-    """A regression: a jaxpr hands literals back as Python scalars, which have no `astype`."""
-    made = lambda x: {"constant": jnp.asarray(0.1), "python": 2.0, "flag": jnp.asarray(True), "x": x}
-    closed, shapes = jax.make_jaxpr(made, return_shape=True)(1)
-    found = replay(closed, shapes)(1)
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
-    assert_equal(found, {"constant": jnp.float32(0.1), "python": jnp.float32(2), "flag": np.True_, "x": np.int32(1)})
 
 
 def test_reductions_over_mesh_axes_are_left_out():
@@ -300,15 +209,6 @@ def test_state_and_boundaries_that_are_literals():
     assert_equal(kept, {"seen": np.True_, "count": np.int32(1)})
 
 
-def test_a_constant_loss():
-    """A regression: the loss was a Python scalar."""
-    pipe = make([nn.Dense(4)] * 2, loss=lambda y, batch: 0.5)
-    variables = pipe.init(jax.random.key(0), BATCH)
-    (loss, _), grads = pipe.value_and_grad(variables, BATCH)
-    assert float(loss) == float(pipe.evaluate(variables, BATCH)) == 0.5
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
-
-
 # --- keys of other implementations ------------------------------------------------------------------------------------
 
 
@@ -329,41 +229,8 @@ class NnxDrop(nnx.Module):
 DROPS = [Drop(), Drop(), lambda rngs: NnxDrop(rngs), nn.BatchNorm()]
 
 
-@pytest.mark.parametrize(
-    ("impl", "remat"),
-    [
-        pytest.param("rbg", "layer", marks=pytest.mark.slow),
-        pytest.param("rbg", "none", marks=pytest.mark.slow),
-        pytest.param("unsafe_rbg", "full", marks=pytest.mark.slow),
-    ],
-)
-def test_keys_of_another_implementation(impl, remat):
-    """A regression: `init` passed, and the step failed in XLA's verifier: keys were traced as the default ones."""
-    key = jax.random.key(0, impl=impl)
-    pipe, tx = make(DROPS, remat=remat), optax.sgd(0.1)
-    state = pipe.create_state(key, BATCH, tx)
-    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
-    assert types(pipe.abstract_state(BATCH, tx, key)) == types(state)
-    losses = [float(pipe.value_and_grad(state.variables, BATCH, k)[0][0]) for k in (key, jax.random.fold_in(key, 1))]
-    assert losses[0] != losses[1]
-    pipe.evaluate(state.variables, BATCH)
-    state, _ = pipe.train_step(state, BATCH)
-    assert state.key.dtype == key.dtype
-    # and the same pipeline takes a key of the default implementation
-    assert float(pipe.value_and_grad(state.variables, BATCH, jax.random.key(0))[0][0]) > 0
-
-
-@pytest.mark.slow
-def test_the_numbers_of_another_implementation_do_not_depend_on_the_stages():
-    key, losses = jax.random.key(5, impl="rbg"), []
-    for k in (1, 2, 4):
-        pipe = make(DROPS, num_stages=k)
-        losses.append(float(pipe.value_and_grad(pipe.init(key, BATCH), BATCH, key)[0][0]))
-    np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-5)
-
-
 def test_another_default_implementation():
-    """A regression, as above."""
+    """A regression: `init` passed, and the step failed in XLA's verifier: keys were traced as the default ones."""
     with jax.default_prng_impl("rbg"):
         pipe = make(DROPS)
         state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
@@ -407,7 +274,7 @@ class DroppingScan(nn.Module):
         return nn.scan(DroppingStep, split_rngs={"dropout": True}, length=3)()(x, None)[0]
 
 
-@pytest.mark.parametrize("layer", [Scanned(), RematScanned()], ids=["scan", "remat_scan"])
+@pytest.mark.parametrize("layer", [Scanned(), pytest.param(RematScanned(), marks=pytest.mark.slow)])
 def test_loops_that_split_keys_for_parameters_alone(layer):
     """A regression: "draws random numbers, but key=None", as all operands of a loop were taken for used."""
     pipe = make([layer, nn.Dense(4)])

@@ -51,15 +51,6 @@ def loss_fn(outputs, batch):
     return (outputs**2).mean()
 
 
-@pytest.mark.usefixtures("float64")
-def test_arrays_are_data_and_other_values_stay():
-    arguments = jpipe.Arguments(jnp.ones(2), [None, "gelu"], mask=jnp.zeros(3), scale=0.5)
-    assert [leaf.shape for leaf in jax.tree.leaves(arguments)] == [(2,), (3,)]
-    positional, keywords = jax.tree.map(lambda leaf: leaf.shape, arguments).both
-    assert positional == ((2,), [None, "gelu"]) and keywords == {"mask": (3,), "scale": 0.5}
-    assert repr(jax.tree.map(lambda leaf: 0, arguments)) == "Arguments(0, [None, 'gelu'], mask=0, scale=0.5)"
-
-
 @pytest.mark.filterwarnings("ignore:Scaled holds a Dropout")  # the user turned it off
 @pytest.mark.parametrize("model", [Scaled(), lambda rngs: NnxScaled(rngs)], ids=["linen", "nnx"])
 @pytest.mark.usefixtures("float64")
@@ -157,32 +148,6 @@ def test_nnx_caches_are_as_their_modules_compute(embeds, ready):
         _, new = found.apply(variables, (x,), Context(None, False))
     kinds = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(new["cache"]) if leaf.ndim}
     assert kinds == {((SIZE, LENGTH, 2, 4), "bfloat16")}
-
-
-class Table(nnx.Module):
-    """As google-tunix's embedding, whose `decode` gives logits."""
-
-    def __init__(self, rngs):
-        self.table = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
-
-    def decode(self, x):
-        return x @ self.table[...].T
-
-    def __call__(self, x):
-        return self.decode(x)
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.Dense(8), nn.relu, lambda rngs: nnx.Linear(8, 8, rngs=rngs), lambda rngs: Table(rngs)]
-)
-def test_layers_without_a_cache_stay_as_they_are(layer):
-    (adapted,) = as_layers([layer])
-    found, x = decoding(adapted, TAKES, SIZE, LENGTH), jnp.ones((SIZE, 1, 8))
-    variables = adapted.init(jax.random.key(0), (x,), None)
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, found.init(jax.random.key(0), (x,), None), variables))
-    outputs, new = found.apply(variables, (x,), Context(None, True))
-    assert not new
-    assert jnp.array_equal(outputs, adapted.apply(variables, (x,), Context(None, False))[0])
 
 
 class Reading(nn.Module):

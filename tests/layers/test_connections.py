@@ -8,10 +8,8 @@ import pytest
 from flax import nnx
 
 import jpipe
-from cases import CUTS, assert_close, check_by_hand, cut
+from cases import CUTS, check_by_hand, cut, some_slow
 from jpipe.layers.adapt import as_layers
-from jpipe.layers.base import Context
-from jpipe.layers.connections import with_inputs
 from jpipe.model.trace import trace_model
 
 RNG = np.random.default_rng(0)
@@ -88,7 +86,7 @@ def all_sorts_by_hand(trees):
     return jnp.mean((trees[5] * x - b)[:, :3] * BATCH["targets"])
 
 
-@pytest.mark.parametrize("case", CUTS, ids=str)
+@pytest.mark.parametrize("case", some_slow(CUTS), ids=str)
 def test_all_sorts_of_connections(case):
     with jax.numpy_dtype_promotion("standard"):
         pipe = cut(all_sorts(), lambda y, batch: jnp.mean(y[:, :3] * batch["targets"]), case)
@@ -147,7 +145,6 @@ def test_skips_are_freed():
     [
         (lambda: [jpipe.stash(DENSE, "a"), DENSE], r"layer 0 \(Dense\) stashes 'a', which no later layer pops"),
         (lambda: [DENSE, jpipe.pop(Add(), "a")], r"layer 1 \(Add\) pops 'a', which no earlier layer stashes"),
-        (lambda: [jpipe.pop(Add(), "a"), jpipe.stash(DENSE, "a")], r"layer 0 \(Add\) pops 'a', which no earlier"),
         (lambda: [*[jpipe.stash(DENSE, "a")] * 2, jpipe.pop(Add(), "a")], r"1 \(Dense\) stashes 'a', as layer 0 does"),
         (
             lambda: [jpipe.stash(DENSE, "a"), *[jpipe.pop(Add(), "a")] * 2],
@@ -166,10 +163,6 @@ def test_skips_are_freed():
             r"layer 0 \(Add\) raised TypeError at test_conn.*py:.* \(x, side\) = \(float32\[8,5\], float32\[8,3\]\)",
         ),
         (
-            lambda: [jpipe.reads(Add(), lambda batch: "mask")],
-            r"layer 0 \(Add\) reads 'mask' from the batch; its function has to return",
-        ),
-        (
             lambda: [DENSE, jpipe.reads(Masked(), lambda batch: batch["none"])],
             r"layer 1 \(Masked\) can't read a side input from {.*}: KeyError\('none'\); pass the whole batch",
         ),
@@ -186,17 +179,3 @@ def test_side_inputs_are_read_from_the_whole_batch():
     variables = pipe.init(jax.random.key(0), BATCH)
     with pytest.raises(ValueError, match=r"layer 1 \(Masked\) reads a side input; pass the whole batch"):
         pipe.apply(variables, BATCH["inputs"])
-
-
-# --- the first layer reads its inputs from the micro-batch ------------------------------------------------------------
-
-PAIR = {"a": np.ones((2, 3), np.float32), "b": np.full((2, 3), 2, np.float32)}
-
-
-def test_the_first_layer_takes_no_activation(key):
-    """What is read as a tuple is passed as several arguments."""
-    first, second = with_inputs(as_layers([lambda a, b: a + b, nn.Dense(3)]), lambda batch: (batch["a"], batch["b"]))
-    assert (first.reads_batch, second.reads_batch) == (True, False)
-    assert first.init(key, (), PAIR) == {}
-    outputs, _ = first.apply({}, (), Context(None, False, PAIR))
-    assert_close(outputs, np.full((2, 3), 3, np.float32))

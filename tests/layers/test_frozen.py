@@ -75,21 +75,10 @@ def values(tree):
     return meta.unbox(jax.device_get(tree))
 
 
-INTERLEAVED = {"num_chunks": 2, "schedule": "interleaved"}
-
-
-@pytest.mark.parametrize(
-    ("options", "fsdp"),
-    [
-        pytest.param({"num_microbatches": 4}, None, marks=pytest.mark.slow),
-        pytest.param(INTERLEAVED | {"num_microbatches": 2, "remat": "none"}, None, marks=pytest.mark.slow),
-        ({"num_microbatches": 2, "gather": "use"}, 2),
-        pytest.param({"num_microbatches": 2, "shard_over": "fsdp"}, 2, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_what_is_trained_equals_the_plain_models(options, fsdp):
-    mesh = jpipe.make_mesh(stage=2, fsdp=2, devices=jax.devices()[:4]) if fsdp else None
+def test_what_is_trained_equals_the_plain_models():
+    """In chunks, with parameters that are split over a data axis and gathered where they are used."""
+    mesh = jpipe.make_mesh(stage=2, fsdp=2, devices=jax.devices()[:4])
+    options = {"num_chunks": 2, "schedule": "interleaved", "num_microbatches": 2, "remat": "none", "gather": "use"}
     pipe = jpipe.Pipeline(layers(), loss_fn, num_stages=2, mesh=mesh, **options)
     state = pipe.create_state(jax.random.key(0), BATCH, optax.adam(0.1))
     trained = {(), *(x.shape for x in state.variables["params"].values())}
@@ -178,7 +167,6 @@ def misspelt(path):
     [
         (lambda: jpipe.freeze(jpipe.Shared(nn.Dense(3))), r"freeze what is in it: jpipe.Shared\(jpipe.freeze"),
         (lambda: jpipe.freeze(jpipe.freeze(nn.Dense(3))), "frozen already; pass one `where`"),
-        (lambda: jpipe.freeze([nn.Dense(3)]), "takes one layer; freeze each"),
         (lambda: jpipe.freeze(nn.Dense(3), "lora"), "where='lora' is not callable"),
         (lambda: jpipe.freeze(nn.Dense(3), misspelt), r"parameter that `where` of .* names; .* \['bias', 'kernel'\]"),
         (lambda: jpipe.freeze(Own(writes=False)), r"layer 0 \(Own\) has a collection 'frozen' of its own"),
@@ -197,41 +185,7 @@ def test_the_rule_of_what_is_frozen_is_its_own():
         jpipe.Pipeline([nn.Dense(3)], loss_fn, num_stages=1, num_microbatches=1, merge={"frozen": "mean"})
 
 
-def test_empty_places_among_the_parameters_stay():
-    """Of plain functions, which may ask for them."""
-
-    def apply(params, x):
-        assert params["norm"] == {} and params["b"] is None
-        return x @ params["w"]
-
-    layer = jpipe.Layer(lambda key, x: {"w": jnp.ones((3, 3)), "norm": {}, "b": None}, apply)
-    pipe = jpipe.Pipeline(
-        [jpipe.freeze(layer), nn.Dense(2)], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1
-    )
-    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
-    assert pipe.layer_variables(variables)[0].keys() == {"w", "norm", "b"}
-    pipe.value_and_grad(variables, jnp.ones((2, 3)))
-
-
-def test_shared_bools_stay_bools():
-    class Masked(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            mask = self.variable("masks", "of", lambda: jnp.asarray([True, False, True])).value
-            return jnp.where(mask, x, nn.Dense(3)(x))
-
-    layer, rules = jpipe.Shared(Masked()), {"masks": "keep"}
-    pipe = jpipe.Pipeline([layer, layer], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1, merge=rules)
-    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
-    pipe.value_and_grad(variables, jnp.ones((2, 3)))
-
-
-def test_connections_go_through():
-    read = jpipe.freeze(jpipe.reads(Adapted(), lambda batch: batch["mask"]))
-    assert read.layer == jpipe.freeze(Adapted()) and read.read is not None
-
-
-@pytest.mark.parametrize("layer", [Adapted(), lambda rngs: AdaptedNnx(rngs)], ids=["linen", "nnx"])
+@pytest.mark.parametrize("layer", [Adapted(), pytest.param(lambda rngs: AdaptedNnx(rngs), marks=pytest.mark.slow)])
 def test_a_checkpoint_has_all(layer, tmp_path):
     """Saving once failed where some of a layer's parameters are frozen."""
     layers = [nn.Embed(7, 8, param_dtype=WIDE), *[jpipe.freeze(layer, is_base)] * 2, nn.Dense(7, param_dtype=WIDE)]
@@ -259,8 +213,11 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize(
     ("fixed", "rules", "moves"),
-    [(None, {}, True), (None, {"batch_stats": "keep"}, False), (True, {}, False)],
-    ids=["as it is", "kept", "fixed"],
+    [
+        pytest.param(None, {}, True, id="as it is"),
+        pytest.param(None, {"batch_stats": "keep"}, False, id="kept", marks=pytest.mark.slow),
+        pytest.param(True, {}, False, id="fixed"),
+    ],
 )
 def test_running_averages_of_a_frozen_layer(fixed, rules, moves):
     """They move as in plain Flax; kept, evaluation has the old ones, and training still the micro-batch's own.

@@ -71,21 +71,6 @@ def test_parameters_of_types_of_their_own_are_parameters():
     np.testing.assert_allclose(outputs, expected, rtol=1e-6)
 
 
-class NnxConstant(nnx.Module):
-    def __init__(self, c):
-        self.c = c
-
-    def __call__(self, x):
-        return x * jnp.copysign(1.0, jnp.asarray(self.c, jnp.float32))
-
-
-def test_nnx_modules_of_other_bits_are_other_layers():
-    """A regression, as above."""
-    for a, b, same in [(0.0, -0.0, False), (1, True, False), (float("nan"), float("nan"), True), (2.0, 2.0, True)]:
-        first, second = as_layers([NnxConstant(a), NnxConstant(b)])
-        assert is_same(first, second) is same
-
-
 class Masked(nnx.Module):
     """Holds arrays that are no Variables, as masks and rotary tables are."""
 
@@ -187,8 +172,7 @@ class Recurrent(nnx.Module):
 TIMES = np.random.default_rng(0).normal(size=(4, 3, 4))
 
 
-@pytest.mark.parametrize("as_list", [False, True])
-@pytest.mark.parametrize("kind", ["gru", "both ways", "stack"])
+@pytest.mark.parametrize(("kind", "as_list"), [("gru", False), ("both ways", True), ("stack", False)])
 def test_recurrent_modules_draw_nothing(kind, as_list):
     """They were refused: an `nnx.RNN` draws a key for the zeros that it starts from, also in evaluation."""
     with jax.enable_x64(True):

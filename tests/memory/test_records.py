@@ -68,8 +68,15 @@ def only_parts(monkeypatch):
     monkeypatch.setattr(records, "is_whole", LIKE_A_CLUSTER["a part of each leaf"])
 
 
-@pytest.mark.parametrize("has", LIKE_A_CLUSTER)
-@pytest.mark.parametrize("kind, explicit", [("linen", False), ("mixed", True)])
+@pytest.mark.parametrize(
+    ("kind", "explicit", "has"),
+    [
+        *[("linen", False, has) for has in ("this process has all", "all of some")],
+        *[("mixed", True, has) for has in ("this process has all", "a part of each leaf")],
+        pytest.param("linen", False, "a part of each leaf", marks=pytest.mark.slow),
+        pytest.param("mixed", True, "all of some", marks=pytest.mark.slow),
+    ],
+)
 def test_there_and_back_also_to_other_numbers_of_stages(make_mesh, monkeypatch, kind, explicit, has):
     monkeypatch.setattr(records, "is_whole", LIKE_A_CLUSTER[has])
     truth = model(kind, "float32")
@@ -84,15 +91,6 @@ def test_there_and_back_also_to_other_numbers_of_stages(make_mesh, monkeypatch, 
         assert_equal(found, expected)
         shardings = lambda tree: [leaf.sharding for leaf in jax.tree.leaves(tree)]
         assert shardings(found) == shardings({name: lay.shapes for name, lay in layouts.items()})
-
-
-def test_weights_that_other_axes_split(make_mesh, monkeypatch):
-    truth = model("linen", "float32")
-    mesh = make_mesh((2, 2, 2), AXES)
-    _, variables, layouts = layouts_for(truth, 2, mesh=mesh, shard_over=("data",))
-    for has in LIKE_A_CLUSTER.values():
-        monkeypatch.setattr(records, "is_whole", has)
-        assert_equal(from_layers(layouts, jit_to_layers(variables)), variables)
 
 
 def test_layers_and_collections_that_are_missing_hold_zeros(mixed, monkeypatch):

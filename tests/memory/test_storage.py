@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jpipe.memory.storage
 from cases import assert_equal
-from gpu_program import compile_with_text, kernels, needs_gpu_compiler
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer
 from jpipe.memory.storage import Row, build_storage, make_boundaries
-from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import read
 
 
 def leaf(*shape, dtype="float32"):
@@ -141,35 +138,6 @@ def test_adding(storage, on_gpu):
     assert_equal(storage.read(again, 0, 2), [value(0, 2, i) for i in range(2)], "the others stay")
 
 
-@needs_gpu_compiler
-@pytest.mark.parametrize("counted", [False, True])
-def test_adding_in_a_loop_copies_nothing_on_a_gpu(counted):
-    """Each sum was written to an array of its own, which another kernel then copied."""
-    storage = build_storage([[leaf(256, 256), leaf(128)]], [[0, 0, 1, 1]], device_of=range(2))
-    place = NamedSharding(Mesh(np.asarray(parse_topology("h100:8").devices()[:1]), ("stage",)), PartitionSpec())
-
-    def add(buffers, first, x):
-        def body(i, buffers):
-            y = jnp.sin(x * i.astype(x.dtype))
-            return storage.add(buffers, 0, i, [y.T @ x, y[0, :128]], on_gpu=True)
-
-        return jax.lax.fori_loop(0 if counted else first, 2 if counted else first + 2, body, buffers)
-
-    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
-    shapes = jax.tree.map(shape, (zeros(storage), jnp.zeros((), jnp.int32), jnp.zeros((512, 256))))
-    (loop,) = read(compile_with_text(jax.jit(add, donate_argnums=0).lower(*shapes))[1]).inner
-    assert kernels([loop]).copied < 64, "indices are looked up"
-
-
-def test_buffers_of_another_dtype():
-    storage = build_storage([[leaf(2, dtype="bfloat16")]], [[0]], device_of=range(1))
-    buffers = {name: a.astype(jnp.float32) for name, a in zeros(storage).items()}
-    for _ in range(3):
-        buffers = storage.add(buffers, 0, 0, [jnp.full((2,), 2.0**-9, jnp.bfloat16) + jnp.ones((), jnp.bfloat16)])
-    assert buffers["bfloat16_2"].dtype == jnp.float32
-    assert_equal(storage.read(buffers, 0, 0)[0], jnp.full((2,), 3.0, jnp.float32))
-
-
 def test_a_table_and_its_transpose_share_an_array():
     """Of two stages the first has a table and the last a head; of what every stage has nothing is turned."""
     leaves = [[leaf(7, 3), leaf(2, 6)], [leaf(3, 7)], [leaf(6, 2)]]
@@ -220,31 +188,6 @@ def test_a_leaf_that_no_cut_needs_does_not_cross():
     made = check_boundaries([[leaf(4, 3)] * 3, [leaf(4, 3)]], [1])
     assert shapes(made) == dict.fromkeys(("float32_4x3", "float32_4x3_of_1", "float32_4x3_of_2"), (1, 4, 3))
     assert made.crossing_sizes == (("float32_4x3", 1),)
-
-
-def test_the_picture_of_make_boundaries():
-    x, mask = leaf(4, 3), leaf(4, dtype="bool")
-    made = check_boundaries([[x], [x, mask], [x, x], [x]], [0, 1])
-    assert shapes(made) == {"float32_4x3": (1, 4, 3), "float32_4x3_of_1": (1, 4, 3), "bool_4": (1, 4)}
-    assert made.crossing_sizes == (("bool_4", 1), ("float32_4x3", 1))
-
-
-def test_many_different_boundaries_share_a_buffer():
-    """Each of a type of its own: stacked, they would take more than twice as much as the largest."""
-    boundaries = [[leaf(4, n) for n in sizes] for sizes in ([9], [8, 3], [7], [6], [5], [4], [2, 1])]
-    made = check_boundaries(boundaries, [0, 3])
-    assert shapes(made)["float32"] > (0,)
-    total = sum(int(np.prod(shape)) for shape in shapes(made).values())
-    assert total <= 2 * 44
-    few = check_boundaries([[leaf(4, 9)], [leaf(4, 8)]], [0])
-    assert set(shapes(few)) == {"float32_4x9", "float32_4x8"}
-
-
-@pytest.mark.parametrize("boundaries", [[], [[]], [[], [leaf(2)]]])
-def test_nothing_to_carry(boundaries):
-    check_boundaries(boundaries, [])
-    if boundaries:
-        check_boundaries(boundaries, [0])
 
 
 SHAPES = st.sampled_from([(2,), (2, 3), (4, 5), (6, 1, 2), ()])

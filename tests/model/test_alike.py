@@ -1,7 +1,6 @@
 """Layers that differ in numbers alone are one function, and each computes with its own numbers."""
 
 import functools
-import itertools
 
 import flax.linen as nn
 import jax
@@ -13,11 +12,9 @@ from flax import nnx
 import jpipe
 import sequential
 from cases import assert_close
-from jpipe.cutting.module import make_whole
-from jpipe.cutting.whole import cut_model
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.primitives import PLAIN_CALLS
-from jpipe.layers.adapt import as_layers, as_whole
+from jpipe.layers.adapt import as_layers
 from jpipe.model.alike import Kinds
 from jpipe.model.trace import trace_model
 
@@ -141,34 +138,17 @@ def flipped(scale, x):
 
 CASES = {
     "rates": ([nn.Dropout(rate, deterministic=False) for rate in (0.1, 0.2, 0.1)], (0, 0, 0)),
-    "the same": ([nn.Dropout(0.1, deterministic=False) for _ in range(3)], (0, 0, 0)),
-    "between others": ([Drops(0.1), jnp.tanh, Drops(0.2), jnp.tanh], (0, 1, 0, 1)),
     "closures": ([scaled(0.5), scaled(2.0)], (0, 0)),
     "arguments": (each(jnp.multiply, 0.5, 2.0), (0, 0)),
     "integers as data": (each(lambda n, x: jnp.where(jnp.arange(8) < n, x, 0), 3, 5), (0, 0)),
-    "initial values": ([nn.Dense(8, kernel_init=nn.initializers.normal(s)) for s in (0.1, 0.2)], (0, 0)),
     "frozen": ([jpipe.freeze(nn.Dense(8, kernel_init=nn.initializers.normal(s))) for s in (0.1, 0.2)], (0, 0)),
-    "side inputs": (
-        [jpipe.reads(layer, lambda batch: batch) for layer in each(lambda s, x, y: s * x + y, 2, 3)],
-        (0, 0),
-    ),
-    "a number beside averages": ([Normed(scale=s) for s in (1.0, 2.0)], (0, 0)),
     "a rate of averages": ([Normed(momentum=m) for m in (0.9, 0.8)], (0, 1)),
     "Python's branches": ([Drops(rate) for rate in (0.0, 0.1, 0.2, 0.0)], (0, 1, 1, 0)),
-    "types": ([scaled(2.0), scaled(2)], (0, 1)),
     "NumPy's types": (each(lambda s, x: s.astype("float32") * x, np.float32(2), np.float64(2)), (0, 1)),
-    "booleans": (each(lambda s, x: x + 1.0 * s, True, False), (0, 0)),
     "other functions": ([lambda x: 2.0 * x, lambda y: y * 1.0 * 3.0, lambda z: 3.0 * z], (0, 1, 0)),
     "other makers": ([lambda x: jnp.tanh(0.5 * x), jax.jit(lambda y: jnp.tanh(0.25 * y))], (0, 0)),
-    "of several": ([nn.Dense(8, kernel_init=nn.initializers.normal(s)) for s in (1, 1.0, 2, 2.0)], (0, 1, 0, 0)),
-    "widths within": ([Hidden(width, 0.1 * width) for width in (4, 6, 5, 4, 6)], (0, 1, 2, 0, 1)),
-    "widths and scales": (
-        [Hidden(width, scale) for width, scale in [(4, 0.1), (6, 0.1), (4, 0.2), (6, 0.2)]],
-        (0, 1, 0, 1),
-    ),
+    "widths and scales": ([Hidden(*made) for made in [(4, 0.1), (6, 0.1), (4, 0.2), (6, 0.2)]], (0, 1, 0, 1)),
     "widths": ([lambda x: x, nn.Dense(8), nn.Dense(6), nn.Dense(8), nn.Dense(8)], (0, 1, 2, 3, 1)),
-    "axes": (each(lambda axis, x: x + x.sum(axis, keepdims=True), 0, 1), (0, 1)),
-    "powers": (each(lambda n, x: x**n, 2, 3), (0, 1)),
     "trips": (each(lambda count, x: jax.lax.fori_loop(0, count, lambda _, y: jnp.sin(y), x), 2, 3), (0, 1)),
     "in a loop": (each(looped, 0.5, 2.0), (0, 1)),
     "in a derivative": (each(flipped, 0.5, 2.0), (0, 1)),
@@ -215,13 +195,6 @@ def test_equal_layers_are_traced_once_and_others_once_each():
     assert calls == [2.0, 3.0, 2.0, 3.0], "in training, and to be compared in evaluation"
 
 
-def test_skips_are_told_apart():
-    """The numbers of skips are integers, too: which one a layer keeps is no number."""
-    x = jnp.tanh
-    layers = [jpipe.stash(x, "a"), jpipe.stash(x, "b"), jpipe.pop(jnp.add, "b"), jpipe.pop(jnp.add, "a")]
-    assert group_of(layers) == (0, 1, 2, 3)
-
-
 # --- with the right numbers -------------------------------------------------------------------------------------------
 
 
@@ -250,16 +223,13 @@ OPTIONS = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved": {"schedule": "interleaved", "num_chunks": 2},
     "zero_bubble": {"schedule": "zero_bubble", "remat": "none"},
-    "whole stages again": {"schedule": "gpipe", "remat": "stage"},
-    "one stage": {"schedule": "1f1b", "num_stages": 1},
-    "ends of all": {"schedule": "1f1b", "ends": "spread"},
     "data axes": {"schedule": "1f1b"},
 }
-FAST = [("linen", "1f1b"), ("linen", "data axes"), ("nnx", "zero_bubble"), ("plain", "interleaved")]
-RUNS = [pytest.param(*run, marks=[pytest.mark.slow] * (run not in FAST)) for run in itertools.product(MAKE, OPTIONS)]
 
 
-@pytest.mark.parametrize(("kind", "options"), RUNS)
+@pytest.mark.parametrize(
+    ("kind", "options"), [("linen", "1f1b"), ("linen", "data axes"), ("nnx", "zero_bubble"), ("plain", "interleaved")]
+)
 def test_a_step_and_evaluation_equal_the_sequential_model(kind, options, make_mesh):
     """Blocks with other numbers at each depth are one function, and initial values are the layers' own, too."""
     with jax.enable_x64(True):
@@ -274,26 +244,16 @@ def test_a_step_and_evaluation_equal_the_sequential_model(kind, options, make_me
         assert_close(gradients_of(pipe, gradients), grads, "gradients")
         assert_close(pipe.evaluate(variables, batch), evaluated, "evaluation")
         assert_close(pipe.apply(variables, batch), outputs, "outputs")
-        if options != "1f1b" or kind == "nnx":
+        if options != "1f1b":
             return
         initial = pipe.layer_variables(pipe.init(jax.random.key(KEY), batch))
         for index in range(1, 5):
             key, x = sequential.init_key(jax.random.key(KEY), index), jnp.zeros((4, 8), jnp.float64)
-            keys = {"params": key, "dropout": jax.random.fold_in(key, 1)} if kind == "linen" else key
-            own = layers[index].init(keys, x, **({"train": False} if kind == "linen" else {}))
+            own = layers[index].init({"params": key, "dropout": jax.random.fold_in(key, 1)}, x, train=False)
             assert_close(initial[index], own, f"layer {index}")
 
 
 # --- kinds of parts of a trace ----------------------------------------------------------------------------------------
-
-
-def parts_of(*functions, of=X):
-    """Each function as a part, all of one `Kinds`."""
-    kinds, parts = Kinds(), []
-    for function in functions:
-        flat = flatten(jax.make_jaxpr(function)(of), calls=PLAIN_CALLS)
-        parts.append(kinds.part(flat, flat.equations, flat.arguments, flat.results))
-    return parts
 
 
 def with_rule(rule: float, rate: float):
@@ -307,65 +267,25 @@ def with_rule(rule: float, rate: float):
     return lambda x: call(x * jnp.float32(rate))
 
 
-def turned(by: complex):
-    return lambda x: jax.lax.complex(x, x) * np.complex64(by)
-
-
 ONES = np.ones(5000, np.float32)
 TWO_PARTS = {
     "numbers": (lambda x: 2.0 * x, lambda x: 3.0 * x, True),
     "names": (jax.jit(lambda x: 2.0 * x), lambda y: 2.0 * y, True),
-    "types": (lambda x: x * 2, lambda x: x.astype(jnp.bfloat16) * 2, False),
-    "operations": (lambda x: x + 2.0, lambda x: x * 2.0, False),
-    "operands": (lambda x: x - x.sum(), lambda x: x.sum() - x, False),
+    "types": (lambda x: jnp.int32(x), lambda x: jnp.int8(x), False),
+    "operands": (lambda x: x - jnp.sin(x), lambda x: jnp.sin(x) - x, False),
     "parameters": (lambda x: x.reshape(4, 4), lambda x: x.reshape(8, 2), False),
-    "arrays": (lambda x: x * np.eye(2, 8, dtype=np.float32), lambda x: x * np.ones((2, 8), np.float32), False),
     "large arrays": (lambda x: x[0, 0] * ONES, lambda x: x[0, 0] * np.r_[ONES[1:], np.float32(2)], False),
     "order of results": (lambda x: (x, 2.0 * x), lambda x: (2.0 * x, x), False),
-    "in a loop": (lambda x: looped(2.0, x), lambda x: looped(3.0, x), False),
-    "axes": (lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1), False),
-    "nothing": (lambda x: x, lambda x: x * 1.0, False),
-    "relu": (jax.nn.relu, jax.nn.relu, True),
     "rates": (with_rule(1.0, 2.0), with_rule(1.0, 3.0), True),
     "rules": (with_rule(1.0, 2.0), with_rule(0.5, 2.0), False),
-    "complex": (turned(2j), turned(3j), False),  # they were taken for one function
 }
 
 
 @pytest.mark.parametrize("name", TWO_PARTS)
 def test_parts_are_of_one_kind_if_they_differ_in_numbers_alone(name):
-    first, second, same = TWO_PARTS[name]
-    a, again, b = parts_of(first, first, second)
-    assert a.kind == again.kind
-    assert (a.kind == b.kind) is same
-
-
-class Deep(nn.Module):
-    """Twenty blocks with a rate each."""
-
-    scanned: bool
-
-    @nn.compact
-    def __call__(self, x):
-        if self.scanned:
-            return nn.Dense(8)(nn.scan(Step, {"params": 0}, split_rngs={"params": True}, length=20)()(x, None)[0])
-        for i in range(20):
-            x = x + 0.1 * i * nn.Dense(8)(nn.relu(nn.Dense(5)(x)))
-        return nn.Dense(8)(x)
-
-
-class Step(nn.Module):
-    """A block of a scan."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(8)(nn.relu(nn.Dense(5)(x))), None
-
-
-@pytest.mark.parametrize("scanned", [False, True])
-def test_blocks_of_a_model_are_one_group(scanned):
-    layer, read = as_whole(Deep(scanned)), lambda x: x
-    whole = make_whole(layer, read, X)
-    whole, modes = whole.read_by(None, whole.trace(read, X), X)
-    groups = trace_model(cut_model(whole, modes, 4).layers(modes), read, X).groups
-    assert sorted(len(group.indices) for group in groups)[-1] >= 18
+    *functions, same = TWO_PARTS[name]
+    kinds, parts = Kinds(), []
+    for function in functions:
+        flat = flatten(jax.make_jaxpr(function)(X), calls=PLAIN_CALLS)
+        parts.append(kinds.part(flat, flat.equations, flat.arguments, flat.results))
+    assert (parts[0].kind == parts[1].kind) is same

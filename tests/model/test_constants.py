@@ -9,7 +9,6 @@ from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.model.groups import differing, scalars_of
 
 X = np.linspace(-1, 1, 5)
-MASK = np.arange(5) > 1
 
 
 @pytest.fixture(autouse=True)

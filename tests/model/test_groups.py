@@ -8,7 +8,6 @@ import jpipe
 from jpipe.layers.adapt import as_layers
 from jpipe.model.trace import trace_model
 
-X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 IDS = jax.ShapeDtypeStruct((2, 4), jnp.int32)
 
 

@@ -61,10 +61,7 @@ def read_scale(key, x, side):
 FROM_VALUES = {
     "one module": (Flow(), "Flow makes variables['params']['Block_0']['ActNorm_0']['bias']"),
     "scan": (Flow(scans=True), "Flow makes variables['params']['ScanBlock_0']['ActNorm_0']['bias']"),
-    "frozen": (jpipe.freeze(Flow(), lambda path: "scale" in path), "Flow makes variables['frozen']['Block_0']"),
     "first of a list": ([ActNorm(), nn.Dense(4)], "layer 0 (ActNorm) makes variables['params']['bias']"),
-    "later in a list": ([nn.Dense(4), nn.Dense(4), ActNorm()], "layer 2 (ActNorm) makes variables['params']['bias']"),
-    "Layer": ([nn.Dense(4), jpipe.Layer(lambda key, x: x.std(0), lambda p, x: x * p, name="own")], "layer 1 (own)"),
     "side input": (
         [nn.Dense(4), jpipe.reads(jpipe.Layer(read_scale, lambda p, x, side: x * p), lambda batch: batch["scale"])],
         "layer 1 (Layer) makes variables['params'] of the values of its inputs",
@@ -111,25 +108,6 @@ def test_shapes_that_differ_in_evaluation_are_an_error():
     variables = pipe.init(jax.random.key(0), ROWS)
     with pytest.raises(ValueError, match=r"gives float32\[4,2\] in evaluation, not float32\[4,4\] as it was traced"):
         pipe.evaluate(variables, ROWS)
-
-
-class Largest(nn.Module):
-    """State that each step overwrites and nobody reads, written as the layer is initialised too."""
-
-    @nn.compact
-    def __call__(self, x):
-        kept = self.variable("stats", "largest", jnp.zeros, ())
-        if self.is_mutable_collection("stats"):
-            kept.value = jnp.abs(x).max()
-        return x
-
-
-def test_initial_values_that_nobody_reads():
-    pipe = pipeline([Largest(), nn.Dense(4)], merge={"stats": "last"})
-    variables = pipe.init(jax.random.key(0), ROWS)
-    updates = pipe.value_and_grad(variables, ROWS)[0][1]
-    found = pipe.layer_variables({**variables, **updates})[0]["stats"]["largest"]
-    assert_close(found, np.abs(ROWS["inputs"][4:]).max(), "the last micro-batch's")
 
 
 @jax.custom_vjp

@@ -21,58 +21,18 @@ def x64():
         yield
 
 
-KNOWN = {"b": np.float32([2, 4, 0, 0]), "y": np.ones((4, 3), np.float32)}
-B = {"b": jax.ShapeDtypeStruct((4,), jnp.float32), "y": Y}
-
-
-@pytest.mark.parametrize(
-    ("loss", "parts"),
-    [
-        (lambda y, b: (jnp.sum(y), 3), [12 / (2 * 3)]),
-        (lambda y, b: (jnp.sum(y), 3, {"b": 5.0, "a": (1, 2)}), [12 / (2 * 3), 1, 2, 5, 1]),
-        (lambda y, b: {"b": (jnp.sum(y), 3), "a": (jnp.sum(2 * y), 1.0)}, [24 / 2, 12 / (2 * 3)]),
-        (lambda y, b: ({"b": (jnp.sum(y), 3)}, {"c": (1, 2)}), [12 / (2 * 3), 1, 2]),
-        (lambda y, b: jnp.mean(y), [1 / 2]),
-        (lambda y, b: (jnp.sum(y), jnp.sum(b["b"])), [12 / 100]),
-        (lambda y, b: (jnp.sum(y).astype(jnp.bfloat16), jnp.int32(3)), [12 / (2 * 3)]),  # a narrow loss is summed wide
-    ],
-)
-def test_parts_of_a_micro_batch(loss, parts):
-    """One of each term by name, of two micro-batches, then a sum and a weight for each metric; a mean has weight 1."""
-    found = trace_loss(loss, Y, B, count=2)
-    total = jnp.float32(100)  # of the weights, if shapes don't tell it
-    values = found.parts(KNOWN["y"], KNOWN, [total] * len(found.known), None)
-    np.testing.assert_allclose(values, parts, rtol=1e-6)
-    assert {value.dtype for value in values} == {np.dtype(np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "total"),
-    [
-        (lambda y, b: jnp.mean(y), [2.0]),
-        (lambda y, b: (jnp.sum(y), jnp.sum(b)), None),
-        (lambda y, b: (jnp.sum(y), jnp.sum(jnp.ones_like(y))), [24.0]),
-        (lambda y, b, key: (jnp.sum(y), jax.random.uniform(key)), None),
-        (lambda y, b: (jnp.sum(y), jnp.sum(b), {"accuracy": jnp.mean(y)}), None),
-    ],
-)
-def test_total_weights_that_shapes_tell(loss_fn, total):
-    assert trace_loss(loss_fn, Y, Y, count=2).total_weights == total
-
-
 def noisy(outputs, batch, key=None):
     """Label noise, in training alone."""
     noise = 0.0 if key is None else jax.random.normal(key, outputs.shape, outputs.dtype)
     return jnp.mean((outputs - batch["targets"] - noise) ** 2)
 
 
-@pytest.mark.parametrize("sizes", [{"num_stages": 2}, {"num_stages": 2, "remat": "none", "schedule": "gpipe"}], ids=str)
-def test_a_loss_with_a_key(sizes, x64):
+def test_a_loss_with_a_key(x64):
     """It draws by (key, micro-batch) alone: the last layer's key, folded."""
     rng = np.random.default_rng(0)
     batch = {"inputs": rng.standard_normal((8, 3)), "targets": rng.standard_normal((8, 3))}
     layers = [nn.Dense(3, param_dtype=jnp.float64) for _ in range(3)]
-    pipe = jpipe.Pipeline(layers, noisy, num_microbatches=4, **sizes)
+    pipe = jpipe.Pipeline(layers, noisy, num_stages=2, num_microbatches=4, remat="none", schedule="gpipe")
     variables = pipe.init(jax.random.key(0), batch)
     trees = jax.device_get(pipe.layer_variables(variables))
 
@@ -116,23 +76,16 @@ def test_a_loss_that_can_not_do_without_a_key():
     ("loss_fn", "message"),
     [
         (lambda y, b: y, r"loss_fn returned float32\[4,3\]; .* scalar"),
-        (lambda y, b: (), r"loss_fn returned \(\)"),
         (lambda y, b: None, "loss_fn returned None"),
         (lambda y, b: {"loss": jnp.sum(y)}, "a loss as 'loss', as one of jpipe's own metrics is called"),
-        (lambda y, b: {}, "loss_fn returned {}; .* a dict of such scalars or pairs"),
         (lambda y, b: {"a": (jnp.sum(y), 1.0, 1.0)}, "loss_fn returned {'a'"),
-        (lambda y, b: {1: jnp.sum(y)}, "loss_fn returned {1:"),
-        (lambda y, b: {"a": jnp.sum(y > 0)}, "loss of dtype int32 as 'a'"),
         (lambda y, b: ({"a": jnp.sum(y)}, {"a": jnp.sum(y)}), "a metric called 'a', as a term or one of jpipe's is"),
         (lambda y, b: {"a": jnp.sum(y), "b": (jnp.sum(y), jnp.sum(y > 0))}, "term 'b' with a weight that depends on"),
-        (lambda y, b: (jnp.sum(y), y), r"loss_fn returned \(float32\[\], float32\[4,3\]"),
         (lambda y, b: jnp.sum(y > 0), "loss of dtype int32"),
         (lambda y, b: (jnp.sum(y), 1.0, jnp.sum(y)), r"last part, metrics, has to be a dict"),
-        (lambda y, b: (jnp.sum(y), 1.0, {"loss": jnp.sum(y)}), "a metric called 'loss', as a term or one of jpipe's"),
         (lambda y, b: (jnp.sum(y), 1.0, {"a": y}), r"gave float32\[4,3\] as the metric 'a'"),
         # `return loss, accuracy` came out as infinite, with a warning.
         (lambda y, b: (jnp.sum(y), jnp.sum(y > 0)), r"the model's outputs.* or \(loss, 1.0, {'accuracy': accuracy}\)"),
-        (lambda y, b: (jnp.mean(y), jnp.mean(y > 0)), r"depends on the model's outputs"),
         (lambda y, b: b["labels"], r"loss_fn\(outputs, batch\) raised .*; it was called with the outputs float32"),
     ],
 )
@@ -156,10 +109,8 @@ def several_means(outputs, batch):
 @pytest.mark.parametrize(
     ("sizes", "mesh"),
     [
-        pytest.param({"num_stages": 2, "num_microbatches": 4}, {}, marks=pytest.mark.slow),
         ({"num_stages": 2, "num_microbatches": 2, "num_chunks": 2, "schedule": "interleaved", "remat": "none"}, {}),
-        ({"num_stages": 2, "num_microbatches": 2}, {"data": 2}),
-        pytest.param({"num_stages": 2, "num_microbatches": 4, "remat": "full"}, {"fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param({"num_stages": 2, "num_microbatches": 2}, {"data": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

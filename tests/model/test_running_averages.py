@@ -83,12 +83,6 @@ class Linen(nn.Module):
         still = norm(False, name="still")(x[:, 0])
         return norm(train)(nn.Dense(4, param_dtype=jnp.float64)(still))
 
-    def masked(self, x, train):
-        return norm(train)(x[:, 0], mask=jnp.ones_like(x[:, 0], bool))
-
-    def all_views_at_once(self, x, train):
-        return norm(train)(x)[:, 0]
-
     def vmapped(self, x, train):
         axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
         many = nn.vmap(nn.BatchNorm, in_axes=1, out_axes=1, **axes)
@@ -107,17 +101,8 @@ class Linen(nn.Module):
     def in_calls(self, x, train):
         return nn.jit(nn.remat(nn.BatchNorm))(not train, **EXACT)(x[:, 0])
 
-    def beside_what_has_no_derivative(self, x, train):
-        y = norm(train)(x[:, 0])
-        shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
-        return y + jax.pure_callback(np.sign, shape, jax.lax.stop_gradient(y), vmap_method="sequential")
-
     def twice(self, x, train):
         one = norm(train)
-        return one(x[:, 0]) + one(x[:, 1])
-
-    def twice_in_calls(self, x, train):
-        one = nn.jit(nn.remat(nn.BatchNorm))(not train, **EXACT)
         return one(x[:, 0]) + one(x[:, 1])
 
     def carried(self, x, train):
@@ -150,10 +135,8 @@ class Whole(nn.Module):
 
 STYLES = {
     "towards": lambda old, new: old + 0.2 * (new - old),
-    "between": lambda old, new: (1 - 0.2) * old + 0.2 * new,
     "optax": lambda old, new: optax.incremental_update(new, old, 0.2),
     "a rate a feature": lambda old, new: old + jnp.asarray([0.1, 0.5, 0.0, 1.0]) * (new - old),
-    "from": lambda old, new: new - 0.8 * (new - old),
     "stacked": lambda old, new: jnp.stack([old, new], -1) @ jnp.asarray([0.8, 0.2]),
     "branch": lambda old, new: jax.lax.cond(jnp.zeros(()) == 0, lambda: old + 0.2 * (new - old), lambda: old),
 }
@@ -198,14 +181,14 @@ class Nnx(nnx.Module):
 
 
 ONCE = {
-    **{how: Linen(how) for how in ("two", "behind_one_that_stays", "masked", "all_views_at_once", "vmapped")},
+    **{how: Linen(how) for how in ("two", "behind_one_that_stays", "vmapped")},
     **{how: Linen(how) for how in ("scanned", "in_calls")},
     **{f"by hand, {style}": ByHand(style) for style in STYLES},
     **{f"nnx {how}": (lambda rngs, how=how: Nnx(how, rngs)) for how in ("two", "vmapped", "scanned", "remat")},
 }
 SEVERAL = {
-    **{how: Linen(how) for how in ("twice", "twice_in_calls", "carried", "twice_in_scan")},
-    **{f"by hand, {style}": ByHand(style, 2) for style in STYLES},
+    **{how: Linen(how) for how in ("twice", "carried", "twice_in_scan")},
+    "by hand, twice": ByHand("optax", 2),
     "nnx twice": lambda rngs: Nnx("twice", rngs),
     "one module": Whole(),
 }
@@ -249,13 +232,6 @@ def test_averages_that_move_once_are_those_of_the_whole_mini_batch(x64, name):
     found = jax.device_get(pipe.layer_variables({**variables, **updates}))[0]
     tree = jax.device_get(pipe.layer_variables(variables))[0]
     assert_close(found["batch_stats"], jax.device_get(new_state(layer, tree, x)), "running averages")
-
-
-def test_what_a_layer_does_besides_needs_no_derivative(x64):
-    """A regression: the whole layer was differentiated, what lies behind `stop_gradient` too."""
-    pipe = pipeline([Linen("beside_what_has_no_derivative"), HEAD])
-    variables = jax.eval_shape(pipe.init, jax.random.key(0), views())
-    jax.eval_shape(pipe.value_and_grad, variables, views())
 
 
 @pytest.mark.parametrize("name", SEVERAL)

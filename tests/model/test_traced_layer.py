@@ -133,46 +133,6 @@ def test_what_elementwise_operations_give_is_made_again():
     assert kept == {((2, 4), "bool")}, "a mask takes a byte, its random bits four, and time"
 
 
-def test_a_layer_prints_once_in_its_forward(capfd):
-    """Its mask follows from nothing and is made again in the backward, where the layer isn't run a second time."""
-
-    def chatty(x):
-        jax.debug.print("ran")
-        return jnp.where(jnp.arange(4) > 1, x, 0) * x
-
-    options = {"num_stages": 1, "num_microbatches": 2, "remat": "none", "balance": "even"}
-    pipe = jpipe.Pipeline([chatty, nn.Dense(4)], lambda y, _: jnp.mean(y), **options)
-    variables = pipe.init(jax.random.key(0), BATCH["inputs"])
-    jax.block_until_ready(pipe.value_and_grad(variables, BATCH["inputs"]))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("ran") == 2, "once a micro-batch"
-
-
-@pytest.mark.parametrize("remat", ["none", "layer", "full"])
-def test_a_layer_may_print_what_it_takes(remat, capfd):
-    """A regression: what is made again from parameters alone was made with the print, and its operand."""
-
-    def chatty(x):
-        jax.debug.print("x is {}", x[0, 0] * 0 + 7)
-        return jax.jit(told)(x)
-
-    def told(x):
-        jax.debug.print("and {}", x[0, 0] * 0 + 8)
-        return x * 2
-
-    arguments = {"num_stages": 1, "num_microbatches": 2, "remat": remat, "balance": "even"}
-    pipe = jpipe.Pipeline([nn.Dense(4), chatty, nn.Dense(4)], lambda y, _: jnp.mean(y), **arguments)
-    variables = pipe.init(jax.random.key(0), BATCH["inputs"])
-    (loss, _), grads = pipe.value_and_grad(variables, BATCH["inputs"])
-    jax.effects_barrier()
-    printed = capfd.readouterr().out
-    assert printed.count("x is 7") >= 2 and printed.count("and 8") >= 2, "once a micro-batch at least"
-
-    quiet = jpipe.Pipeline([nn.Dense(4), lambda x: x * 2, nn.Dense(4)], lambda y, _: jnp.mean(y), **arguments)
-    (expected, _), other = quiet.value_and_grad(quiet.init(jax.random.key(0), BATCH["inputs"]), BATCH["inputs"])
-    assert_close((loss, dict(grads)), (expected, dict(other)))
-
-
 def stored(name, remat):
     return layer_of(functions_of(MIDDLE[name], remat)[1]).residuals
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.partitioner.axes import BATCH_AXES, check_batch_axes, gather_axes, on_stages, scatter_axes, stage_axes
+from jpipe.partitioner.axes import check_batch_axes, gather_axes, on_stages, scatter_axes, stage_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, of_spec
 from parts import AXES, DEVICES, X, cut
 
@@ -25,22 +25,13 @@ def test_axes(mesh):
     assert stage_axes(mesh, ()) == tuple(Axis((name,), (2,)) for name in ("model", "fsdp", "data"))
 
 
-def test_check_batch_axes(mesh):
-    assert check_batch_axes(mesh, BATCH_AXES) == ("data", "fsdp"), "the default may name axes that the mesh lacks"
-    assert check_batch_axes(mesh, "expert") == ("expert",)
-    assert check_batch_axes(mesh, ["model", "data"]) == ("model", "data"), "in the order in which they are given"
-    assert check_batch_axes(mesh, ()) == ()
-
-
 @pytest.mark.parametrize(
     ("names", "error", "message"),
     [
         (("data", "stage"), ValueError, r"\('data', 'stage'\) names 'stage', .*\['model', 'fsdp', 'data', 'expert'"),
         (("data", "fsdp", "data"), ValueError, r"names 'data' 2 times; name it once"),
         (("data", "dp"), ValueError, r"\('data', 'dp'\) names 'dp', which the mesh \{'model': 2, .*\} lacks"),
-        ("dp", ValueError, "batch_axes='dp' names 'dp', which the mesh"),
         (("data", 2), TypeError, r"batch_axes=\('data', 2\) aren't names"),
-        (None, TypeError, "batch_axes=None"),
         ({"data"}, TypeError, "pass a tuple"),
     ],
 )

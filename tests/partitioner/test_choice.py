@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.partitioner.choice import Chooser, along_sub_axes, along_whole_axes, cheapest_plan, with_sub_axes
-from jpipe.partitioner.conversions import bytes_sent, hops, sent_in
+from jpipe.partitioner.choice import Chooser, with_sub_axes
+from jpipe.partitioner.conversions import sent_in
 from jpipe.partitioner.per_device import HANDLERS
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, summed
+from jpipe.partitioner.shardings import PARTIAL, Axis, Shard, summed
 from partitioned import array, on_mesh
 from planned import AXES, COLUMNS, ROWS, WHOLE, P, norm, plan_of, sent
 
@@ -39,30 +39,6 @@ def parts_for(function, *shapes, axes=SIXTEEN):
 )
 def test_an_axis_is_split_into_sub_axes_where_a_reshape_asks_for_it(old, new, parts):
     assert parts_for(lambda x: x.reshape(new), old) == tuple(parts)
-
-
-def test_into_more_parts_in_loops_too_and_data_axes_never():
-    def function(x):
-        inner = lambda carry, _: (jnp.sin(carry.reshape(4, 8)).reshape(32), None)
-        return jax.lax.scan(inner, x, length=2)[0].reshape(8, 4)
-
-    assert parts_for(function, (32,)) == (part(4, inner=4), part(2, outer=4, inner=2), part(2, outer=8))
-    data = (Axis(("data",), (16,), is_data=True),)
-    assert parts_for(function, (32,), axes=data) == data
-
-
-def test_what_lies_along_an_axis_and_along_its_sub_axes():
-    axes, parts = (Axis(("data",), (2,)), *SIXTEEN), (Axis(("data",), (2,)), part(8, inner=2), part(2, outer=8))
-    for whole, taken in [
-        ((REPLICATED, REPLICATED), (REPLICATED, REPLICATED, REPLICATED)),
-        ((Shard(0), PARTIAL), (Shard(0), PARTIAL, PARTIAL)),
-        ((Shard(0, 16), Shard(0)), (Shard(0, 16), Shard(0), Shard(0, 8))),
-        ((PARTIAL, Shard(1, 3)), (PARTIAL, Shard(1, 3), Shard(1, 24))),
-    ]:
-        assert along_sub_axes(whole, axes, parts) == taken
-        assert along_whole_axes(taken, axes, parts) == whole
-    assert along_whole_axes((REPLICATED, Shard(0), Shard(1)), axes, parts) == (REPLICATED, REPLICATED)
-    assert along_whole_axes((REPLICATED, Shard(0), PARTIAL), axes, parts) == (REPLICATED, PARTIAL)
 
 
 SHAPES = {"q": (16, 32), "k": (16, 8), "v": (16, 8), "o": (32, 16)}
@@ -102,19 +78,6 @@ def test_fewer_heads_of_keys_and_values_than_devices(make_mesh, specs):
     assert 2 * (2 * 3 / 4 * activation) <= along_model <= 2.5 * (2 * 3 / 4 * activation)
 
 
-def test_a_sum_over_all_parts_is_one_sum():
-    """Where it is needed whole: along each part in turn more would be sent."""
-    axes, whole = (part(8, inner=2), part(2, outer=8)), (REPLICATED,) * 2
-    for now, over in [((PARTIAL, PARTIAL), (0, 1)), ((PARTIAL, REPLICATED), (0,)), ((PARTIAL, Shard(0)), (0,))]:
-        assert [hop.over for hop in hops(axes, now, whole)][:1] == [over]
-    (hop,) = hops(axes, (PARTIAL, PARTIAL), whole)
-    assert bytes_sent(axes, (32,), 1, hop) == 2 * 15 / 16 * 32
-    data = Axis(("data",), (2,))
-    found = hops((data, *axes), (PARTIAL, PARTIAL, Shard(0)), (REPLICATED,) * 3)
-    assert [hop.over for hop in found] == [(0,), (1,), (2,)], "a part is summed by itself"
-    assert [hop.over for hop in hops((data, *SIXTEEN), (PARTIAL, PARTIAL), whole)] == [(0, 1)]
-
-
 def test_a_sum_with_a_linear_reader_and_another_is_taken_before_both():
     """As in the backward of a norm: dh times the norm's weight stays partial; dh times x, split, doesn't."""
     x, size = (2048, 512), 2048 * 512 * 2
@@ -139,17 +102,6 @@ def test_a_gradient_is_scattered_in_the_type_that_is_computed_in():
     ]
     late = plan_of(gradient, [ROWS, ROWS], x, dy, wanted=lambda own: own)
     assert sent(late) == [] and late.results == ((PARTIAL,),)
-
-
-def test_over_two_data_axes_it_is_scattered_along_one():
-    axes = Axis(("data",), (2,), is_data=True), Axis(("fsdp",), (P,), is_data=True)
-    rows, x, dy = (Shard(0), Shard(0, 2)), (2048, 512), (2048, 256)
-    jaxpr = jax.make_jaxpr(lambda x, dy: (x.T @ dy).astype(jnp.float32))(*[jnp.ones(s, jnp.bfloat16) for s in (x, dy)])
-    wanted = lambda _: (PARTIAL, Shard(0))
-    plan = cheapest_plan(axes, HANDLERS, flatten(jaxpr), [rows, rows], [wanted])
-    (scatter,) = [c for e in plan.equations for c in e.conversions]
-    assert plan.flat.avals[scatter.value].dtype == jnp.bfloat16 and scatter.wanted == (PARTIAL, Shard(0))
-    assert not plan.conversions and plan.results == ((PARTIAL, Shard(0)),)
 
 
 def zeros_in(plan):
@@ -179,17 +131,6 @@ def test_gradients_of_a_table_are_added_to_what_is_wanted(wanted):
     assert zeros_in(plan) == [wanted] and sent(plan) == []
 
 
-def test_of_two_operands_the_smaller_one_is_sent():
-    """Both are split along a dimension of their own; products that follow want the result as the weights say."""
-    large, small = (4096, 512), (512, 512)
-    size = 512 * 512 * 2
-    gathered = plan_of(jnp.dot, [ROWS, COLUMNS], large, small)
-    assert sent(gathered) == [("all_gather", small, (P - 1) / P * size)]
-    assert gathered.results == (ROWS,)
-    ((kind, shape, _),) = sent(plan_of(jnp.dot, [ROWS, COLUMNS], small, (512, 4096)))
-    assert (kind, shape) == ("all_gather", small)
-
-
 def test_one_gather_of_an_activation_serves_several_products():
     """Each of the weights is smaller than the activation, all of them together are larger."""
     x, w, size = (2048, 512), (512, 1536), 2048 * 512 * 2
@@ -217,19 +158,6 @@ def test_a_sum_is_taken_once_for_a_norm_and_the_residual_connection_around_it():
     assert sum(count for _, _, count in sent(plan)) == 2 * (P - 1) / P * size
 
 
-def test_what_a_product_takes_whole_is_summed_and_not_scattered_and_gathered():
-    """Both send the same; a compiler pads what is scattered, and joins what the split would save in the norm."""
-    x, size = (2048, 512), 2048 * 512 * 2
-
-    def block(x, y, a, b):
-        z = x + y @ a
-        return z, norm(z) @ b
-
-    lying = [WHOLE, COLUMNS, ROWS, COLUMNS]
-    plan = plan_of(block, lying, x, x, (512, 512), (512, 2048), wanted=lambda own: WHOLE if own != COLUMNS else own)
-    assert sent(plan) == [("all_reduce", x, 2 * (P - 1) / P * size)]
-
-
 def test_a_narrowing_cast_is_of_the_sum():
     """Or the result would be less exact than that of one device."""
     for wanted in (WHOLE, ROWS):
@@ -238,25 +166,6 @@ def test_a_narrowing_cast_is_of_the_sum():
         conversions = [c for e in plan.equations for c in e.conversions] + [*plan.conversions]
         (summed,) = [plan.flat.avals[c.value].dtype for c in conversions if PARTIAL in c.now]
         assert summed == jnp.float32
-
-
-def test_a_cast_in_a_loop_is_of_a_sum():
-    """What an iteration gives is read, though not in it."""
-    x, w, size = (64, 512), (512, 512), 64 * 512 * 2
-
-    def function(x, w):
-        return jax.lax.scan(lambda carry, _: (carry, (x @ w).astype(jnp.float32)), 0, length=5)[1]
-
-    (loop,) = [e.way for e in plan_of(function, [COLUMNS, ROWS], x, w).equations if e.way.plans]
-    assert sent(loop.plans[0][0]) == [("all_reduce", x, 2 * (P - 1) / P * size)]
-
-
-def test_nothing_is_computed_on_every_device_to_save_a_few_bytes():
-    """Gathering two small weights sends less than adding up a large activation, but each device would do all."""
-    x, w = (65536, 512), (512, 512)
-    plan = plan_of(lambda x, a, b: jnp.tanh(x @ a) @ b, [WHOLE, COLUMNS, ROWS], x, w, w)
-    products = [e for e in plan.equations if e.flat.equation.primitive.name == "dot_general"]
-    assert not [e for e in products if set(e.way.operands) == {WHOLE}]
 
 
 def rules_alone(function, lying, *shapes):

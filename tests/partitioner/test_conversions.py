@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 from jpipe.partitioner.conversions import bytes_sent, convert, hops, sent_in
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, is_possible, part_shape, replicated
 from parts import AXES, DEVICES, X, cut
-from planned import COLUMNS, WHOLE, plan_of, sent
 
 
 def parts_of(x, sharding):
@@ -99,17 +98,6 @@ def test_chance_conversions_among_three(make_mesh, axes, shape):
         traced = jax.make_jaxpr(on_all(lambda x, a=a, b=b: convert(x, axes, a, b)))(part)
         counted = sum(bytes_sent(axes, x.shape, 4, hop) for hop in hops(axes, a, b))
         assert sum(sent.bytes for sent in sent_in(traced.jaxpr, dict(mesh.shape))) == counted, (a, b)
-
-
-def test_a_loop_costs_what_its_iterations_do():
-    def function(x, w):
-        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=5)[0]
-
-    plan = plan_of(function, [WHOLE, COLUMNS], (64, 512), (512, 512))
-    (loop,) = [e.way for e in plan.equations if e.way.plans]
-    ((body, times),) = loop.plans
-    assert times == 5 and loop.cost == 5 * body.cost > 0
-    assert [kind for kind, *_ in sent(body)] == ["all_gather"]
 
 
 SIZES = {"stage": 2, "model": 4, "data": 1}

@@ -22,8 +22,7 @@ def pipeline(layers, **options):
     return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_microbatches=2, balance="even", **options)
 
 
-@pytest.mark.parametrize("names", [(None, None), (None, "model"), ("fsdp", "tp")])
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(("num_stages", "names"), [(2, (None, None)), (1, (None, "model")), (2, ("fsdp", "tp"))])
 def test_leaves_of_one_shape_with_and_without_metadata(num_stages, names):
     """A regression: leaves of specs without any axis of the mesh had a buffer of their own, but of the same name.
 

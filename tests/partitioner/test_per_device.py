@@ -1,7 +1,4 @@
-"""Loops, branches and calls on parts of arrays; sharding constraints, and `shard_map` within; then all in one.
-
-`jaxpr_per_device` alone, in a `jax.shard_map`, is as the function, with no more collectives than the compiler adds.
-"""
+"""Loops, branches and calls on parts of arrays; sharding constraints, and `shard_map` within; what a block sends."""
 
 import math
 import re
@@ -17,7 +14,7 @@ from collectives import read
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.conversions import sent_in
-from jpipe.partitioner.per_device import HANDLERS, _is_manual, jaxpr_per_device
+from jpipe.partitioner.per_device import HANDLERS, jaxpr_per_device
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from jpipe.partitioner.way import way_by_rule
 from partitioned import array, case, compare, integers, on_mesh
@@ -62,10 +59,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ways", [(3, 2), pytest.param((40, 40), marks=pytest.mark.slow)], ids=["some ways", "many"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(make_mesh, name, ways):
-    compare(make_mesh, CASES[name], *ways)
+def test_values_and_gradients(make_mesh, name):
+    compare(make_mesh, CASES[name], 3, 2)
 
 
 def test_branches_by_platform(make_mesh):
@@ -146,14 +142,11 @@ def test_a_function_of_single_devices_sees_its_parts_and_the_rest_is_carried_out
 ROUND = [(i, (i + 1) % 8) for i in range(8)]
 PERMUTATIONS = {
     "round": (ROUND, 2),
-    "round, the other way": ([(b, a) for a, b in ROUND], 2),
     "round by three": ([(i, (i + 3) % 8) for i in range(8)], 2),
     "across": ([(i, (i + 4) % 8) for i in range(8)], 1),
     "a chain": (ROUND[2:6], 2),
     "rings of odd length": ([(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 6), (6, 7), (7, 3)], 3),
-    "some stay": ([(1, 1), (0, 2), (5, 5)], 1),
     "all stay": ([(i, i) for i in range(8)], 0),
-    "none": ([], 0),
 }
 
 
@@ -171,19 +164,6 @@ def test_a_permutation_within_is_a_few_gathers_in_pairs(make_mesh, name):
         sent = sent_in(jax.make_jaxpr(run)(x).jaxpr, dict(mesh.shape))
     assert [one.collective for one in sent] == ["all_gather"] * len(sent)
     assert sum(one.bytes for one in sent) == times * x[0].nbytes
-
-
-def test_of_three_devices_a_permutation_is_one_gather(make_mesh):
-    mesh, x, specs = make_mesh((3,), ("context",)), array(3, 2), {"in_specs": P("context"), "out_specs": P("context")}
-    turned = jax.shard_map(lambda x: lax.ppermute(x, "context", [(0, 1), (1, 2), (2, 0)]), **specs)
-    np.testing.assert_array_equal(on_mesh(turned, mesh, P("context"), P("context"))(x), np.roll(x, 1, 0).astype("f4"))
-
-
-def test_a_part_of_joint_axes_is_refused():
-    axis = Axis(("data", "fsdp"), (2, 2), is_data=True)
-    assert _is_manual(axis.names, {"data", "fsdp", "model"}) and not _is_manual(axis.names, {"model"})
-    with pytest.raises(ValueError, match=r"manual over \['data'\], a part of the axes"):
-        _is_manual(axis.names, {"data"})
 
 
 def chosen(function, lying, *shapes, names=("expert", "model")):
@@ -246,14 +226,6 @@ def test_a_gather_over_devices_that_are_alike_is_refused(make_mesh):
     with pytest.raises(ValueError, match=r"jax.shard_map holds all_gather over the axes \('stage',\), .*axis_names="):
         chosen(function, [(REPLICATED, REPLICATED)], (8, 4))
 
-    def named(x):  # as the error proposes
-        inside = lambda x: lax.all_gather(x, "expert", tiled=True)
-        options = {"in_specs": P("expert"), "out_specs": P(), "axis_names": {"expert"}, "check_vma": False}
-        return jax.shard_map(inside, mesh=mesh, **options)(x)
-
-    plan = chosen(named, [(REPLICATED, REPLICATED)], (8, 4))
-    assert plan.results == ((REPLICATED, REPLICATED),)
-
 
 # --- the function alone -----------------------------------------------------------------------------------------------
 
@@ -276,62 +248,6 @@ def block(p, x):
     x = x + jnp.einsum("bthe,hed->btd", attended, p["o"])
     h = rms(x, p["b"])
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
-
-
-def trained(p, x):
-    """The loss and the gradients of two blocks, one after the other."""
-    loss = lambda p: jnp.mean(block(p, block(p, x)) ** 2)
-    return jax.value_and_grad(loss)(p)
-
-
-def images(kernel, scale, head, x):
-    """A convolution, a norm by the batch's statistics, and a product; the gradients too. `[b, 6, 6, 4]` -> `[b, 8]`."""
-
-    def outputs(kernel, scale, head):
-        y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        mean, variance = y.mean((0, 1, 2)), y.var((0, 1, 2))
-        y = jax.nn.relu((y - mean) * lax.rsqrt(variance + 1e-3) * scale)
-        return y.mean((1, 2)) @ head, (mean, variance)
-
-    y, back, statistics = jax.vjp(outputs, kernel, scale, head, has_aux=True)
-    return y, back(jnp.sin(y)), statistics
-
-
-def recurrent(w, x):
-    """A scan, and a branch that a value decides; `[b, t, d]`."""
-    state, ys = lax.scan(lambda h, a: ((h := jnp.tanh(h @ w + a)), h), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
-    return lax.cond(jnp.sum(state) > 0, lambda: ys.swapaxes(0, 1) @ w, lambda: jnp.sin(x) @ w)
-
-
-KERNEL, HEAD = P(None, None, None, "model"), P("model")
-FUNCTIONS = {
-    "transformer": (
-        trained,
-        ({name: array(*shape) / 4 for name, shape in SHAPES.items()}, array(4, 6, 16)),
-        (SPECS, P("data")),
-        (P(), SPECS),
-    ),
-    "images": (
-        images,
-        (array(3, 3, 4, 8), array(8), array(8, 8), array(4, 6, 6, 4)),
-        (KERNEL, P("model"), HEAD, P("data")),
-        (P("data"), (KERNEL, P("model"), HEAD), P("model")),
-    ),
-    "recurrent": (recurrent, (array(8, 8), array(4, 6, 8)), (P(None, "model"), P("data")), P("data", None, "model")),
-}
-
-
-@pytest.mark.parametrize(("name", "explicit"), [*((name, False) for name in FUNCTIONS), ("recurrent", True)])
-def test_equals_the_plain_function(make_mesh, name, explicit):
-    function, arguments, in_specs, out_specs = FUNCTIONS[name]
-    mesh = make_mesh((2, 2), ("data", "model"), explicit=explicit)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        split = jax.device_put(arguments, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs))
-        found = on_mesh(function, mesh, in_specs, out_specs, data_axes=["data"])(*split)
-        expected = jax.jit(function)(*arguments)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
 def back(p, x, cotangent):

@@ -32,28 +32,20 @@ CASES = {
     "look-up outside": case(
         lambda t, i: jnp.take(t, i - 3, axis=0, mode="fill", fill_value=5.0), array(12, 8), integers(20, 4, 6)
     ),
-    "look-up clipped": case(lambda t, i: jnp.take(t, i - 3, axis=0, mode="clip"), array(12, 8), integers(20, 4, 6)),
     "cross-entropy": case(cross_entropy, array(4, 6, 8), integers(8, 4, 6)),
     "byte ids": case(lambda t, i: jnp.take(t, i.astype(jnp.uint8), axis=0), array(512, 4), integers(256, 4, 6)),
     "additions": case(lambda x, i, y: x.at[i].add(y), array(12, 8), integers(12, 6), array(6, 8)),
     "additions outside": case(lambda x, i, y: x.at[i - 20].add(y), array(12, 8), integers(40, 6), array(6, 8)),
-    "additions clipped": case(
-        lambda x, i, y: x.at[i - 3].add(y, mode="clip"), array(12, 8), integers(20, 6), array(6, 8)
-    ),
     "promised additions": case(
         lambda x, i, y: x.at[i].add(y, mode="promise_in_bounds"), array(12, 8), integers(12, 6), array(6, 8)
     ),
     "additions at pairs": case(
         lambda x, i, j, y: x.at[i, :, j - 1].add(y), array(6, 3, 4), integers(6, 8), integers(5, 8), array(8, 3)
     ),
-    "byte additions": case(
-        lambda x, i, y: x.at[i.astype(jnp.uint8)].add(y), array(512, 4), integers(256, 6), array(6, 4)
-    ),
     "filled sum": case(lambda x, i: jnp.take(x.sum(0), i, mode="fill", fill_value=5.0), array(4, 6), integers(9, 4)),
 }
 
 
-@pytest.mark.parametrize("ways", [(3, 2), pytest.param((40, 40), marks=pytest.mark.slow)], ids=["some ways", "many"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(make_mesh, name, ways):
-    compare(make_mesh, CASES[name], *ways)
+def test_values_and_gradients(make_mesh, name):
+    compare(make_mesh, CASES[name], 3, 2)

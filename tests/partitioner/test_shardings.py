@@ -11,11 +11,9 @@ from jpipe.partitioner.shardings import (
     REPLICATED,
     Axis,
     Shard,
-    in_runs,
     is_possible,
     of_spec,
     part_shape,
-    summed,
     to_spec,
     whole_shape,
 )
@@ -29,14 +27,6 @@ SHARDINGS = [s for s in itertools.product([REPLICATED, PARTIAL, *SHARDS], repeat
 def test_the_shape_of_parts_and_of_the_whole(sharding):
     assert {cut(X, sharding, device).shape for device in DEVICES} == {part_shape(X.shape, sharding, AXES)}
     assert whole_shape(part_shape(X.shape, sharding, AXES), sharding, AXES) == X.shape
-
-
-def test_what_is_not_possible():
-    assert not is_possible((8, 4), (Shard(0), Shard(0)), AXES)  # the blocks don't lie within one another
-    assert is_possible((8, 4), (Shard(0), Shard(0, 2)), AXES)
-    assert is_possible((8, 4), (Shard(0, 2), Shard(0)), AXES)
-    assert not is_possible((7, 4), (Shard(0), REPLICATED), AXES)
-    assert not is_possible((6, 4), (Shard(0, 2), REPLICATED), AXES)
 
 
 SPECS = [("data",), (None, "model"), ("model", "data"), (("data", "model"),), (("model", "data"),)]
@@ -62,11 +52,3 @@ def test_specs_of_axes_that_split_jointly():
     for names in ("fsdp", ("fsdp", "data")):
         with pytest.raises(ValueError, match=r"arrays are split over the mesh axes \('data', 'fsdp'\) jointly"):
             of_spec(PartitionSpec(names), axes)
-
-
-def test_settled_and_in_runs():
-    assert summed((PARTIAL, Shard(0, 2))) == (REPLICATED, Shard(0, 2))
-    axes = Axis(("data",), (2,)), Axis(("model",), (2,))
-    assert in_runs((PARTIAL, Shard(0, 2)), axes) == (PARTIAL, REPLICATED)
-    assert in_runs((Shard(0), Shard(0, 2)), axes) == (Shard(0), Shard(0, 2)), "one run in the two"
-    assert in_runs((REPLICATED, Shard(1)), axes) == (REPLICATED, Shard(1))

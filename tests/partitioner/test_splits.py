@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.partitioner.axes import BATCH_AXES
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
-from jpipe.partitioner.splits import WHOLE, Splits, make_splits
+from jpipe.partitioner.splits import WHOLE, Splits
 
 DATA = ("data", "fsdp")
 
@@ -80,22 +79,6 @@ def test_shards_are_of_the_data_axes(mesh):
     assert named.axes[0] == Axis(("model",), (2,), is_data=True)
     assert named.at_work(PartitionSpec(("fsdp", "model"))) == (REPLICATED, REPLICATED, Shard(0)), "gathered over model"
     assert at_rest(named, struct(8, 8), ("data", "model"), collection="batch_stats") == ("data",)
-
-
-def test_make_splits(mesh):
-    assert make_splits(mesh, BATCH_AXES, None) == Splits(mesh, DATA)
-    assert make_splits(mesh, ("fsdp", "model"), "fsdp") == Splits(mesh, ("fsdp", "model"), ("fsdp",))
-    assert make_splits(mesh, BATCH_AXES, ["data", "fsdp"], "use") == Splits(mesh, DATA, DATA, "use")
-    for batch_axes, data in ((BATCH_AXES, r"\['data', 'fsdp'\]"), (("data",), r"\['data'\]")):
-        with pytest.raises(ValueError, match=rf"names 'model'; the data axes are {data} \(batch_axes=\)"):
-            make_splits(mesh, batch_axes, "model")
-
-
-def test_an_axis_that_nothing_is_split_over(mesh):
-    splits = Splits(mesh, DATA)
-    assert splits.idle(()) == ["model"], "neither the data axes nor one of one device"
-    assert splits.idle({"model"}) == WHOLE.idle(()) == []
-    assert Splits(mesh, ("data",)).idle({"model"}) == ["fsdp"]
 
 
 def test_an_axis_that_is_misspelt(mesh):

@@ -72,17 +72,6 @@ def test_stage_goes_across_processes_or_slices_and_others_stay_within(imagined, 
     assert stages == [{0}, {0}, {1}, {1}, {2}, {2}, {3}, {3}], "neighbours in a slice come one after the other"
 
 
-def test_processes_of_one_device_each_need_not_be_hosts(imagined):
-    mesh = imagined(stage=2, model=4, devices=fakes(8, 1))
-    assert [d.id for d in mesh.devices.flat] == list(range(8))
-
-
-def test_slices_go_before_processes(imagined):
-    mesh = imagined(stage=2, data=4, devices=fakes(4, 2, slices=2))
-    assert along(mesh, "stage", "slice_index") == {2}
-    assert along(mesh, "data", "slice_index") == {1}
-
-
 @needs_tpu_compiler
 @pytest.mark.parametrize(
     "topology, sizes",

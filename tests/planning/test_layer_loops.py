@@ -44,7 +44,7 @@ def walk(model, ranges, virtual_stage):
     return found
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_any_model_and_cuts(seed):
     draw = random.Random(seed)
     count = draw.randint(1, 12)
@@ -113,22 +113,7 @@ def test_layers_that_all_stages_have_equally_many_of_and_small_ends(ends, counts
     assert (found.trips, sorted(found.uneven)) == expected
 
 
-def test_layers_that_alternate_have_no_ends_along():
-    """They would be computed in each pass."""
-    blocks = [product(), product(apply=lambda w, x: jnp.sin(x @ w))] * 4
-    with programs_for("gpu"):
-        found = step_of_products(products([lambda x: x, *blocks, lambda x: x], [5, 5])).idle_work
-    assert (found.trips, found.uneven) == ({1: 1, 2: 1}, frozenset())
-
-
-@pytest.mark.parametrize(
-    ("schedule", "counts", "remat"),
-    [
-        pytest.param("1f1b", [3, 4], "none", marks=pytest.mark.slow),
-        ("1f1b", [4, 3], "stage"),
-        ("zero_bubble", [4, 3], "layer"),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "counts", "remat"), [("1f1b", [4, 3], "stage"), ("zero_bubble", [4, 3], "layer")])
 def test_layers_that_send_are_computed_along_up_to_the_fullest_stage(make_mesh, monkeypatch, schedule, counts, remat):
     """What they keep and add where a stage has no such layer is dropped, whatever lies there."""
     monkeypatch.setattr(layer_loops, "MORE", 3)  # the ends of so small a model are as large as its blocks
@@ -153,7 +138,6 @@ SENT = r"layer 1 \(SplitBlock\): all_reduce over model .* skip:"
     [
         ([3, 4], "1f1b", f"{SENT} stages have unequally many"),
         ([3, 3], "zb-h1", f"{SENT} actions of several kinds"),
-        ([3, 3], "zero_bubble", None),
         ([3, 3], "v", None),
     ],
 )
@@ -189,11 +173,10 @@ def test_what_may_never_end_or_calls_back_is_not_computed_of_anything(apply):
         assert step_of_products(products(layers, [3, 3])).idle_work.trips == {1: 1}, "the others are"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved", "v"])
-@pytest.mark.parametrize("ends", ["own", "shared"])
+@pytest.mark.parametrize(("ends", "schedule"), [("own", "v"), ("shared", "zero_bubble")])
 def test_nothing_counts_that_idle_stages_compute_of_whatever_lies_there(schedule, ends, monkeypatch):
     """In float64: such weights make rounding errors grow from layer to layer."""
-    chunks = 2 if schedule in ("interleaved", "v") else 1
+    chunks = 2 if schedule == "v" else 1
     layer = product(128, dtype="float64")
     layers, batch = [layer, *[layer] * (4 * chunks), layer], {"x": BATCH["x"].astype(np.float64)}
     counts = [3] + [2] * (2 * chunks - 2) + [3]

@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import compilations
 from jpipe.planning.planner import check_reads_nothing
-from jpipe.tools.chips import mesh_of_nowhere
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
@@ -59,50 +56,6 @@ def test_no_layer_is_traced_again():
     assert calls == [(4, 4)]
     planner.model(planner.for_evaluation(halved(BATCH)))
     assert calls == [(4, 4), (2, 4)]
-
-
-@pytest.mark.parametrize("in_parts", ["", "forward", "backward"])
-def test_layers_are_traced_once_for_all_meshes_that_split_them_alike(in_parts):
-    """But for those whose own code is of one device's parts, whose shapes follow from the mesh."""
-    calls = []
-
-    def count(x):
-        calls.append(x.shape)
-        return x
-
-    def count_in_parts(x):
-        spec = PartitionSpec("data")
-        return jax.shard_map(count, in_specs=spec, out_specs=spec, axis_names={"data"})(x)
-
-    @jax.custom_vjp
-    def count_backward(x):
-        return x
-
-    count_backward.defvjp(lambda x: (x, None), lambda _, cotangent: (count_in_parts(cotangent),))
-    layer = {"": count, "forward": count_in_parts, "backward": count_backward}[in_parts]
-    one, other = (
-        make([jnp.sin, layer, nn.Dense(4)], num_stages=K, mesh=mesh_of_nowhere(sizes))
-        for K, sizes in ((2, {"stage": 2, "data": 2}), (1, {"stage": 1, "data": 4}))
-    )
-    one.trace_like(one)  # as a search does with the first
-    one.training_step(one.for_training(BATCH))
-    of_first = list(calls)
-    assert (2, 4) in of_first if in_parts else {*of_first} == {(4, 4)}
-    other.trace_like(one)
-    other.training_step(other.for_training(BATCH))
-    assert ((1, 4) in calls) == bool(in_parts) and (calls == of_first) != bool(in_parts)
-    assert other.programs is not one.programs
-
-
-def test_a_planner_that_forgets_leaves_others_what_they_share():
-    """A regression: ends that can't be shared had all settings of their mesh traced again."""
-    one, other = make(), make()
-    one.plan_for(BATCH)
-    micro = one.for_training(BATCH)
-    other.trace_like(one)
-    model, layers = one.model(micro), one.training_step(micro).layers
-    other.clear_cache()
-    assert one.model(micro) is model and one.training_step(micro).layers is layers
 
 
 def test_what_is_not_known_before_a_batch():
@@ -175,21 +128,13 @@ class Memory(nn.Module):
 
 
 class Model(nn.Module):
-    """A model that is one module with a memory, in a scan over its blocks or not."""
+    """A model that is one module with a memory."""
 
     shape: Callable
-    scans: bool = False
 
     @nn.compact
     def __call__(self, x, train: bool = False):
-        x = nn.Dense(4)(x)
-        if self.scans:
-            step = lambda memory, x, _: (memory(x, train), None)
-            axes = {"variable_axes": {"memory": 0}, "split_rngs": {}, "length": 2}
-            x, _ = nn.scan(step, **axes)(Memory(self.shape), x, None)
-        else:
-            x = Memory(self.shape)(x, train)
-        return nn.Dense(4)(jnp.tanh(x))
+        return nn.Dense(4)(jnp.tanh(Memory(self.shape)(nn.Dense(4)(x), train)))
 
 
 def by_example(x):
@@ -198,19 +143,14 @@ def by_example(x):
 
 BY_EXAMPLE = {
     "a list": ([nn.Dense(4), *[Memory(by_example)] * 2, nn.Dense(4)], "layer 1 (Memory)']['memory']['last']"),
-    "the first layer": ([Memory(by_example), nn.Dense(4)], "layer 0 (Memory)']['memory']['last']"),
     "examples come second": ([Memory(lambda x: (3, x.shape[0])), nn.Dense(4)], "float32[3,4], float32[3,8] for"),
-    "examples beside others": ([Memory(lambda x: (3 * x.shape[0],)), nn.Dense(4)], "float32[12], float32[24] for"),
     "one module": (Model(by_example), "variables['memory']['Memory_0']['last'] is float32[4,4], float32[8,4] for"),
-    "a scan": (Model(by_example, scans=True), "['last'] is float32[2,4,4], float32[2,8,4] for twice as many"),
 }
 NOT_BY_EXAMPLE = {
     "a shape of features": ([Memory(lambda x: x.shape[1:]), nn.Dense(4)], {}),
     "one module": (Model(lambda x: x.shape[1:]), {}),
     "a model that takes micro-batches of one size": ([Memory(by_example, size=4), nn.Dense(4)], {}),
     "BatchNorm": ([nn.BatchNorm(use_running_average=False), nn.Dense(4)], {}),
-    "nnx": ([lambda rngs: nnx.BatchNorm(4, rngs=rngs), nn.Dense(4)], {}),
-    "a single micro-batch": ([Memory(by_example), nn.Dense(4)], {"num_microbatches": 1}),
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 
 import jpipe
 from any_schedule import schedules
-from cases import Model, check_step, make_model, names
+from cases import Model, check_step, make_model
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
@@ -36,33 +36,21 @@ def test_spellings_of_an_action_are_equal():
         ([], ("F", "B"), "a schedule of 0 stages has no actions"),
         ([[], []], ("F", "B"), "a schedule of 2 stages has no actions"),
         ([["F0", "X0"]], ("F", "B"), "action X0 on stage 0 has the unknown kind 'X'; use one of F, R, B, I, W"),
-        ([["F0", "FW0"]], ("F", "B"), "action FW0 on stage 0 has the unknown kind 'FW'; use one of F, R, B, I, W"),
         ([["F0", "B0"]], ("F",), "action B0 on stage 0: no slot admits B; add it to slots=('F',) or drop it"),
-        ([["F0", "B0", "W0"]], ("F", "BW"), "stage 0 has B0 and W0: a backward is whole or in two parts"),
         ([["F0", "I0", "B0", "W0"]], ("F", "BW"), "stage 0 has B0 and I0: a backward is whole or in two parts"),
         ([["F0", "I0"]], ("F", "B", "W"), "stage 0 lacks W0: stages need W of 1 micro-batches"),
-        ([["F0", "I0", "W0"], ["F0", "W0"]], ("F", "BW"), "stage 1 lacks I0"),
         ([["F0", "W0", "I0"]], ("F", "B", "W"), "stage 0 waits forever at W0: it needs I0 of stage 0"),
         ([["F0", "B0", "R0"]], ("FR", "B"), "stage 0 waits forever at B0: it needs R0 of stage 0"),
-        ([["F0", "I0", "W0"]], ("F", "B"), "action W0 on stage 0: no slot admits W; add it to slots=('F', 'B')"),
         ([["F0", "B0"]], (), "slots=() is empty"),
-        ([["F0", "B0"]], ("F", ""), "slot '' of ('F', '') must be a string of different kinds"),
         ([["F0", "B0"]], ("F", "BB"), "slot 'BB' of ('F', 'BB') must be a string of different kinds"),
-        ([["F0", "B0"]], ("F", "Q"), "slot 'Q' of slots=('F', 'Q') has the unknown kind 'Q'; use one of F, R, B, I, W"),
         ([["F-1"]], ("F",), "action F-1 on stage 0 is out of range; micro-batches and chunks count from 0"),
         ([["F0", "F1", "F0"]], ("F",), "stage 0 has F0 2 times; keep one of them"),
-        ([["F0", "F1"], ["F0"]], ("F",), "stage 1 lacks F1"),
         ([["F0"], ["F0", "F2"]], ("F",), "stage 0 lacks F1: stages need F of 3 micro-batches "
          "(F2 on stage 1 is the last) and 1 chunks; add it or drop the others"),
         ([["F0", "F0.1", "F1"]], ("F",), "stage 0 lacks F1.1"),
-        ([["F0", "B0"], ["F0"]], ("F", "B"), "stage 1 lacks B0"),
-        ([["B0"]], ("F", "B"), "stage 0 lacks F0"),
         ([["F0", 3]], ("F",), "stage 0 has the action 3; use Action"),
-        ([["F0", "zero"]], ("F",), "stage 0 has the action 'zero'; use Action"),
-        ([["F0", ("F", 1.0)]], ("F",), "stage 0 has the action ('F', 1.0); use Action"),
         ([["F0", ("F", True)]], ("F",), "stage 0 has the action ('F', True); use Action"),
         ([["F0"], "F0"], ("F",), "actions of stage 1 must be a sequence, got 'F0'"),
-        ("F0", ("F",), "actions must be a sequence, got 'F0'"),
         ([["F0"]], "F", "slots must be a sequence, got 'F'"),
     ],
 )  # fmt: skip
@@ -84,29 +72,16 @@ def test_a_style_is_known_and_fits_the_chunks(style, message):
     assert Schedule([["F0", "F0.1", "B0.1", "B0"]], style="v") != Schedule([["F0", "F0.1", "B0.1", "B0"]])
 
 
-@pytest.mark.parametrize("width", [20, 60, 120, 10_000])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "forward"])
-def test_a_wide_grid_is_the_ends_of_the_whole_one(name, width):
+def test_a_wide_grid_is_the_ends_of_the_whole_one():
     """Of each line some first ticks and some last ones, as many as there is room for; how many are missing."""
-    schedule = make_schedule(name, num_stages=12, num_microbatches=120, num_chunks=2 if name == "interleaved" else 1)
-    whole, lines = schedule.grid().splitlines(), schedule.grid(width).splitlines()
-    assert len(whole) == 14 and "left out" not in whole[-1]
-    if width == 10_000:
-        assert lines == whole
-        return
-    *lines, note = lines
-    assert lines[0] == whole[0]
+    schedule = make_schedule("interleaved", num_stages=12, num_microbatches=120, num_chunks=2)
+    whole, (*lines, note) = schedule.grid().splitlines(), str(schedule).splitlines()
+    assert len(whole) == 14 and lines[0] == whole[0] and schedule.grid(10_000).splitlines() == whole
     for line, all_ticks in zip(lines[1:], whole[1:], strict=True):
         first, last = line.split(" ... |")
-        assert all_ticks.startswith(first) and all_ticks.endswith(last) and first.endswith("|") and last
-        ticks = line.count("|") - 2
-        assert len(line) <= width < len(line) + (len(last) // (ticks // 2)) or ticks == 2
-        assert note == f"{all_ticks.count('|') - 1 - ticks} of {all_ticks.count('|') - 1} ticks are left out; " + (
-            "schedule.grid() has all"
-        )
-    if width == 120:
-        assert str(schedule).splitlines() == [*lines, note]
-        assert repr(schedule) == f"<Schedule {name}: K=12, M=120, V={schedule.num_chunks}>"
+        assert all_ticks.startswith(first) and all_ticks.endswith(last) and 100 < len(line) <= 120
+        ticks, missing = all_ticks.count("|") - 1, all_ticks.count("|") - line.count("|") + 1
+        assert note == f"{missing} of {ticks} ticks are left out; schedule.grid() has all"
 
 
 # --- csv format -------------------------------------------------------------------------------------------------------
@@ -161,24 +136,13 @@ def dense_layers() -> Model:
     return make_model(layers, lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2), batch)
 
 
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
-def test_files_of_pytorch_are_run_exactly(name):
-    schedule = read(name)
+def test_a_file_of_pytorch_is_run_exactly():
+    """The one of the most kinds of actions, in a V."""
+    schedule = read("ZBVZeroBubble")
     with jax.enable_x64(True):
         model = dense_layers()
         pipe = jpipe.Pipeline(model.layers, model.loss_fn, schedule=schedule, **schedule.sizes, remat="none")
         check_step(pipe, model)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-def test_named_schedules_come_back(num_chunks):
-    for name in names(chunks=num_chunks, split=None):
-        for num_stages, num_microbatches in ((1, 3), (3, 5), (4, 8)):
-            sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-            schedule = make_schedule(name, **sizes)
-            read = Schedule.from_csv(schedule.to_csv(), slots=schedule.slots)
-            assert read.actions == schedule.actions
-            assert read == schedule or (num_stages == 1 and schedule.style == "v"), "a stage alone is any style"
 
 
 @given(schedules())
@@ -200,19 +164,11 @@ def test_the_text_has_a_column_for_each_slot_in_time():
         ((FILES / "1F1B.csv").read_text(), "stage 0 lacks F8: stages need F of 9"),  # PyTorch's own, that is wrong
         ("", "the CSV is empty; it has a row of cells for each stage, as 0F0,0F1,0B0,0B1"),
         ("0F0,0B0\n1F0,1X0", "row 1, cell 1 ('1X0') is no action; use virtual stage, kind and micro-batch"),
-        ("0F0,F0", "row 0, cell 1 ('F0') is no action"),
         ("0F0;0B0", "row 0, cell 0 ('0F0;0B0') is no action"),
         ("0F0,0SEND_F0\n0RECV_F0,1F0", "row 0, cell 1 ('0SEND_F0') is communication: jpipe sends by itself"),
-        ("0UNSHARD,0F0", "row 0, cell 0 ('0UNSHARD') is communication"),
-        ("0F0,(0B0;0Q1)OVERLAP_F_B", "row 0, cell 1 ('(0B0;0Q1)OVERLAP_F_B') is no action"),
-        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "stage 0 lacks B1"),
         ("0F0,0B0\n\n1F0,1B0", "the CSV's rows run virtual stages that fit no placement of 3 rows (row 0: 0; row 1: ;"),
         ("0F0,0B0\n0F0,0B0", "(row 0: 0; row 1: 0); use \"loop\", row k with k, K+k, 2K+k ..., or \"v\", row k with k"),
-        ("0F0,3F0,4F0\n1F0,2F0,5F0", "fit no placement of 2 rows (row 0: 0, 3, 4; row 1: 1, 2, 5)"),
-        ("0F0,3F0,3B0,0B0\n1F0,1B0", "stage 1 lacks F0.1"),
-        ("0F0,0W0,0I0", "stage 0 waits forever at W0: it needs I0 of stage 0"),
         ("0F0,0I0", "stage 0 lacks W0"),
-        ("0F0,0I0,0B0,0W0", "stage 0 has B0 and I0: a backward is whole or in two parts"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_csv_is_named(text, message):

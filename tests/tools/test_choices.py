@@ -71,9 +71,3 @@ def test_it_says_why_the_first_is_ahead_of_the_second(choice):
     second = but(choice, computation=choice.time["computation"] + 3e-3, bubble=choice.time["bubble"] - 1e-3)
     said = ahead(replace(choice, setting=Setting((("stage", 1),), 1)), second)
     assert said == "1. takes 2.00 ms less than 2.: 3.00 ms less computation, 1.00 ms more bubble"
-
-
-def test_what_shared_ends_compute_is_no_waiting(choice):
-    own = choice.cost.timeline.bubble_fraction
-    assert choice.bubble_fraction == pytest.approx(own)
-    assert but(choice, computation=2 * choice.time["computation"]).bubble_fraction == pytest.approx(own / (2 - own))

@@ -1,30 +1,14 @@
-"""Programs as text: loops, cycles, transfers, groups of devices; and programs compiled for chips that aren't there."""
-
-from dataclasses import replace
+"""Programs as text: loops by their scopes, cycles of a step, and what runs beside a transfer."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpipe
-from compiled_transfers import (
-    branches_of,
-    counted,
-    has_products,
-    host_stops,
-    transfer_seconds,
-    transfers,
-    turn_in_time,
-)
-from gpu_program import compile_with_text, kernels, needs_gpu_compiler
-from jpipe.partitioner.users_mesh import Torus
-from jpipe.tools.chips import CHIPS, Network, parse_topology
+from compiled_transfers import transfers
 from jpipe.tools.compiled_program import Loop, Operation, count_cycles, read
-from tpu_program import large_moves, largest_move, needs_tpu_compiler, num_bytes
+from tpu_program import num_bytes
 
 PROGRAM = """HloModule step
 
@@ -65,32 +49,6 @@ def test_a_permute_knows_what_runs_between_its_start_and_its_end():
     assert num_bytes(permute.operation) == 2048
 
 
-def test_what_only_moves_is_told_by_its_size():
-    assert largest_move(read(PROGRAM)) == 2048
-    assert not large_moves(read(PROGRAM), 2048)
-    assert large_moves(read(PROGRAM), 2047)[0].startswith("copy of 2,048 bytes in ticks")
-
-
-@needs_gpu_compiler
-def test_a_program_compiled_for_a_gpu():
-    """A scan of known count, a loop of unknown count and a conditional, each with a product."""
-
-    def function(n, x, weights):
-        x = jax.lax.scan(lambda x, w: (x @ w.astype(x.dtype), None), x, weights)[0]
-        x = jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x @ x), x)
-        return jax.lax.cond(n > 3, lambda x: x @ x, lambda x: x, x)
-
-    mesh = Mesh(np.asarray(parse_topology("h100:8").devices()[:1]), ("stage",))
-    shape = lambda dims, dtype: jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    shapes = shape((), jnp.int32), shape((256, 256), jnp.bfloat16), shape((4, 256, 256), jnp.float32)
-    program = read(compile_with_text(jax.jit(function).lower(*shapes))[1])
-    assert [count for _, count in counted(program)] == [4, None]
-    assert [[has_products(branch) for branch in branches] for branches in branches_of(program)] == [[True, False]]
-    assert all(map(has_products, program.inner))
-    assert host_stops(program, lambda loop: 5) == 6 + 1
-    assert kernels([program.inner[0]]).cast == (4 + 2) * 256 * 256 + 4
-
-
 # --- cycles of a step ----------------------------------------------------------------------------------------------
 
 
@@ -105,11 +63,7 @@ def loop(scope, cycles, *inner, trips=None):
 @pytest.fixture
 def step():
     pipe = jpipe.Pipeline(
-        [nn.Dense(4) for _ in range(6)],
-        lambda y, _: jnp.mean(y**2),
-        num_stages=2,
-        num_microbatches=4,
-        balance="even",
+        [nn.Dense(4) for _ in range(6)], lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=4, balance="even"
     )
     batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     return pipe.planner.training_step(pipe.planner.for_training(batch))
@@ -137,81 +91,3 @@ def test_loops_count_as_often_as_they_turn(step):
 def test_a_program_without_ticks_is_no_step(step):
     with pytest.raises(ValueError, match="has no ticks"):
         count_cycles(step, loop("", 1))
-
-
-# --- waits ------------------------------------------------------------------------------------------------------------
-
-
-MESH = Mesh(np.full((2, 4), jax.devices()[0]), ("stage", "model"))
-CHIP = replace(CHIPS["v5p"], clock=1.0, link_bandwidth=1.0)  # a byte takes a cycle, which is a second
-NETWORK = Network(CHIP, Torus("v5p", (("stage", 2), ("model", 4))))  # two links along `model`, one along `stage`
-
-TWO_LOOPS = """HloModule step
-
-%body (p: bf16[8,128]) -> bf16[8,128] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %ring = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
-  %back = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{1,0},{2,1},{3,2},{0,3}}
-  %same = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
-  %work = bf16[8,128]{1,0} fusion(%p), calls=%inner, backend_config={"estimated_cycles":"1500"}
-  %ring.done = bf16[8,128]{1,0} collective-permute-done(%ring)
-  %back.done = bf16[8,128]{1,0} collective-permute-done(%back)
-  %same.done = bf16[8,128]{1,0} collective-permute-done(%same)
-  ROOT %sum = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%inner
-}
-
-ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
-  %p = bf16[8,128]{1,0} parameter(0)
-  %hop = (bf16[8,128], bf16[8,128], u32[]) collective-permute-start(%p), source_target_pairs={{0,4},{4,0}}
-  %loop = bf16[8,128]{1,0} while(%p), condition=%c, body=%body
-  ROOT %hop.done = bf16[8,128]{1,0} collective-permute-done(%hop)
-}
-
-%inner (p: bf16[8,128]) -> bf16[8,128] {
-  ROOT %p = bf16[8,128]{1,0} parameter(0)
-}
-"""
-SIZE = 8 * 128 * 2
-
-
-def test_a_transfer_takes_the_time_of_its_bytes_on_its_links():
-    permutes = dict.fromkeys(["ring", "back", "same", "hop"], float(SIZE))
-    reduced = {"sum": 2 * SIZE * 3 / 4 / 2}
-    assert transfer_seconds(read(TWO_LOOPS), NETWORK, MESH) == permutes | reduced
-
-
-def test_what_work_leaves_of_a_transfer_is_waited_for():
-    """Two go at once, each its way; the third goes after the one before it; a sum has no start."""
-    program = read(TWO_LOOPS)
-    takes = transfer_seconds(program, NETWORK, MESH)
-    begun, transfers = turn_in_time(program.inner[0], takes, CHIP)
-    found = {one.name: (one.begin, one.end, one.waited, one.at) for one in transfers}
-    assert found == {
-        "ring": (0, SIZE, SIZE - 1500, "ring.done"),
-        "back": (0, SIZE, 0, "back.done"),
-        "same": (SIZE, 2 * SIZE, SIZE, "same.done"),
-        "sum": (2 * SIZE, 3.5 * SIZE - SIZE * 0.75, 0.75 * SIZE, "sum"),
-    }
-    assert next(at for at, operation in begun if operation.name == "work") == 0
-
-
-@needs_tpu_compiler
-def test_a_forecast_says_which_part_of_a_step_waits_for_links():
-    """Tensor-parallel layers whose sums nothing is beside: what they take is what bytes and links say."""
-    split = lambda *names: nn.with_partitioning(nn.initializers.lecun_normal(), names)
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            h = nn.gelu(nn.Dense(8192, use_bias=False, kernel_init=split(None, "model"), dtype=jnp.bfloat16)(x))
-            return x + nn.Dense(1024, use_bias=False, kernel_init=split("model", None), dtype=jnp.bfloat16)(h)
-
-    batch = {"inputs": jax.ShapeDtypeStruct((4 * 2048, 1024), jnp.bfloat16)}
-    mesh = jpipe.make_mesh(stage=2, model=4, devices=jax.devices()[:8])
-    layers = [jnp.copy, *(Block() for _ in range(4)), jnp.copy]
-    loss_fn = lambda y, _: jnp.mean(y.astype(jnp.float32) ** 2)
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, mesh=mesh, balance=[3, 3])
-    found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="v5p:2x2x2")
-    # Each layer sums its result and its input's cotangent, [2048, 1024] each, by 2 n 3/4 on two links.
-    each = 2 * 2048 * 1024 * 2 * 3 / 4 / (2 * CHIPS["v5p"].link_bandwidth)
-    assert found.slices["collectives"] == pytest.approx(4 * 2 * 2 * each, rel=0.3)

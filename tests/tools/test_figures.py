@@ -1,4 +1,4 @@
-"""What is drawn is what the timeline says, and can be read: at both sizes, with any colour vision."""
+"""What is drawn is what the timeline says; its colours can be told apart with any colour vision."""
 
 import itertools
 import runpy
@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib import pyplot
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
-from matplotlib.text import Text
 
 import jpipe
 from jpipe.schedules.actions import ACTION_KINDS
@@ -22,7 +20,6 @@ from published import schedule_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["naive", "gpipe", "1f1b", "interleaved"]
-SIZES = [("1f1b", 4, 8, 1), ("gpipe", 4, 8, 1), ("interleaved", 4, 8, 2), ("1f1b", 16, 64, 1), ("gpipe", 16, 64, 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +31,6 @@ def agg():
 
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, **times) -> Timeline:
     return simulate(schedule_of(name, num_stages, num_microbatches, num_chunks), **times)
-
-
-def rendered(figure) -> FigureCanvasAgg:
-    """The canvas on which a figure was drawn, as it is saved."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas
 
 
 def drawn_bars(axes) -> dict[str, list[tuple[float, ...]]]:
@@ -89,8 +79,17 @@ def check_drawn(gantt, memory, timeline: Timeline, scale: float) -> None:
     assert peaks == [f"peak {shown[0]}", *shown[1:]]
 
 
-@pytest.mark.parametrize("recompute", [0.0, 1.0])
-@pytest.mark.parametrize("size", [*SIZES[:4], ("zero_bubble", 4, 8), ("dualpipe-v", 3, 6, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "recompute"),
+    [
+        (("1f1b", 4, 8, 1), 0.0),
+        (("1f1b", 16, 64, 1), 1.0),
+        (("interleaved", 4, 8, 2), 1.0),
+        (("zero_bubble", 4, 8), 0.0),
+        (("dualpipe-v", 3, 6, 2), 0.0),
+    ],
+    ids=str,
+)
 def test_plot_shows_the_timeline(size, recompute):
     timeline = make(*size, recompute=recompute)
     gantt = timeline.plot()
@@ -142,42 +141,13 @@ def test_compare_names_what_is_wrong(items, sizes, error, message):
         jpipe.compare(items, **sizes)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("dpi", [80, 200])
-def test_no_text_leaves_its_bar_or_the_picture(size, dpi):
-    timeline = make(*size)
-    figure = timeline.plot().figure
-    figure.set_dpi(dpi)
-    check_texts(figure)
-    shown = numbers_of(figure.axes[0])
-    if timeline.schedule.num_stages == 4 and timeline.schedule.num_chunks == 1:
-        assert len(shown) == len(timeline.spans)
-    elif timeline.schedule.num_stages == 16:
-        assert not shown
-
-
-@pytest.mark.parametrize(("width", "count"), [(1.0, 0), (2.0, 32), (9.0, 64)])
-def test_numbers_are_there_where_they_fit(width, count):
-    """None, the backwards' (which are wider), all."""
-    axes = make("1f1b", 4, 8).plot(Figure(figsize=(width, 3.0)).subplots())
-    assert len(numbers_of(axes)) == count
-    assert len({text.get_color() for text in axes.texts}) == 2
-
-
-def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
-    check_texts(jpipe.compare(NAMES, num_stages=4, num_microbatches=8, recompute=1.0))
-    figure = jpipe.compare(NAMES, num_stages=4, num_microbatches=8)
-    check_texts(figure)
-    assert len(numbers_of(figure.axes[2])) == 2 * 4 * 8, "of GPipe all, though naive takes three times as long"
-
-
 DRAWN = {
     "schedules": ("examples/schedules.png",),
     "concepts": [f"docs/concepts-{name}.png" for name in ("bubble", "microbatches", "memory", "chunks")],
 }
 
 
-@pytest.mark.parametrize("script", DRAWN)
+@pytest.mark.parametrize("script", ["schedules", pytest.param("concepts", marks=pytest.mark.slow)])
 def test_pictures_of_the_docs_are_what_their_scripts_draw(script, tmp_path):
     """To a few pixels in a hundred, as fonts and lines differ by matplotlib's version."""
     draw = runpy.run_path(str(ROOT / "examples" / f"{script}.py"))["draw"]
@@ -187,39 +157,6 @@ def test_pictures_of_the_docs_are_what_their_scripts_draw(script, tmp_path):
         assert old.shape == new.shape, stored
         assert np.abs(old - new).max(-1).astype(bool).mean() < 0.03, f"run examples/{script}.py"
         assert (old[..., 3] == 1).all(), "opaque, so that it can be read on a dark page"
-
-
-def check_texts(figure) -> None:
-    """Numbers lie within their bars; what is written beside them lies within the picture, and on nothing else."""
-    renderer = rendered(figure).get_renderer()
-    gantts = [axes for axes in figure.axes if "bubble: stage waits" in drawn_bars(axes)]
-    memories = [axes for axes in figure.axes if axes not in gantts]
-    for axes in gantts:
-        bars = itertools.chain(*(bars for bars in axes.containers if "bubble" not in bars.get_label()))
-        boxes = [bar.get_window_extent(renderer) for bar in bars]
-        for text in filter(Text.get_text, axes.texts):
-            extent = text.get_window_extent(renderer)
-            within = [box for box in boxes if (extent.min >= box.min).all() and (extent.max <= box.max).all()]
-            assert within, text.get_text()
-    others = [text for axes in memories for text in axes.texts]
-    for axes in figure.axes:
-        others += [axes.xaxis.label, axes.yaxis.label, axes._left_title, *axes.get_yticklabels()]
-    for legend in figure.legends:
-        others += [legend]
-    boxes = [other.get_window_extent(renderer) for other in others if getattr(other, "get_text", lambda: "-")()]
-    for box in boxes:
-        assert (box.min >= -1).all() and (box.max <= figure.bbox.max + 1).all(), box
-    for one, other in itertools.combinations(boxes, 2):
-        width, height = np.minimum(one.max, other.max) - np.maximum(one.min, other.min)
-        assert width <= 0 or height <= 2, "texts on each other"  # boxes have some room above and below their letters
-    for gantt, memory in itertools.zip_longest(gantts, memories):
-        end = max(bar[2] for bar in drawn_bars(gantt)["bubble: stage waits"])
-        for axes, box in itertools.product((gantt, memory or gantt), boxes):
-            (left, low), (right, high) = np.sort(
-                axes.transData.transform([(0, axes.get_ylim()[0]), (end, -0.5)]), axis=0
-            )
-            over = np.minimum(box.max, (right, high)) - np.maximum(box.min, (left, low))
-            assert over[0] <= 1 or over[1] <= 2, "a text on bars"
 
 
 # --- where to ---------------------------------------------------------------------------------------------------------
@@ -238,13 +175,9 @@ def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
     assert timeline.plot().figure.axes[1].get_xlabel() == "time (1 = the forward of one micro-batch on one stage)"
 
 
-def without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-
-
 @pytest.mark.parametrize("draw", [lambda t: t.plot(), lambda t: jpipe.compare([t])], ids=["plot", "compare"])
 def test_without_matplotlib_the_extra_is_named(monkeypatch, draw):
-    without_matplotlib(monkeypatch)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'jpipe\[plot\]'"):
         draw(make("gpipe", 2, 2))
 
@@ -277,18 +210,6 @@ def test_kinds_can_be_told_apart(vision):
         distance = np.linalg.norm(seen(colours[one], vision) - seen(colours[other], vision))
         assert distance > (15 if "W" in (one, other) else 24), (one, other)
     assert figures.HATCH.keys() == {"R"}, "the forward once more is near to the forward, so it is hatched too"
-
-
-@pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("num_chunks", [2, 4])
-def test_chunks_keep_the_look_of_their_kind(vision, num_chunks):
-    """The forward and the backward of any chunks are as far apart as kinds are; chunks side by side are noticeable."""
-    shades = {kind: [seen(figures.shade(kind, v, num_chunks), vision) for v in range(num_chunks)] for kind in "FB"}
-    for one, other in itertools.product(shades["F"], shades["B"]):
-        assert np.linalg.norm(one - other) > 24
-    for kind in "FB":
-        for one, other in itertools.pairwise(shades[kind]):
-            assert np.linalg.norm(one - other) > 5
 
 
 def luminance(colour) -> float:

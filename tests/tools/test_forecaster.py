@@ -4,14 +4,12 @@ from dataclasses import replace
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
 
 import jpipe
 from gpu_program import needs_gpu_compiler
-from jpipe.tools.chips import ABSENT, CHIPS, Host, parse_topology
+from jpipe.tools.chips import CHIPS, Host, parse_topology
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.time_model import predict_time
 from tpu_program import needs_tpu_compiler
@@ -71,13 +69,9 @@ def test_seconds_on_gpus_are_predicted_and_it_says_so():
     assert found.bytes["parameters"] == 2 * (128 * 128 + 128) * 4
     assert found.bytes["temporaries"] > found.bytes["parameters"]  # their gradients, and activations
     time = predict_time(pipe.planner, batch_of(128), CHIPS["h100"], tx=tx)
-    assert found.slices == time.seconds and found.limit == time.limit
+    assert found.slices == time.seconds and found.limit == time.limit and found.cost.host == {}
     assert found.timeline.makespan == time.timeline.makespan
     assert "seconds are predicted by a roofline" in str(found)
-    apart = jpipe.forecast(pipe, batch_of(128), tx, topology="h100:2x1")
-    assert (
-        apart.slices["bubble"] > found.slices["bubble"] and apart.slices["computation"] == found.slices["computation"]
-    )
 
 
 class Block(nn.Module):
@@ -96,13 +90,6 @@ def test_a_gpu_program_of_any_number_of_rows_compiles():
     found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="h100:8")
     assert found.fits and found.bytes["temporaries"] > found.bytes["parameters"] > 0
     assert re.search(r"ms: step +0\.0*[1-9]\d\d\b", str(found))  # was 0.003, with one digit that counts
-    with pytest.raises(jax.errors.JaxRuntimeError, match="output tile sizes"):
-        mesh = Mesh(np.asarray(parse_topology("h100:8").devices()[:2]), "stage", axis_types=(AxisType.Auto,))
-        there = jpipe.Pipeline(
-            [Block() for _ in range(3)], lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=4, mesh=mesh
-        )
-        state = there.abstract_state(batch, optax.sgd(0.1))
-        jax.jit(there.train_step, donate_argnums=0).lower(state, batch).compile(ABSENT)
 
 
 @needs_gpu_compiler
@@ -121,11 +108,7 @@ def test_what_does_not_fit_on_gpus_is_told_though_their_compiler_compiles_it(lay
 @needs_gpu_compiler
 def test_bytes_on_the_host_are_apart():
     tx, batch = optax.sgd(0.1, momentum=0.9), batch_of(128)
-    own, gone = (
-        jpipe.forecast(make_pipe(128, 4, 8, remat="none", offload=offload), batch, tx, topology="h100:4")
-        for offload in ((), "residuals")
-    )
-    assert own.cost.host == {} and "host" not in own.slices
+    gone = jpipe.forecast(make_pipe(128, 4, 8, remat="none", offload="residuals"), batch, tx, topology="h100:4")
     there = jpipe.make_mesh(stage=4, devices=parse_topology("h100:4").stand_ins())
     pipe = make_pipe(128, 4, 8, remat="none", offload="residuals", mesh=there)
     predicted = predict_memory(pipe.planner, batch, tx)[1]

@@ -1,25 +1,15 @@
 """The step's program, of which only some actions run."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jpipe
 from cases import assert_equal
 from jpipe.planning.costs import Cost
-from jpipe.tools.measure import (
-    SLICES,
-    LayerTimes,
-    Program,
-    StepModel,
-    measure_layers,
-    memory_of,
-)
+from jpipe.tools.measure import SLICES, LayerTimes, Program, StepModel, measure_layers
 from wide import make, stage_times
 
 
@@ -60,17 +50,6 @@ def test_a_program_of_all_actions_computes_what_the_pipeline_does():
     key = jax.random.fold_in(state.key, state.step)
     (expected, other_updates), other = pipe.value_and_grad(state.variables, batch, key)
     assert_equal((loss, updates, grads), (expected, other_updates, other))
-
-
-def test_parts_are_those_of_the_fullest_device(make_mesh):
-    mesh = make_mesh((2,), ("stage",))
-    split = jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec("stage")))
-    alone = jax.device_put(jnp.zeros(3), mesh.devices[1])
-    state = SimpleNamespace(variables={"params": {"w": split}, "batch_stats": [split, alone]}, opt_state=(split, split))
-    compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=5))
-    found = memory_of(SimpleNamespace(compiled=compiled), state)
-    assert found == {"parameters": 16, "other_variables": 16 + 12, "optimizer": 32, "gradients": 16, "temporaries": 5}
-    assert found.total == 97
 
 
 # --- layer times ------------------------------------------------------------------------------------------------------
@@ -145,13 +124,3 @@ def test_a_step_too_short_to_be_taken_apart_is_an_error():
     stages = stage_times((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
     with pytest.raises(ValueError, match="too short to be taken apart"):
         StepModel(gpipe(), stages, idle=5.0, update=3.0, measured=7.0).what_if()
-
-
-def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
-    """M=2, a first stage whose backward is the longer: 11 units, where equal stages take 12, to which they added up."""
-    schedule = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
-    stages = stage_times((2.0, 2.0), (3.0, 1.0), (0.0, 0.0))
-    assert (stages.makespan(schedule), stages.even.makespan(schedule)) == pytest.approx((11, 12))
-    model = StepModel(schedule, stages, idle=0.5, update=0.25, measured=0.75 + 11)
-    assert list(model.what_if().seconds.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])
-    assert sum(model.what_if().seconds.values()) == pytest.approx(model.what_if().step)

@@ -25,16 +25,6 @@ def of(function, *shapes, **options):
     return working_bytes(jax.make_jaxpr(function)(*shapes), **options)
 
 
-def test_what_is_tied_is_not_copied():
-    def chain(x, tie):
-        y = x @ x
-        return jnp.sum(tie(y, x)[0] @ x)
-
-    tied = lambda x: chain(x, lambda *values: jax.lax.optimization_barrier(values))
-    assert of(tied, X) == of(lambda x: chain(x, lambda *values: values), X)
-    assert of(tied, X, chip=TPU) == of(lambda x: chain(x, lambda *values: values), X, chip=TPU)
-
-
 TPU, GPU = replace(CHIPS["v5e"], vector_memory=0), CHIPS["h100"]
 TURNED = (((0,), (1,)), ((), ()))
 
@@ -44,10 +34,8 @@ TURNED = (((0,), (1,)), ((), ()))
     [
         (lambda x: jnp.where(x > 0, x + 1, x) * 2, {}, 0),  # elementwise
         (lambda x: jnp.sum(x * x), {}, 4),
-        (lambda x: (x @ x, x)[1], {}, 0),  # dead code
         (lambda x: x @ x, {}, ARRAY),  # lives until its last reader
         (lambda x: (x @ x) @ x, {}, 2 * ARRAY),
-        (lambda x: jnp.sum((x @ x) + (x @ x.T @ x)), {}, 3 * ARRAY),
         (lambda x: x @ x, {"copied": [0]}, 2 * ARRAY),  # reads a copy of a slice, which an elementwise one fuses
         (lambda x: x + x, {"copied": [0]}, 0),
         (lambda x: (x @ x.T, x @ x), {"copied": [0]}, 4 * ARRAY),  # each reads it once; and two results
@@ -71,23 +59,6 @@ def test_arrays_lie_on_the_chip_while_there_is_room():
     products = lambda x: ((x @ x) @ x) @ x
     most = lambda near: of(products, X, chip=replace(TPU, vector_memory=2 * near))
     assert [most(near * ARRAY) for near in (0, 1, 2)] == [2 * ARRAY, ARRAY, 0]
-
-
-def test_numbers_are_scattered_in_place():
-    shapes = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64,), "int32")
-    zeros, most = 64 * 64 * 4, of(lambda x, i: jnp.zeros_like(x).at[jnp.arange(64), i].add(1.0) @ x, *shapes)
-    assert zeros < most < 3 * zeros
-
-
-def test_a_products_operand_that_lies_otherwise_is_turned():
-    batched = jax.ShapeDtypeStruct((4, 2, 4), "float32")
-    product = lambda a, b: jax.lax.dot_general(a, b, (((2,), (2,)), ((1,), (1,))))
-    assert of(product, batched, batched) == (2 * 4 * 4 + 2 * 4 * 2 * 4) * 4
-
-
-def test_a_loop_needs_what_its_body_does():
-    loop = lambda x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ c) @ c, None), x, length=3)[0]
-    assert of(loop, X) >= 3 * ARRAY
 
 
 # --- what stages have -----------------------------------------------------------------------------------------
@@ -120,9 +91,9 @@ def sizes(trees) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        ({"stage": 2}, {"balance": [1, 5]}),
+        pytest.param({"stage": 2}, {"balance": [1, 5]}, marks=pytest.mark.slow),
         ({"stage": 2}, {"balance": [1, 2, 1, 2], "num_chunks": 2, "schedule": "interleaved"}),
-        ({"stage": 2, "fsdp": 2, "tp": 2}, {"balance": [4, 2]}),
+        pytest.param({"stage": 2, "fsdp": 2, "tp": 2}, {"balance": [4, 2]}, marks=pytest.mark.slow),
         ({"stage": 2, "data": 2, "tp": 2}, {"balance": [3, 3], "shard_over": ["data"]}),
     ],
 )
@@ -177,25 +148,8 @@ def test_parts_by_hand(remat):
     assert parts.total == sum(parts.values())
 
 
-def test_narrow_copies_of_weights_are_counted():
-    layers = [nn.Dense(WIDTH, dtype=jnp.bfloat16) for _ in range(4)]
-    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2]}
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes)
-    assert predict_memory(pipe.planner, rows(8), optax.sgd(1e-3))[0]["casts"] == 2 * (WIDTH + 1) * WIDTH * 2
-
-
-def test_what_gpus_have_gathered_is_narrow():
-    layers, rows = [nn.Dense(128, dtype=jnp.bfloat16) for _ in range(4)], jax.ShapeDtypeStruct((8, 128), "float32")
-    mesh = jpipe.make_mesh(stage=2, data=2, devices=parse_topology("h100:4").stand_ins())
-    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": [2, 2], "mesh": mesh, "shard_over": "data"}
-    planner = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes).planner
-    parts = predict_memory(planner, rows, optax.sgd(1e-3))[0]
-    assert (parts["casts"], parts["other_variables"]) == (2 * 128 * 129 * 2, 0)  # biases are whole anyway
-
-
-@pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
-def test_arguments_are_the_compilers(remat):
-    pipe, tx = dense_pipeline(4, 2, 2, remat=remat), optax.sgd(1e-3, momentum=0.9)
+def test_arguments_are_the_compilers():
+    pipe, tx = dense_pipeline(4, 2, 2, remat="layer"), optax.sgd(1e-3, momentum=0.9)
     compiled = jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(rows(8), tx), rows(8)).compile()
     parts = predict_memory(pipe.planner, rows(8), tx)[0]
     small = 64  # the step's number and its random key
@@ -234,14 +188,6 @@ def test_activations_follow_the_papers_formula(num_stages, num_microbatches):
     assert of("layer") == of("full") * num_microbatches
     waiting = papers_parts(num_stages, num_microbatches, "full")["boundaries"] // ACTIVATION
     assert 128 <= waiting <= 128 + 6 * examples  # all inputs, and a few micro-batches on their way, whatever M is
-
-
-def test_a_tpu_holds_a_table_and_a_head_apart_once_they_are_cast():
-    layers = [nn.Embed(64, WIDTH, dtype=jnp.bfloat16), nn.Dense(64, use_bias=False, dtype=jnp.bfloat16)]
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[1, 1])
-    batch = {"inputs": jax.ShapeDtypeStruct((8,), "int32")}
-    parts = predict_memory(pipe.planner, batch, optax.sgd(1e-3), CHIPS["v5e"])[0]
-    assert (parts["parameters"], parts["casts"]) == (64 * WIDTH * 4, 2 * 64 * WIDTH * 2)
 
 
 def test_the_page_shows_what_is_kept():
@@ -289,18 +235,6 @@ def test_an_optimisers_state_is_on_the_host_but_for_its_count():
     assert predict_memory(gone, rows(8), ADAM, V5E)[0]["optimizer"] == 4
     moments = predict_memory(own, rows(8), ADAM, V5E)[0]["optimizer"] - 4
     assert predict_memory(gone, rows(8), ADAM, V5E)[1] == {"optimizer": moments}
-
-
-def test_cpus_have_all_in_one_memory():
-    own, there = (
-        dense_pipeline(4, 2, 8, remat="none", offload=("residuals", "optimizer"), mesh=mesh).planner
-        for mesh in (None, tpus(2))
-    )
-    assert predict_memory(own, rows(8), ADAM)[1] == {}
-    on_cpu, on_tpu = (predict_memory(planner, rows(8), ADAM)[0] for planner in (own, there))
-    hosted = predict_memory(there, rows(8), ADAM)[1]
-    for name in ("residuals", "optimizer"):
-        assert on_cpu[name] == on_tpu[name] + hosted[name]
 
 
 CHECKED = [point for point in KEPT if point.where == "v5e:2x4"][:3] + [point for point in KEPT if point.where == "cpu"][

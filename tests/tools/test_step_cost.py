@@ -1,17 +1,8 @@
 """One table of what a step takes, whoever says so."""
 
-import copy
-
 import pytest
 
 from jpipe.tools.step_cost import Parts, StepCost
-
-
-def test_parts_add_up():
-    held = Parts(parameters=16, other_variables=28)
-    assert held["other_variables"] == 28 and held.total == 44
-    assert Parts().total == 0 and Parts(held, work=1) == {**held, "work": 1}
-    assert copy.deepcopy(held) == held and isinstance(copy.deepcopy(held), Parts)
 
 
 def test_a_row_for_each_part_and_its_share():
@@ -30,15 +21,6 @@ def test_a_row_for_each_part_and_its_share():
         ("all", "4.0 MiB", "100.0%"),
     ]
     assert "<table>" in cost._repr_html_() and "computation" in str(cost)
-
-
-def test_what_lies_on_the_host_has_rows_of_its_own():
-    cost = StepCost("predicted", Parts(), Parts(work=2**20), host=Parts(residuals=3 * 2**20, optimizer=2**20))
-    assert cost._table().rows[-2:] == [
-        ("on the host: residuals", "3.0 MiB", "75.0%"),
-        ("on the host: optimizer", "1.0 MiB", "25.0%"),
-    ]
-    assert cost.bytes.total == 2**20
 
 
 def test_what_is_not_known_has_no_row():
