@@ -15,7 +15,7 @@ from types import FunctionType
 import jax
 import numpy as np
 
-LIBRARIES = ("jpipe", "optax", "jax", "flax", "chex", "numpy", "builtins")
+LIBRARIES = ("jpipe", "optax", "jax", "jaxlib", "flax", "chex", "numpy", "builtins")
 """Packages with objects whose `==` compares all that matters."""
 
 
@@ -23,8 +23,8 @@ def same_value(a: object, b: object, pending: frozenset[tuple[int, int]] = froze
     """Whether two Python values have the same types and bits all the way down, so that code can't tell them apart.
 
     Unlike `==`, which takes 0.0 for -0.0, 1 for True, and nan for another value than itself. Arrays are the same only
-    if they are one object; dataclasses, if their fields are; other objects, if their class says so by `==` and the
-    attributes that they hold are the same too, since a user's `==` may leave some of them out.
+    if they are one object; dataclasses, if their fields are; other objects of libraries, if their class says so by
+    `==`. A user's `==` may leave out what matters.
 
     >>> same_value((1, {"a": float("nan")}), (1, {"a": float("nan")})), same_value((0.0,), (-0.0,)), same_value(1, True)
     (True, False, False)
@@ -46,7 +46,7 @@ def same_value(a: object, b: object, pending: frozenset[tuple[int, int]] = froze
     first, second = _parts(a), _parts(b)
     pending |= {(id(a), id(b))}
     if first is None or second is None:
-        return _is_equal(a, b) and same_value(_held(a), _held(b), pending)
+        return _is_equal(a, b)
     return len(first) == len(second) and all(same_value(x, y, pending) for x, y in zip(first, second, strict=False))
 
 
@@ -92,22 +92,6 @@ def _parts(value: object) -> Sequence[object] | None:
 
 
 def _is_equal(a: object, b: object) -> bool:
-    """Whether two objects without parts are equal. An array is equal to itself alone."""
-    if isinstance(a, jax.Array | np.ndarray):
-        return False
-    try:
-        return (a == b) is True
-    except Exception:  # they can't be compared
-        return False
-
-
-def _held(value: object) -> object:
-    """Returns the attributes of an object; None for those of libraries, whose `==` compares all that matters."""
-    module = type(value).__module__
-    if isinstance(module, str) and module.partition(".")[0] in LIBRARIES:
-        return None
-    state = object.__getstate__(value)
-    if not isinstance(state, dict):
-        return state
-    is_cached = lambda name: isinstance(getattr(type(value), name, None), functools.cached_property)
-    return {name: held for name, held in state.items() if not is_cached(name)}
+    """Whether two objects without parts are equal, as their class says. An array is equal to itself alone."""
+    library, *_ = type(a).__module__.split(".")
+    return library in LIBRARIES and not isinstance(a, jax.Array | np.ndarray) and (a == b) is True

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -129,10 +128,7 @@ LOOSE = {
 @pytest.mark.parametrize("name", LOOSE)
 def test_a_loose_equality_makes_no_layers_one(name):
     """A regression: layers whose fields said that they are equal were compiled as one, and computed the same."""
-    layers = [LOOSE[name](Loose(power)) for power in (2, 3, 2)]
-    first, second, third = as_layers(layers)
-    assert is_same(first, third)
-    assert not is_same(first, second)
+    assert not is_same(*as_layers([LOOSE[name](Loose(power)) for power in (2, 3)]))
 
 
 def test_a_function_before_its_variable_is_set():
@@ -144,38 +140,7 @@ def test_a_function_before_its_variable_is_set():
     assert functions[0]() == late
 
 
-class Slotted:
-    """Says that it equals all others; what it holds has no dict."""
-
-    __slots__ = ("power",)
-
-    def __init__(self, power):
-        self.power = power
-
-    def __eq__(self, other):
-        return True
-
-    __hash__ = object.__hash__
-
-
-class Cached:
-    """Equal to others of its size, whether or not it has computed its square."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __eq__(self, other):
-        return self.size == other.size
-
-    __hash__ = None
-
-    @functools.cached_property
-    def square(self):
-        return self.size**2
-
-
-ARRAY, SQUARED = np.ones(2), Cached(3)
-assert SQUARED.square == 9
+ARRAY = np.ones(2)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +148,10 @@ assert SQUARED.square == 9
     [
         ([ARRAY], [ARRAY], True),
         ([ARRAY], [np.ones(2)], False),  # arrays may differ, or change
-        ({"a": SimpleNamespace(b=1)}, {"a": SimpleNamespace(b=1)}, True),  # their class says so
-        (SimpleNamespace(b=1), SimpleNamespace(b=True), False),  # 1 == True, but they hold something else
+        (Loose(2), Loose(2), False),  # a user's class says so, which may leave out what matters
+        (np.dtype("float32"), np.dtype("float32"), True),
         (object(), object(), False),
         (max, max, True),
-        (Slotted(2), Slotted(2), True),
-        (Slotted(2), Slotted(3), False),
-        (Slotted(2), Slotted(2.0), False),
-        (SQUARED, Cached(3), True),  # what an object has computed is no part of it
-        (SQUARED, Cached(4), False),
     ],
 )
 def test_objects(a, b, same):
