@@ -8,7 +8,6 @@ test for each entry.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,15 +36,6 @@ from jpipe.types import Leaf, PyTree, Shapes
 Part = TypeVar("Part", Jaxpr, JaxprEqn)
 
 # --- jaxprs -----------------------------------------------------------------------------------------------------------
-
-
-def offloaded_names(policy: Callable[..., object]) -> frozenset[str]:
-    """The names of the values that a `jax.checkpoint` policy offloads; empty if it isn't a policy by names.
-
-    JAX's policies are functions that don't tell. Without this nothing is said of names that no layer has.
-    """
-    variables = inspect.getclosurevars(policy).nonlocals if inspect.isfunction(policy) else {}
-    return frozenset(variables.get("names_which_can_be_offloaded", ()))
 
 
 def needed_part(
