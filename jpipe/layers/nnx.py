@@ -107,7 +107,6 @@ def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
       index: the layer's, for errors.
     """
     variables = nnx.to_flat_state(calls.template)
-    types = [type(v) for _, v in variables if not isinstance(v, nnx.Param | nnx.RngState)]
     shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in variables]
     module = nnx.merge(calls.graphdef, calls.template)
     parts = [part for _, part in nnx.iter_graph(module)]
@@ -137,7 +136,6 @@ def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
         decode=decode,
         keeps_cache=any(callable(getattr(part, "init_cache", None)) for part in parts),
         dropouts=lambda: nullcontext(dropouts),
-        variable_types={kind: _collection(kind) for kind in types},
     )
 
 

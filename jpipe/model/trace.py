@@ -21,7 +21,7 @@ from jpipe.jax.inside import raised, shortened
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import trace, uses
 from jpipe.jax.trees import lists_in
-from jpipe.layers.base import AnyLayer, LayerError, describe, how_to_share, is_same
+from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
 from jpipe.layers.calls import CACHE, MODE_NAMES
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import FROZEN
@@ -146,9 +146,8 @@ def _trace_layer(
     variables: dict[str, Shapes] = {}
 
     def told() -> list[str]:
-        parameters = f"{name} has the parameters {describe(variables['params'])}" if "params" in variables else ""
-        again = "" if layer.repeats is None else f"It is layer {layer.repeats} once more; {how_to_share(layer.name)}"
-        return [way_here(), *filter(None, (parameters, again))]
+        has = [f"{name} has the parameters {describe(variables['params'])}"] if "params" in variables else []
+        return [way_here(), *has]
 
     with telling(name, told):
         made = layer.ready if sharing is None else sharing.variables
