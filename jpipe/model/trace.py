@@ -106,8 +106,6 @@ def trace_model(
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
     groups = _with_rules(groups, traces, rules)
-    asked = {group.in_words: group.asked_axes for group in groups}
-    splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes))
 
 

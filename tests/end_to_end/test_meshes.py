@@ -511,10 +511,6 @@ def indexed(axis):
             r"layer 1 \(Dense\) asks for params\['kernel'\].* \('model',\) of 2 devices, which don't divide 5",
         ),
         (
-            split_dense(4, None, "modl"),
-            r"layer 1 \(Dense\) asks for an axis 'modl', none for the mesh's 'model'; name both alike",
-        ),
-        (
             Heads(),
             r"\(Heads\) constrains .* ValueError at test_meshes.py:\d+, `q = .*`: .*nn.DenseGeneral makes .* flat",
         ),
