@@ -175,9 +175,9 @@ class _NnxCalls:
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
         train = context.train
-        outputs, collections, draws = self._called(variables, inputs, context)
-        if context.key is None and draws:  # `nnx.RNN` draws keys for the zeros that it starts from
-            given = lambda key: self._called(variables, inputs, context._replace(key=key))[:2]
+        outputs, collections = self._called(variables, inputs, context)
+        if context.key is None and any(isinstance(v, nnx.RngKey) for _, v in nnx.to_flat_state(self.template)):
+            given = lambda key: self._called(variables, inputs, context._replace(key=key))
             if uses(jax.make_jaxpr(given)(jax.random.key(0)))[0]:
                 raise LayerError(NO_KEY)
         if train and (written := self._written(collections.get("params"), variables, inputs, context)):
@@ -187,18 +187,13 @@ class _NnxCalls:
         written = [name for name in collections if name in variables and name != "params"]
         return outputs, {name: collections[name] for name in written if train or name in self.writes}
 
-    def _called(
-        self, variables: LayerVariables, inputs: Inputs, context: Context
-    ) -> tuple[PyTree, LayerVariables, bool]:
-        """Calls a fresh module: (its outputs, its variables after that, whether it has drawn from a stream)."""
-        state = self.state(variables, context.key)
-        drawn, module = _counts(state), nnx.merge(self.graphdef, state)
+    def _called(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[PyTree, LayerVariables]:
+        """Calls a fresh module: (its outputs, its variables after that)."""
+        module = nnx.merge(self.graphdef, self.state(variables, context.key))
         module.train() if context.train else module.eval()
         function, (positional, keywords) = self._function(module), both_of(inputs)
         outputs = function(*positional, **{**mode_arguments(function, context.train), **keywords})
-        after = nnx.state(_mark_arrays(module))
-        draws = any(count is not drawn[path] for path, count in _counts(after).items())
-        return outputs, _collections(after), draws
+        return outputs, _collections(nnx.state(_mark_arrays(module)))
 
     def _written(self, after: PyTree, variables: LayerVariables, inputs: Inputs, context: Context) -> str:
         """The path of a parameter that the call changes; "" if there is none.
@@ -288,8 +283,3 @@ def _collections(state: nnx.State) -> LayerVariables:
         if not isinstance(variable, nnx.RngState):
             variables.setdefault(_collection(type(variable)), {})[path] = _value(variable)
     return {name: nested(tree.items()) for name, tree in variables.items()}
-
-
-def _counts(state: nnx.State) -> dict[tuple, Leaf]:
-    """Reads how often each random number stream was drawn from, by path."""
-    return {path: _value(v) for path, v in nnx.to_flat_state(state) if isinstance(v, nnx.RngCount)}
