@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
-from jpipe.layers.base import Activation, AnyLayer, Context, LayerVariables, describe, positional
+from jpipe.layers.base import AnyLayer, describe
+from jpipe.layers.connections import with_inputs
 from jpipe.model.groups import strong
-from jpipe.model.layer_function import TracedInit, trace_init
+from jpipe.model.layer_function import TracedInit, trace_call, trace_init
 from jpipe.model.loss import LossFn, call_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import check_updates, described_inputs, inputs_of, telling, warn_of_dropouts
@@ -91,16 +92,13 @@ class WholeModel:
 
     def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
         """(the model's equations in training or evaluation, the shapes of its outputs)."""
-
-        def call(variables: LayerVariables, batch: Batch, key: jax.Array | None) -> tuple[Activation, LayerVariables]:
-            return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
-
+        (layer,), key = with_inputs([self.layer], read_inputs), key_shape() if train else None
         told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
-        with telling(self.layer.name, told), self.layer.dropouts() as dropouts:
-            closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
+        with telling(layer.name, told), layer.dropouts() as dropouts:
+            closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key)
             check_updates(self.variables, updates, closed)
         if train and not uses(closed)[-1]:
-            warn_of_dropouts(self.layer.name, dropouts)
+            warn_of_dropouts(layer.name, dropouts)
         state = [i for i, name in enumerate(self.collections) if name in updates]
         return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
 
