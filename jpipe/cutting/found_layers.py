@@ -98,6 +98,6 @@ def layers_of(
     found = []
     for index, group in enumerate(map(traced.group_at, range(traced.num_layers))):
         assert group.trace is not None
-        flops, parameters = count_flops(group.trace.jaxpr).flops, tuple(cut.parameter_names(index))
+        flops, parameters = count_flops(group.trace.jaxpr), tuple(cut.parameter_names(index))
         found.append(FoundLayer(cut.names[index], parameters, group.gives, flops, group.indices[0]))
     return FoundLayers(f"{layer.name}: {len(found)} layers, {len(traced.groups)} functions", found)

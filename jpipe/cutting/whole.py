@@ -289,7 +289,7 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
     largest = sizes.index(max(sizes))
     inside = training.straight.main[ends[largest] : ends[largest + 1]] or range(1)  # a model without parameters
-    heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
+    heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation))
     operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
     remedy = "use fewer stages or chunks, or split what that line does: each piece has to use parameters"
     if marks := len(training.marked):

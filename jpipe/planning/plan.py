@@ -154,11 +154,9 @@ def make_plan(
         measured[0] = measured[-1] = 0.0  # which stage they are cut to makes no difference
     shared_out = measured or unmeasured_costs(request.balance, model.num_layers)
     partition = cut_layers(request.balance, shared_out, request.schedule)
-    if partition.objective != "counts":  # where cuts are the user's own, costs are only shown
-        if request.balance == "flops":
-            _warn_of_unknown(model, costs)
-        if unit != "flops" or math.fsum(partition.layer_costs) >= NEGLIGIBLE:
-            _warn_of_heavy_layers(model, partition)
+    is_large = unit != "flops" or math.fsum(partition.layer_costs) >= NEGLIGIBLE
+    if partition.objective != "counts" and is_large:  # where cuts are the user's own, costs are only shown
+        _warn_of_heavy_layers(model, partition)
     layouts = make_layouts(model, partition.bounds, request.schedule.placement, request.mesh, ends=request.ends)
     if request.offload.optimizer:
         layouts["params"] = replace(layouts["params"], state_on_hosts=True)
@@ -185,13 +183,6 @@ def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss | None) 
             f"nothing is split over the mesh axis {name!r}: its {request.mesh.shape[name]} devices compute the same. "
             "Name it in batch_axes= or layers' metadata (nn.with_partitioning, nn.logical_axis_rules), or leave it out"
         )
-
-
-def _warn_of_unknown(model: Model, costs: Sequence[Cost]) -> None:
-    """Names the first layer of each group with a part that couldn't be counted."""
-    for group in model.groups:
-        if unknown := costs[group.indices[0]].unknown:
-            warn_user(f'balance="flops": {group.in_words} has {"; ".join(unknown)}; if that is off, use balance="time"')
 
 
 def _warn_of_heavy_layers(model: Model, partition: Partition) -> None:

@@ -30,7 +30,7 @@ MODES = ["none", "layer", "stage", "full"]
 
 
 def pipeline(layers: list, loss_fn: Any, remat: Any, **options: Any) -> jpipe.Pipeline:
-    """Two stages of equally many layers: the warning of kernels that can't be counted is not the matter here."""
+    """Two stages of equally many layers."""
     return jpipe.Pipeline(layers, loss_fn, num_stages=K, num_microbatches=M, remat=remat, balance="even", **options)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jpipe
 import jpipe.planning.costs as costs_module
 from cases import compilations
-from jpipe.jax.flops import Flops, count_flops
+from jpipe.jax.flops import count_flops
 from jpipe.model.random_keys import key_shape
 from jpipe.planning.costs import unsplit_in
 from jpipe.processes.progress import warn_once
@@ -251,7 +251,7 @@ def test_what_only_moves_elements_is_no_warning(make_mesh):
     found = unsplit_in(traced[1], layers[1])
     assert {one.operation for one in found if one.share} <= {"reduce_sum"}
     assert sum(one.share for one in found) < 0.01
-    assert count_flops(jax.make_jaxpr(lambda x: jnp.tile(x, 4))(np.ones(3))) == Flops()
+    assert count_flops(jax.make_jaxpr(lambda x: jnp.tile(x, 4))(np.ones(3))) == 0
 
 
 def test_nothing_where_all_stays_split(make_mesh):
