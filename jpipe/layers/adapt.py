@@ -11,6 +11,7 @@ from inspect import getclosurevars, isfunction, ismethod
 import flax.linen as nn
 from flax import nnx
 
+from jpipe.jax.trees import values_within
 from jpipe.layers.base import AnyLayer, LayerError, Method, Shared, Use, how_to_share
 from jpipe.layers.calls import signature_of
 from jpipe.layers.connections import Marked, connect
@@ -18,7 +19,6 @@ from jpipe.layers.frozen import Frozen, frozen_layer
 from jpipe.layers.linen import linen_layer
 from jpipe.layers.nnx import layer_of_factory, layer_of_module
 from jpipe.layers.plain import Layer, layer_of_functions
-from jpipe.layers.same_value import values_within
 
 
 def as_layers(layers: object) -> tuple[AnyLayer, ...]:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.layers.same_value import same_value
+from jpipe.jax.trees import same_value
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Activation: TypeAlias = PyTree

@@ -17,10 +17,10 @@ import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
+from jpipe.jax.trees import values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, ModeArguments, both_of, mode_arguments, modes, token_by_token
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
-from jpipe.layers.same_value import values_within
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 

@@ -22,11 +22,10 @@ from jax.sharding import PartitionSpec
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.inside import collection_of, raised, unsharded_creation
 from jpipe.jax.tracing import no_mesh, uses
-from jpipe.jax.trees import nested
+from jpipe.jax.trees import nested, values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
-from jpipe.layers.same_value import values_within
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")

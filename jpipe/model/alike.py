@@ -21,10 +21,9 @@ from jax.extend.core import jaxpr_as_fun
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of
 from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.jax.tracing import depends_on, equations_in, trace
-from jpipe.jax.trees import is_float
+from jpipe.jax.trees import is_float, same_value
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.calls import CACHE, decoding
-from jpipe.layers.same_value import same_value
 from jpipe.model.groups import (
     DECODE,
     EVALUATION,
