@@ -47,9 +47,6 @@ class FoundLayers(list[FoundLayer], Tabular):
         super().__init__(layers)
         self._title = title
 
-    def __repr__(self) -> str:
-        return f"<{self._title}>"
-
     def _table(self) -> Table:
         total = sum(layer.flops for layer in self) or 1.0
         rows = [

@@ -133,19 +133,13 @@ class CutModel:
         num_leaves = len(modes.evaluation.straight.data)  # there is no random key
         return self.as_layers(trained, evaluated, self.wanted(modes.outputs), num_leaves)
 
-    @property
-    def read(self) -> tuple[bool, ...]:
-        """For each leaf of the model's outputs, whether the loss reads it."""
-        assert self.whole.read is not None
-        return self.whole.read
-
     def wanted(self, outputs: PyTree) -> PyTree:
         """The model's outputs with None for each that the loss doesn't read."""
-        return without_unread(outputs, self.read)
+        return without_unread(outputs, self.whole.read)
 
     def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
         """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
-        return with_zeros(loss_fn, outputs, batch, self.read)
+        return with_zeros(loss_fn, outputs, batch, self.whole.read)
 
     def pieces_of(self, traced: Traced, places: Sequence[int], kinds: Kinds) -> list[Piece]:
         """The pieces of a trace; arguments as of `make_pieces`.

@@ -208,14 +208,14 @@ def trace(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJa
 
 def _is_opaque(jaxpr: Jaxpr) -> bool:
     """Whether an equation holds jaxprs that run as they are, kernels for instance: each knows the mesh of its trace."""
-    for equation in jaxpr.eqns:
+    calls = primitives.CALLS | primitives.LOOPS_AND_BRANCHES | {"shard_map"}
+
+    def holds_one(equation: JaxprEqn) -> bool:
         params = {name: value for name, value in equation.params.items() if name != "update_jaxpr"}  # a scatter's sum
         inside = jaxprs_in_params(params)
-        if equation.primitive.name in primitives.CALLS | primitives.LOOPS_AND_BRANCHES | {"shard_map"}:
-            inside = filter(_is_opaque, inside)
-        if any(inside):
-            return True
-    return False
+        return any(map(_is_opaque, inside) if equation.primitive.name in calls else inside)
+
+    return any(map(holds_one, jaxpr.eqns))
 
 
 def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:

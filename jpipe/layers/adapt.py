@@ -94,9 +94,7 @@ def _check_repeats(places: Sequence[_UsersLayer], in_sequential: bool) -> None:
         kinds = (nn.Module, nnx.Module) if in_sequential else nnx.Module
         return place.shared is not None or isinstance(place.module, kinds)
 
-    def is_module(place: _UsersLayer) -> bool:
-        return isinstance(place.module, nn.Module | nnx.Module)
-
+    is_module = lambda place: isinstance(place.module, nn.Module | nnx.Module)
     first_places: dict[int, int] = {}  # by the id of a part
     for index, place in enumerate(places):
         for part in _parts(place.module):
