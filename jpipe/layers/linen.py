@@ -179,8 +179,4 @@ def _box_spec(x: Leaf | meta.AxisMetadata) -> PartitionSpec:
     """Reads the mesh axes that a variable's metadata box names; none for a variable without a box."""
     if not isinstance(x, nn.LogicallyPartitioned):
         return nn.get_partition_spec(x) or PartitionSpec()
-    try:
-        axes = nn.logical_to_mesh_axes(x.names, x.rules)  # pyright: ignore[reportPrivateImportUsage]
-    except ValueError as error:
-        raise LayerError(f"names the logical axes {x.names}. Flax says: {error}") from error
-    return axes or PartitionSpec()
+    return nn.logical_to_mesh_axes(x.names, x.rules) or PartitionSpec()  # pyright: ignore[reportPrivateImportUsage]

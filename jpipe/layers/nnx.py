@@ -105,8 +105,7 @@ def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
       factory: makes the module anew, for `init` and for decode mode.
       index: the layer's, for errors.
     """
-    variables = nnx.to_flat_state(calls.template)
-    shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in variables]
+    shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in nnx.to_flat_state(calls.template)]
     module = nnx.merge(calls.graphdef, calls.template)
     parts = [part for _, part in nnx.iter_graph(module)]
     # None of a method, which may call only some of the parts.
@@ -228,10 +227,7 @@ class _NnxCalls:
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         """Reads the axes of `nnx.with_partitioning`, translated by the rules in context and the variable's own."""
-        try:
-            specs = _collections(nnx.get_partition_spec(self.template))
-        except ValueError as error:
-            raise LayerError(f"names axes that its rules can't translate. Flax says: {error}") from error
+        specs = _collections(nnx.get_partition_spec(self.template))
         leaves = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
         return {name: [spec or PartitionSpec() for spec in leaves(tree)] for name, tree in specs.items()}
 
