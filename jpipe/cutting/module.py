@@ -43,13 +43,13 @@ class WholeModel:
       layer: the module as one layer.
       variables: the shapes of its variables by collection.
       init: how new variables are made; None if the module has its values already.
-      read: for each leaf of the outputs, whether the loss reads it; empty before that is known.
+      read: for each leaf of the outputs, whether the loss reads it; None before that is known.
     """
 
     layer: AnyLayer
     variables: dict[str, Shapes]
     init: TracedInit | None
-    read: tuple[bool, ...] = ()
+    read: tuple[bool, ...] | None = None
 
     @cached_property
     def collections(self) -> list[str]:
@@ -78,7 +78,7 @@ class WholeModel:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
         (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
         modes = Modes(Traced(training), Traced(evaluation), outputs)
-        return modes.reading(self.read) if self.read else modes
+        return modes if self.read is None else modes.reading(self.read)
 
     def read_by(self, loss_fn: LossFn | None, modes: Modes, batch: Shapes) -> tuple[WholeModel, Modes]:
         """(the model that knows which outputs a loss reads, its traces of these).

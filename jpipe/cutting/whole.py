@@ -133,13 +133,19 @@ class CutModel:
         num_leaves = len(modes.evaluation.straight.data)  # there is no random key
         return self.as_layers(trained, evaluated, self.wanted(modes.outputs), num_leaves)
 
+    @property
+    def read(self) -> tuple[bool, ...]:
+        """For each leaf of the model's outputs, whether the loss reads it."""
+        assert self.whole.read is not None
+        return self.whole.read
+
     def wanted(self, outputs: PyTree) -> PyTree:
         """The model's outputs with None for each that the loss doesn't read."""
-        return without_unread(outputs, self.whole.read)
+        return without_unread(outputs, self.read)
 
     def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
         """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
-        return with_zeros(loss_fn, outputs, batch, self.whole.read)
+        return with_zeros(loss_fn, outputs, batch, self.read)
 
     def pieces_of(self, traced: Traced, places: Sequence[int], kinds: Kinds) -> list[Piece]:
         """The pieces of a trace; arguments as of `make_pieces`.
@@ -242,10 +248,8 @@ def _stacked(parts: Mapping[tuple[int, ...], Leaf]) -> Leaf:
     """An array of its slices by their indices, of any number of dimensions."""
     if () in parts:
         return parts[()]
-    rest: dict[int, dict[tuple[int, ...], Leaf]] = {}
-    for (first, *others), leaf in parts.items():
-        rest.setdefault(first, {})[tuple(others)] = leaf
-    return jnp.stack([_stacked(rest[i]) for i in sorted(rest)])
+    slices = jnp.stack([parts[indices] for indices in sorted(parts)])
+    return slices.reshape(*(last + 1 for last in max(parts)), *slices.shape[1:])
 
 
 def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:

@@ -376,7 +376,7 @@ def _trace_again(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> t
     whole, (straight, outputs) = model.whole, model.whole.trace_mode(read, tokens, train=False)
     depths = {part.leaf: len(part.indices) for part in model.cutting.all_parts}
     straight = replace(straight, depths=straight.depths_read | depths)
-    if len(whole.read) == len(straight.read):
+    if whole.read is not None and len(whole.read) == len(straight.read):
         straight, outputs = replace(straight, read=whole.read), without_unread(outputs, whole.read)
     try:
         return (traced := Traced(straight)), places_again(model.cutting, traced, None), outputs
