@@ -175,8 +175,9 @@ def piece_names(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: 
 
 def paths_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path]) -> list[list[Path]]:
     """For each piece the paths of its variables; slices have their indices behind what is stacked."""
-    stack = _common([paths[part.leaf][:-1] for parts in pieces for part in parts if part.indices])
-    return [[_path(part, paths, stack) for part in parts] for parts in pieces]
+    at = len(_common([paths[part.leaf][:-1] for parts in pieces for part in parts if part.indices]))
+    path = lambda part: (*paths[part.leaf][:at], *map(str, part.indices), *paths[part.leaf][at:])
+    return [list(map(path, parts)) for parts in pieces]
 
 
 def paths_below(pieces: Sequence[Sequence[Path]], kinds: Sequence[Sequence[object]]) -> list[list[Path]]:
@@ -199,12 +200,6 @@ def _common(paths: Sequence[Path]) -> Path:
     """The beginning that all paths have."""
     columns = zip(*paths, strict=False)
     return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns))
-
-
-def _path(part: Part, paths: Sequence[Path], stack: Path) -> Path:
-    """The path of a part; slices have their indices behind what is stacked."""
-    path, at = paths[part.leaf], len(stack)
-    return (*path[:at], *map(str, part.indices), *path[at:]) if part.indices else path
 
 
 def _name(leaves: Sequence[tuple[Path, int]], everything: Collection[Path]) -> str:
