@@ -9,7 +9,6 @@ no TPU and no GPU.
 
 import argparse
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +76,7 @@ def row(size: Size, topology: str, offload: str, options: argparse.Namespace) ->
         offload=[] if offload == "none" else offload.split("+"),
     )
     batch, tx = batch_shapes(size, options.microbatches), optax.adamw(1e-4)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*Pallas kernel without cost_estimate")
-        compiled, text = compiled_for(pipe, tx, batch, topology)
+    compiled, text = compiled_for(pipe, tx, batch, topology)
     if options.dump:
         Path(options.dump, f"{topology.partition(':')[0]}_{offload}.txt").write_text(text)
     step = pipe.planner.training_step(pipe.planner.for_training(batch))

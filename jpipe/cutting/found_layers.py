@@ -27,15 +27,14 @@ class FoundLayer:
     Attributes:
       name: as the model names its parameters.
       parameters: the paths of the variables that it has; a slice of a stacked one ends with its index, "w[3]".
-      takes: the shapes of what crosses into it, of a batch like the one that was given; empty for the first.
-      gives: the shapes of what crosses out of it; of the last one the model's outputs.
+      gives: the shapes of what crosses out of it, of a batch like the one that was given; of the last one the model's
+        outputs.
       flops: the FLOPs of its forward.
       same_as: the index of the first layer that is the same function; its own if it is the first.
     """
 
     name: str
     parameters: tuple[str, ...]
-    takes: Shapes
     gives: Shapes
     flops: float
     same_as: int
@@ -47,9 +46,6 @@ class FoundLayers(list[FoundLayer], Tabular):
     def __init__(self, title: str, layers: Iterable[FoundLayer]):
         super().__init__(layers)
         self._title = title
-
-    def __repr__(self) -> str:
-        return f"<{self._title}>"
 
     def _table(self) -> Table:
         total = sum(layer.flops for layer in self) or 1.0
@@ -97,17 +93,8 @@ def layers_of(
     cut = cut_model(whole, modes, wanted)
     traced = trace_model(cut.layers(modes), read, shapes)
     found = []
-    for index in range(traced.num_layers):
-        group = traced.group_at(index)
+    for index, group in enumerate(map(traced.group_at, range(traced.num_layers))):
         assert group.trace is not None
-        found.append(
-            FoundLayer(
-                name=cut.names[index],
-                parameters=tuple(cut.parameter_names(index)),
-                takes=group.takes,
-                gives=group.gives,
-                flops=count_flops(group.trace.jaxpr).flops,
-                same_as=group.indices[0],
-            )
-        )
+        flops, parameters = count_flops(group.trace.jaxpr), tuple(cut.parameter_names(index))
+        found.append(FoundLayer(cut.names[index], parameters, group.gives, flops, group.indices[0]))
     return FoundLayers(f"{layer.name}: {len(found)} layers, {len(traced.groups)} functions", found)

@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
-from jpipe.layers.base import Activation, AnyLayer, Context, LayerVariables, describe, positional
+from jpipe.layers.base import AnyLayer, describe
+from jpipe.layers.connections import with_inputs
 from jpipe.model.groups import strong
-from jpipe.model.layer_function import TracedInit, trace_init
+from jpipe.model.layer_function import TracedInit, trace_call, trace_init
 from jpipe.model.loss import LossFn, call_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import check_updates, described_inputs, inputs_of, telling, warn_of_dropouts
@@ -91,16 +92,13 @@ class WholeModel:
 
     def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
         """(the model's equations in training or evaluation, the shapes of its outputs)."""
-
-        def call(variables: LayerVariables, batch: Batch, key: jax.Array | None) -> tuple[Activation, LayerVariables]:
-            return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
-
+        (layer,), key = with_inputs([self.layer], read_inputs), key_shape() if train else None
         told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
-        with telling(self.layer.name, told), self.layer.dropouts() as dropouts:
-            closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
+        with telling(layer.name, told), layer.dropouts() as dropouts:
+            closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key)
             check_updates(self.variables, updates, closed)
         if train and not uses(closed)[-1]:
-            warn_of_dropouts(self.layer.name, dropouts)
+            warn_of_dropouts(layer.name, dropouts)
         state = [i for i, name in enumerate(self.collections) if name in updates]
         return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
 
@@ -177,8 +175,9 @@ def piece_names(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: 
 
 def paths_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path]) -> list[list[Path]]:
     """For each piece the paths of its variables; slices have their indices behind what is stacked."""
-    stack = _common([paths[part.leaf][:-1] for parts in pieces for part in parts if part.indices])
-    return [[_path(part, paths, stack) for part in parts] for parts in pieces]
+    at = len(_common([paths[part.leaf][:-1] for parts in pieces for part in parts if part.indices]))
+    path = lambda part: (*paths[part.leaf][:at], *map(str, part.indices), *paths[part.leaf][at:])
+    return [list(map(path, parts)) for parts in pieces]
 
 
 def paths_below(pieces: Sequence[Sequence[Path]], kinds: Sequence[Sequence[object]]) -> list[list[Path]]:
@@ -201,12 +200,6 @@ def _common(paths: Sequence[Path]) -> Path:
     """The beginning that all paths have."""
     columns = zip(*paths, strict=False)
     return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns))
-
-
-def _path(part: Part, paths: Sequence[Path], stack: Path) -> Path:
-    """The path of a part; slices have their indices behind what is stacked."""
-    path, at = paths[part.leaf], len(stack)
-    return (*path[:at], *map(str, part.indices), *path[at:]) if part.indices else path
 
 
 def _name(leaves: Sequence[tuple[Path, int]], everything: Collection[Path]) -> str:

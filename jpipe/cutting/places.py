@@ -82,7 +82,7 @@ class Traced:
     def flops(self) -> np.ndarray:
         """For each place, the FLOPs of all main equations before it."""
         equations = self.straight.flat.equations
-        return np.cumsum([0.0, *(flops_of(equations[i].equation).flops for i in self.straight.main)])
+        return np.cumsum([0.0, *(flops_of(equations[i].equation) for i in self.straight.main)])
 
     @cached_property
     def uses_variables(self) -> list[bool]:

@@ -289,36 +289,29 @@ class StackRows:
         if name in ROWWISE and all(not s or len(s) == len(shape) for s in operands):
             at = [None if not s else (index if s[0] == shape[0] else 0) for s in operands]
             return bind(*map(row, one.reads, at), **params)
-        if name in _MOVED and (found := _MOVED[name](params, operands[0], shape)) is not None:
-            from_row, changed = found
+        if operands and (moved := _row_moved(name, params, operands[0], shape)) is not None:
+            from_row, changed = moved
             return bind(row(one.reads[0], index if from_row else None), **{**params, **changed})
         return None
 
 
-Shape = tuple[int, ...]
-Moved = Callable[[Mapping, Shape, Shape], tuple[bool, dict] | None]
-"""(parameters, the operand's shape, the result's) -> (whether a row is made of the operand's row, other parameters)."""
+def _row_moved(
+    name: str, params: Mapping, operand: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[bool, dict[str, object]] | None:
+    """How an operation that moves elements makes a row: (whether of the operand's row, its parameters that differ).
 
-
-def _broadcast(params: Mapping, operand: Shape, shape: Shape) -> tuple[bool, dict] | None:
-    dimensions = params["broadcast_dimensions"]
-    if 0 in dimensions and operand[0] != shape[0]:
-        return None
-    from_row = 0 in dimensions
-    return from_row, {"shape": shape[1:], "broadcast_dimensions": tuple(d - 1 for d in dimensions[from_row:])}
-
-
-def _reshape(params: Mapping, operand: Shape, shape: Shape) -> tuple[bool, dict] | None:
-    same = operand[:1] == shape[:1] and params["dimensions"] is None
-    return (True, {"new_sizes": shape[1:]}) if same else None
-
-
-def _transpose(params: Mapping, operand: Shape, shape: Shape) -> tuple[bool, dict] | None:
-    first, *others = params["permutation"]
-    return (True, {"permutation": tuple(d - 1 for d in others)}) if first == 0 else None
-
-
-_MOVED: dict[str, Moved] = {"broadcast_in_dim": _broadcast, "reshape": _reshape, "transpose": _transpose}
+    None if it makes none of that row alone, or is another operation.
+    """
+    if name == "broadcast_in_dim":
+        dimensions = params["broadcast_dimensions"]
+        from_row = 0 in dimensions
+        rest = {"shape": shape[1:], "broadcast_dimensions": tuple(d - 1 for d in dimensions[from_row:])}
+        return None if from_row and operand[0] != shape[0] else (from_row, rest)
+    if name == "reshape" and operand[:1] == shape[:1] and params["dimensions"] is None:
+        return True, {"new_sizes": shape[1:]}
+    if name == "transpose" and params["permutation"][0] == 0:
+        return True, {"permutation": tuple(d - 1 for d in params["permutation"][1:])}
+    return None
 
 
 def rows_of(flat: FlatJaxpr, wanted: Sequence[tuple[int, tuple[int, ...]]]) -> Callable[..., list[Leaf]]:

@@ -248,10 +248,8 @@ def _stacked(parts: Mapping[tuple[int, ...], Leaf]) -> Leaf:
     """An array of its slices by their indices, of any number of dimensions."""
     if () in parts:
         return parts[()]
-    rest: dict[int, dict[tuple[int, ...], Leaf]] = {}
-    for (first, *others), leaf in parts.items():
-        rest.setdefault(first, {})[tuple(others)] = leaf
-    return jnp.stack([_stacked(rest[i]) for i in sorted(rest)])
+    slices = jnp.stack([parts[indices] for indices in sorted(parts)])
+    return slices.reshape(*(last + 1 for last in max(parts)), *slices.shape[1:])
 
 
 def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
@@ -289,7 +287,7 @@ def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
     largest = sizes.index(max(sizes))
     inside = training.straight.main[ends[largest] : ends[largest + 1]] or range(1)  # a model without parameters
-    heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
+    heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation))
     operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
     remedy = "use fewer stages or chunks, or split what that line does: each piece has to use parameters"
     if marks := len(training.marked):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from jax.extend.core import jaxprs_in_params
@@ -19,58 +18,34 @@ from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import FREE, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, is_by_element
 
 
-@dataclass(frozen=True)
-class Flops:
-    """The FLOPs of a jaxpr, or of a part of one.
-
-    Attributes:
-      flops: floating-point operations; those on integers count too, as they do for the compiler.
-      unknown: what couldn't be counted, each as a text such as "a while loop ...".
-    """
-
-    flops: float = 0.0
-    unknown: frozenset[str] = frozenset()
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(self.flops + other.flops, self.unknown | other.unknown)
-
-    def __mul__(self, times: float) -> Flops:
-        return Flops(times * self.flops, self.unknown)
-
-
-def count_flops(closed: ClosedJaxpr) -> Flops:
+def count_flops(closed: ClosedJaxpr) -> float:
     """Counts the FLOPs of a jaxpr, without the equations that its outputs don't need.
 
-    `scan` takes its body times its length, `cond` the larger branch, a `while` loop one trip (and is named as unknown),
-    a Pallas kernel its `cost_estimate` or, without one, its jaxpr at every point of its grid (named as unknown), an
-    operation that isn't known one an element (named as unknown).
+    `scan` takes its body times its length, `cond` the larger branch, a `while` loop one trip, a Pallas kernel its
+    `cost_estimate` or, without one, its jaxpr at every point of its grid, an operation that isn't known one an element.
+    Operations on integers count too, as they do for the compiler.
 
     >>> import jax
     >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
-    >>> count_flops(jax.make_jaxpr(lambda x: jax.numpy.tanh(x @ x.T))(x)).flops  # 8*8 sums of 16 products, 8*8 tanh
+    >>> count_flops(jax.make_jaxpr(lambda x: jax.numpy.tanh(x @ x.T))(x))  # 8*8 sums of 16 products, 8*8 tanh
     2112.0
     """
     return _count(needed_part(closed, [True] * len(closed.jaxpr.outvars))[0])
 
 
-def _count(jaxpr: ClosedJaxpr | Jaxpr) -> Flops:
-    return sum(map(flops_of, jaxpr.eqns), Flops())
+def _count(jaxpr: ClosedJaxpr | Jaxpr) -> float:
+    return sum(map(flops_of, jaxpr.eqns), 0.0)
 
 
-def flops_of(equation: JaxprEqn) -> Flops:
-    """The FLOPs of an equation."""
+def flops_of(equation: JaxprEqn) -> float:
+    """The FLOPs of an equation; one an element of what isn't known here."""
     name = equation.primitive.name
     if name in FREE:
-        return Flops()
-    if name in _PRODUCTS:
-        return Flops(float(_PRODUCTS[name](equation)))
-    if name in _CONTROL:
-        return _CONTROL[name](equation)
-    if is_by_element(name):
-        return Flops(float(_elements(equation)))
-    if next(iter(jaxprs_in_params(equation.params)), None) is not None:
-        return _call(equation)
-    return Flops(float(_elements(equation)), frozenset([f"an operation {name!r} that can't be counted"]))
+        return 0.0
+    if name in _BY_NAME:
+        return float(_BY_NAME[name](equation))
+    is_call = next(iter(jaxprs_in_params(equation.params)), None) is not None and not is_by_element(name)
+    return _call(equation) if is_call else float(_elements(equation))
 
 
 def _shape(v: Var | Literal) -> tuple[int, ...]:
@@ -146,50 +121,40 @@ def _fft(equation: JaxprEqn) -> int:
     return 8 * size * math.prod(length.bit_length() - 1 for length in equation.params["fft_lengths"])
 
 
-_PRODUCTS: dict[str, Callable[[JaxprEqn], float]] = {
+# --- jaxprs in jaxprs -------------------------------------------------------------------------------------------------
+
+
+def _call(equation: JaxprEqn) -> float:
+    """`jit`, `checkpoint`, `custom_vjp` and others take what the jaxprs in their parameters take."""
+    return sum(map(_count, jaxprs_in_params(equation.params)), 0.0)
+
+
+def _pallas(equation: JaxprEqn) -> float:
+    """A kernel takes what its author estimates; without that, its program at each step of its grid."""
+    estimate = equation.params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    grid = getattr(equation.params.get("grid_mapping"), "grid", ())
+    return math.prod(size for size in grid if isinstance(size, int)) * _call(equation)
+
+
+def _shard_map(equation: JaxprEqn) -> float:
+    """The work of all devices: one shard's, times the number of shards."""
+    shape = equation.params["mesh"].shape
+    return _call(equation) * math.prod(shape[name] for name in equation.params["newly_manual_axes"])
+
+
+_BY_NAME: dict[str, Callable[[JaxprEqn], float]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv,
     "cholesky": lambda equation: _size(equation.outvars[0]) * _shape(equation.outvars[0])[-1] / 3,
     "triangular_solve": lambda equation: _size(equation.outvars[0]) * _shape(equation.invars[0])[-1],
     "fft": _fft,
-}
-
-
-# --- jaxprs in jaxprs -------------------------------------------------------------------------------------------------
-
-
-def _call(equation: JaxprEqn) -> Flops:
-    """`jit`, `checkpoint`, `custom_vjp` and others take what the jaxprs in their parameters take."""
-    return sum(map(_count, jaxprs_in_params(equation.params)), Flops())
-
-
-def _cond(equation: JaxprEqn) -> Flops:
-    branches = list(map(_count, equation.params["branches"]))
-    return Flops(max(branch.flops for branch in branches), sum(branches, Flops()).unknown)
-
-
-def _pallas(equation: JaxprEqn) -> Flops:
-    estimate = equation.params.get("cost_estimate")
-    if estimate is not None:
-        return Flops(float(estimate.flops))
-    grid = getattr(equation.params.get("grid_mapping"), "grid", ())
-    points = math.prod(size for size in grid if isinstance(size, int))
-    note = "a Pallas kernel without cost_estimate, counted by its program and grid"
-    return Flops(points * _call(equation).flops, frozenset([note]))
-
-
-def _shard_map(equation: JaxprEqn) -> Flops:
-    """The work of all devices: one shard's, times the number of shards."""
-    shape = equation.params["mesh"].shape
-    return _call(equation) * math.prod(shape[name] for name in equation.params["newly_manual_axes"])
-
-
-_CONTROL: dict[str, Callable[[JaxprEqn], Flops]] = {
     "scan": lambda equation: _call(equation) * equation.params["length"],
-    "while": lambda equation: _call(equation) + Flops(0.0, frozenset(["a while loop, of which one trip is counted"])),
-    "cond": _cond,
+    "cond": lambda equation: max(map(_count, equation.params["branches"])),
     "pallas_call": _pallas,
     "shard_map": _shard_map,
     "custom_linear_solve": lambda equation: _count(equation.params["jaxprs"].solve),
 }
+"""The FLOPs of operations by their names; of a `while` loop one trip is counted, as of any call."""

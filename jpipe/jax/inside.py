@@ -8,14 +8,12 @@ test for each entry.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
-from linecache import getline
 from pathlib import Path
-from types import TracebackType
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 import flax
@@ -37,15 +35,6 @@ from jpipe.types import Leaf, PyTree, Shapes
 Part = TypeVar("Part", Jaxpr, JaxprEqn)
 
 # --- jaxprs -----------------------------------------------------------------------------------------------------------
-
-
-def offloaded_names(policy: Callable[..., object]) -> frozenset[str]:
-    """The names of the values that a `jax.checkpoint` policy offloads; empty if it isn't a policy by names.
-
-    JAX's policies are functions that don't tell. Without this nothing is said of names that no layer has.
-    """
-    variables = inspect.getclosurevars(policy).nonlocals if inspect.isfunction(policy) else {}
-    return frozenset(variables.get("names_which_can_be_offloaded", ()))
 
 
 def needed_part(
@@ -161,35 +150,12 @@ def _line_in(traceback: object) -> str:
 
 def raised(error: Exception) -> str:
     """Says an error in words, with the innermost of the user's lines in its traceback: number and code."""
+    users = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
     at = ""
-    if frames := _users_frames(error):
-        frame, number = frames[-1].tb_frame, frames[-1].tb_lineno
-        file = frame.f_code.co_filename
-        code = getline(file, number, frame.f_globals).strip()
+    if users:
+        file, number, _, code = users[-1]
         at = f" at {Path(file).name}:{number}" + f", `{code:.80}`" * bool(code)
     return f"{type(error).__name__}{at}: {str(error).rstrip('.')}"
-
-
-def shortened(error: BaseException) -> BaseException:
-    """Keeps only the user's frames in an error's traceback, unless `jax_traceback_filtering` is "off"."""
-    if jax.config.jax_traceback_filtering != "off":  # pyright: ignore[reportAttributeAccessIssue]
-        short = None
-        for frame in reversed(_users_frames(error)):
-            short = TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-        error.__traceback__ = short
-        if before := error.__cause__ or error.__context__:
-            shortened(before)
-    return error
-
-
-def _users_frames(error: BaseException) -> list[TracebackType]:
-    """Lists the user's entries of an error's traceback, the innermost last."""
-    frames, entry = [], error.__traceback__
-    while entry:
-        if not entry.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
-            frames.append(entry)
-        entry = entry.tb_next
-    return frames
 
 
 _FOLDERS = [Path(jax.__file__).parent, Path(flax.__file__).parent, Path(__file__).parents[1]]

@@ -83,8 +83,8 @@ PLAIN_CALLS = CALLS - {"custom_jvp_call", "custom_vjp_call", "remat2"}
 LOOPS_AND_BRANCHES = _names("cond scan while")
 """Their jaxprs run never, once or often; `jpipe.jax.inside.scan_counts` says which operands are what."""
 
-REDUCTIONS = _read("reduce_and=all reduce_max=max reduce_min=min reduce_or=any reduce_prod=prod reduce_sum=sum")
-"""Reductions over the dimensions `axes` -> the NumPy functions that do the same."""
+REDUCTIONS = _names("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum")
+"""Reductions over the dimensions `axes`."""
 
 SUMS_OVER_DEVICES = _names("pbroadcast pmax pmin psum psum_invariant pvary")
 """Operations over mesh axes that give a single device its own value."""

@@ -1,4 +1,4 @@
-"""Rewrites jaxprs, traces functions on shapes, with random keys as plain data, and runs small jaxprs in NumPy.
+"""Rewrites jaxprs, traces functions on shapes, with random keys as plain data, and runs small jaxprs on this host.
 
 A jaxpr is a function as JAX traced it: a list of equations, each with a primitive, operands, results and parameters.
 The parameters of some equations hold jaxprs themselves: calls (`jit`), loops, branches.
@@ -208,14 +208,14 @@ def trace(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJa
 
 def _is_opaque(jaxpr: Jaxpr) -> bool:
     """Whether an equation holds jaxprs that run as they are, kernels for instance: each knows the mesh of its trace."""
-    for equation in jaxpr.eqns:
+    calls = primitives.CALLS | primitives.LOOPS_AND_BRANCHES | {"shard_map"}
+
+    def holds_one(equation: JaxprEqn) -> bool:
         params = {name: value for name, value in equation.params.items() if name != "update_jaxpr"}  # a scatter's sum
         inside = jaxprs_in_params(params)
-        if equation.primitive.name in primitives.CALLS | primitives.LOOPS_AND_BRANCHES | {"shard_map"}:
-            inside = filter(_is_opaque, inside)
-        if any(inside):
-            return True
-    return False
+        return any(map(_is_opaque, inside) if equation.primitive.name in calls else inside)
+
+    return any(map(holds_one, jaxpr.eqns))
 
 
 def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
@@ -285,7 +285,7 @@ def no_mesh() -> AbstractContextManager[object]:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-# --- small jaxprs in NumPy --------------------------------------------------------------------------------------------
+# --- small jaxprs, run on this host -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -300,9 +300,7 @@ def on_this_host() -> Iterator[None]:
 
 
 def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
-    """Computes the outputs of a jaxpr without random numbers or side effects.
-
-    Operations that aren't known here are left to JAX, one by one, on this host, also where the caller is being traced.
+    """Computes the outputs of a jaxpr on this host, operation by operation, also where the caller is being traced.
 
     Args:
       closed: the jaxpr.
@@ -311,50 +309,7 @@ def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
     flat = flatten(closed)
     values = flat.constants | dict(zip(flat.arguments, arguments, strict=True))
     read = lambda numbers: [np.asarray(values[i], flat.avals[i].dtype) for i in numbers]
-    with np.errstate(all="ignore"), on_this_host():
+    with on_this_host():
         for equation, _, reads, makes in flat.equations:
-            values.update(zip(makes, _results(equation, read(reads)), strict=True))
+            values.update(zip(makes, carry_out(equation, read(reads)), strict=True))
         return read(flat.results)
-
-
-def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[ArrayLike]:
-    """Computes the results of an equation."""
-    name, params = equation.primitive.name, equation.params
-    if name == "cond":
-        branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
-        return interpret(branch, *operands[1:])
-    if name in _PLAIN:
-        return [_PLAIN[name](*operands)]
-    if name in _WITH_OPTIONS:
-        return [_WITH_OPTIONS[name](equation, *operands)]
-    return carry_out(equation, operands)
-
-
-def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
-    shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
-    return np.broadcast_to(np.expand_dims(x, tuple(d for d in range(len(shape)) if d not in kept)), shape)
-
-
-def _over_axes(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    return lambda equation, x: function(x, axis=tuple(equation.params["axes"]))
-
-
-_PLAIN: dict[str, Callable[..., np.ndarray]] = {
-    **{name: getattr(np, numpy) for name, numpy in primitives.NUMPY.items()},
-    "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else np.trunc(a / b),
-    "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier"), lambda x: x),
-}
-"""A function of the operands for each primitive; which dtype it gives doesn't matter."""
-
-_WITH_OPTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "broadcast_in_dim": _broadcast,
-    "convert_element_type": lambda equation, x: x.astype(equation.params["new_dtype"]),
-    "integer_pow": lambda equation, x: x ** np.asarray(equation.params["y"], x.dtype),
-    **dict.fromkeys(("reshape", "squeeze"), lambda equation, x: x.reshape(equation.outvars[0].aval.shape)),
-    "transpose": lambda equation, x: np.transpose(x, equation.params["permutation"]),
-    "concatenate": lambda equation, *x: np.concatenate(x, equation.params["dimension"]),
-    **{name: _over_axes(getattr(np, numpy)) for name, numpy in primitives.REDUCTIONS.items()},
-}
-"""A function of the equation and the operands for each primitive."""

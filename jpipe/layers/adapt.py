@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import getclosurevars, isfunction, ismethod
-from itertools import pairwise
 
 import flax.linen as nn
 from flax import nnx
 
-from jpipe.layers.base import AnyLayer, LayerError, Method, Shared, Use, how_to_share, is_same
+from jpipe.jax.trees import values_within
+from jpipe.layers.base import AnyLayer, LayerError, Method, Shared, Use, how_to_share
 from jpipe.layers.calls import signature_of
 from jpipe.layers.connections import Marked, connect
 from jpipe.layers.frozen import Frozen, frozen_layer
 from jpipe.layers.linen import linen_layer
 from jpipe.layers.nnx import layer_of_factory, layer_of_module
 from jpipe.layers.plain import Layer, layer_of_functions
-from jpipe.layers.same_value import values_within
 
 
 def as_layers(layers: object) -> tuple[AnyLayer, ...]:
@@ -27,8 +26,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
 
     Raises:
       TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
-      ValueError: there are no layers; or two look tied, hold variables of types with one name, or have connections
-        that don't match.
+      ValueError: there are no layers; or two look tied, or have connections that don't match.
     """
     opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
@@ -39,9 +37,6 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     places = [_taken_apart(mark.layer) for mark in marks]
     _check_repeats(places, opened is not layers)
     adapted = [replace(_as_layer(place, index), shared=place.shared) for index, place in enumerate(places)]
-    _check_variable_types(adapted)
-    for index, first in _repeats(places, adapted).items():
-        adapted[index] = replace(adapted[index], repeats=first)
     return connect([_frozen(*pair, index) for index, pair in enumerate(zip(adapted, places, strict=True))], marks)
 
 
@@ -99,9 +94,7 @@ def _check_repeats(places: Sequence[_UsersLayer], in_sequential: bool) -> None:
         kinds = (nn.Module, nnx.Module) if in_sequential else nnx.Module
         return place.shared is not None or isinstance(place.module, kinds)
 
-    def is_module(place: _UsersLayer) -> bool:
-        return isinstance(place.module, nn.Module | nnx.Module)
-
+    is_module = lambda place: isinstance(place.module, nn.Module | nnx.Module)
     first_places: dict[int, int] = {}  # by the id of a part
     for index, place in enumerate(places):
         for part in _parts(place.module):
@@ -135,44 +128,6 @@ def _parts(layer: object) -> list[object]:
     if isinstance(layer, nn.Module):
         return [part for part in values_within(layer) if isinstance(part, nn.Module)]
     return [layer]
-
-
-def _check_variable_types(layers: Sequence[AnyLayer]) -> None:
-    """Refuses nnx variables of two types with one name, which would be one collection, under one rule of `merge`.
-
-    Raises:
-      ValueError: naming the first layer with such variables, and both types.
-    """
-    types: dict[str, type] = {"params": nnx.Param}
-    for index, layer in enumerate(layers):
-        for kind, name in layer.variable_types.items():
-            other = types.setdefault(name, kind)
-            if other is not kind:
-                raise ValueError(f"layers[{index}]: {kind} and {other} have one collection, {name!r}; rename one type")
-
-
-def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict[int, int]:
-    """Finds places where a linen module stands once more as one would tie it; returns place -> its first place.
-
-    `[block] * 6` and `[attention, mlp] * 6` are meant as so many layers with parameters of their own. But
-    `[embed, *blocks, embed]` isn't: `embed` stands nowhere twice in a row, and the layers between the two are in no
-    other place.
-    """
-    repeats: dict[int, int] = {}
-    kinds: list[int] = []  # for each layer, the index of the first one that is the same function
-    places_of: dict[int, list[int]] = {}  # by the id of a module
-    for index, place in enumerate(places):
-        if isinstance(place.module, nn.Module) and place.shared is None:
-            places_of.setdefault(id(place.module), []).append(index)
-    for first, *others in places_of.values():
-        if any(end == start + 1 for start, end in pairwise([first, *others])):
-            continue  # it is used as a pattern
-        for start, end in pairwise([first, *others]):
-            kinds = kinds or [next(j for j, other in enumerate(adapted) if is_same(other, layer)) for layer in adapted]
-            between, size = kinds[start + 1 : end], end - start - 1
-            if not any(kinds[i : i + size] == between for i in range(len(kinds)) if i != start + 1):
-                repeats[end] = first
-    return repeats
 
 
 def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:

@@ -7,15 +7,15 @@ for the kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.layers.same_value import same_value
+from jpipe.jax.trees import same_value
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Activation: TypeAlias = PyTree
@@ -87,8 +87,6 @@ class AnyLayer:
       reads_batch: whether it needs the micro-batch in its context.
       shared: the shared layer whose parameters it uses; None if they are its own.
       has_model_key: whether its random keys are those of the whole model, of which it is a piece.
-      repeats: the index of the first layer that is the same object, where one would think the two tied; else None.
-      variable_types: the collection that variables of each type are in, for libraries in which types name collections.
     """
 
     name: str
@@ -106,8 +104,6 @@ class AnyLayer:
     reads_batch: bool = False
     shared: Shared | None = None
     has_model_key: bool = False
-    repeats: int | None = None
-    variable_types: Mapping[type, str] = field(default_factory=dict)
 
 
 def bind_by_call(apply: Apply, from_item: Callable[[Item], LayerVariables]) -> Callable[[Item], Callable]:

@@ -130,7 +130,7 @@ def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer
       length: of the longest sequence.
     """
     decoder = token_by_token(layer, length) if layer.decode is None else layer.decode(takes, size, length)
-    return replace(decoder, shared=layer.shared, repeats=layer.repeats)
+    return replace(decoder, shared=layer.shared)
 
 
 def token_by_token(layer: AnyLayer, length: int) -> AnyLayer:

@@ -9,15 +9,13 @@ side input doesn't travel at all: every stage reads it from the micro-batch at h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jpipe.jax.inside import raised
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, describe, positional
 from jpipe.layers.calls import decoding
 from jpipe.types import Batch, PyTree, Shapes
@@ -165,31 +163,16 @@ class Connections(NamedTuple):
             inputs = (inputs[0] if len(inputs) == 1 else inputs, *extra)
         return inputs, skips
 
-    @contextmanager
-    def called_with(self, inputs: Inputs) -> Iterator[None]:
-        """Lets errors describe the layer's inputs, unless these are just the outputs of the layer before."""
-        names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, LayerError) or (len(names) == 1 and not self.passing):
-                raise
-            shown = f"({', '.join(names)}) = {describe(inputs)}" if len(names) > 1 else describe(inputs)
-            raise LayerError(f"raised {raised(error)}. It is called with {shown}") from error
-
 
 def _around(layer: AnyLayer, connections: Connections) -> AnyLayer:
     """Puts connections around a layer. Where skips are under way it takes and gives `WithSkips`."""
 
     def init(key: jax.Array, arriving: Inputs, batch: Batch) -> LayerVariables:
-        inputs, _ = connections.split(arriving, batch)
-        with connections.called_with(inputs):
-            return layer.init(key, inputs, batch)
+        return layer.init(key, connections.split(arriving, batch)[0], batch)
 
     def apply(variables: LayerVariables, arriving: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         inputs, skips = connections.split(arriving, context.batch)
-        with connections.called_with(inputs):
-            outputs, updates = layer.apply(variables, inputs, context)
+        outputs, updates = layer.apply(variables, inputs, context)
         if connections.stashes is not None:
             skips[connections.stashes] = outputs
         return (WithSkips(outputs, skips) if skips else outputs), updates

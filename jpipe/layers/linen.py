@@ -17,10 +17,10 @@ import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
+from jpipe.jax.trees import values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, ModeArguments, both_of, mode_arguments, modes, token_by_token
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
-from jpipe.layers.same_value import values_within
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 
@@ -179,8 +179,4 @@ def _box_spec(x: Leaf | meta.AxisMetadata) -> PartitionSpec:
     """Reads the mesh axes that a variable's metadata box names; none for a variable without a box."""
     if not isinstance(x, nn.LogicallyPartitioned):
         return nn.get_partition_spec(x) or PartitionSpec()
-    try:
-        axes = nn.logical_to_mesh_axes(x.names, x.rules)  # pyright: ignore[reportPrivateImportUsage]
-    except ValueError as error:
-        raise LayerError(f"names the logical axes {x.names}. Flax says: {error}") from error
-    return axes or PartitionSpec()
+    return nn.logical_to_mesh_axes(x.names, x.rules) or PartitionSpec()  # pyright: ignore[reportPrivateImportUsage]

@@ -20,13 +20,12 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import collection_of, raised, shortened, unsharded_creation
+from jpipe.jax.inside import collection_of, raised, unsharded_creation
 from jpipe.jax.tracing import no_mesh, uses
-from jpipe.jax.trees import nested
+from jpipe.jax.trees import nested, values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
-from jpipe.layers.same_value import values_within
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")
@@ -83,7 +82,7 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
                 module = factory(rngs=nnx.Rngs(key))
         except TypeError as error:
             remedy = "it is called with rngs alone, which it hands on, as in lambda rngs: Block(width, rngs=rngs)"
-            raise TypeError(f"layers[{index}] raised {raised(error)}; {remedy}") from shortened(error)
+            raise TypeError(f"layers[{index}] raised {raised(error)}; {remedy}") from error
         if not isinstance(module, nnx.Module):
             raise TypeError(f"layers[{index}] takes rngs and returned {type(module).__name__}; return an nnx module")
         return nnx.split(_mark_arrays(module))
@@ -106,9 +105,7 @@ def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
       factory: makes the module anew, for `init` and for decode mode.
       index: the layer's, for errors.
     """
-    variables = nnx.to_flat_state(calls.template)
-    types = [type(v) for _, v in variables if not isinstance(v, nnx.Param | nnx.RngState)]
-    shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in variables]
+    shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in nnx.to_flat_state(calls.template)]
     module = nnx.merge(calls.graphdef, calls.template)
     parts = [part for _, part in nnx.iter_graph(module)]
     # None of a method, which may call only some of the parts.
@@ -137,7 +134,6 @@ def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
         decode=decode,
         keeps_cache=any(callable(getattr(part, "init_cache", None)) for part in parts),
         dropouts=lambda: nullcontext(dropouts),
-        variable_types={kind: _collection(kind) for kind in types},
     )
 
 
@@ -177,9 +173,9 @@ class _NnxCalls:
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
         train = context.train
-        outputs, collections, draws = self._called(variables, inputs, context)
-        if context.key is None and draws:  # `nnx.RNN` draws keys for the zeros that it starts from
-            given = lambda key: self._called(variables, inputs, context._replace(key=key))[:2]
+        outputs, collections = self._called(variables, inputs, context)
+        if context.key is None and any(isinstance(v, nnx.RngKey) for _, v in nnx.to_flat_state(self.template)):
+            given = lambda key: self._called(variables, inputs, context._replace(key=key))
             if uses(jax.make_jaxpr(given)(jax.random.key(0)))[0]:
                 raise LayerError(NO_KEY)
         if train and (written := self._written(collections.get("params"), variables, inputs, context)):
@@ -189,18 +185,13 @@ class _NnxCalls:
         written = [name for name in collections if name in variables and name != "params"]
         return outputs, {name: collections[name] for name in written if train or name in self.writes}
 
-    def _called(
-        self, variables: LayerVariables, inputs: Inputs, context: Context
-    ) -> tuple[PyTree, LayerVariables, bool]:
-        """Calls a fresh module: (its outputs, its variables after that, whether it has drawn from a stream)."""
-        state = self.state(variables, context.key)
-        drawn, module = _counts(state), nnx.merge(self.graphdef, state)
+    def _called(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[PyTree, LayerVariables]:
+        """Calls a fresh module: (its outputs, its variables after that)."""
+        module = nnx.merge(self.graphdef, self.state(variables, context.key))
         module.train() if context.train else module.eval()
         function, (positional, keywords) = self._function(module), both_of(inputs)
         outputs = function(*positional, **{**mode_arguments(function, context.train), **keywords})
-        after = nnx.state(_mark_arrays(module))
-        draws = any(count is not drawn[path] for path, count in _counts(after).items())
-        return outputs, _collections(after), draws
+        return outputs, _collections(nnx.state(_mark_arrays(module)))
 
     def _written(self, after: PyTree, variables: LayerVariables, inputs: Inputs, context: Context) -> str:
         """The path of a parameter that the call changes; "" if there is none.
@@ -236,10 +227,7 @@ class _NnxCalls:
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         """Reads the axes of `nnx.with_partitioning`, translated by the rules in context and the variable's own."""
-        try:
-            specs = _collections(nnx.get_partition_spec(self.template))
-        except ValueError as error:
-            raise LayerError(f"names axes that its rules can't translate. Flax says: {error}") from error
+        specs = _collections(nnx.get_partition_spec(self.template))
         leaves = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
         return {name: [spec or PartitionSpec() for spec in leaves(tree)] for name, tree in specs.items()}
 
@@ -290,8 +278,3 @@ def _collections(state: nnx.State) -> LayerVariables:
         if not isinstance(variable, nnx.RngState):
             variables.setdefault(_collection(type(variable)), {})[path] = _value(variable)
     return {name: nested(tree.items()) for name, tree in variables.items()}
-
-
-def _counts(state: nnx.State) -> dict[tuple, Leaf]:
-    """Reads how often each random number stream was drawn from, by path."""
-    return {path: _value(v) for path, v in nnx.to_flat_state(state) if isinstance(v, nnx.RngCount)}

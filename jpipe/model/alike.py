@@ -8,7 +8,7 @@ module, are compared in the same way (`Kinds`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,10 +21,9 @@ from jax.extend.core import jaxpr_as_fun
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, flatten, jaxpr_of
 from jpipe.jax.primitives import CALLS, PLAIN_CALLS, ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.jax.tracing import depends_on, equations_in, trace
-from jpipe.jax.trees import is_float
+from jpipe.jax.trees import is_float, same_value
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.calls import CACHE, decoding
-from jpipe.layers.same_value import same_value
 from jpipe.model.groups import (
     DECODE,
     EVALUATION,
@@ -61,7 +60,9 @@ class _Function(NamedTuple):
 
     def dependent(self, constants: Constants) -> set[str]:
         """Finds the collections whose new values depend on constants."""
-        depend = outputs_that_depend(self.trace.closed, constants.places)
+        closed = self.trace.closed
+        at = scalar_places(closed)
+        depend = depends_on(closed, [closed.jaxpr.constvars[at[place]] for place in constants.places])
         return {name for name, is_dependent in zip(self.collections[::-1], depend[::-1], strict=False) if is_dependent}
 
 
@@ -221,7 +222,8 @@ def _equation_described(flat: FlatJaxpr, one: FlatEquation) -> object:
 
     Functions among the parameters, such as rules of derivatives, are made anew in each trace. So it is differentiated.
     """
-    if not has_custom_derivatives([one.equation]):
+    # Calls of a `jax.custom_jvp`, a `jax.custom_vjp` or a `jax.checkpoint` have a say in how they are differentiated.
+    if all(inner.primitive.name not in CALLS - PLAIN_CALLS for inner in equations_in([one.equation])):
         return described(sorted(one.equation.params.items()))
     reads, makes = dict.fromkeys(n for n in one.reads), dict.fromkeys(one.makes)
     run = jaxpr_as_fun(jaxpr_of(flat, [one], list(reads), list(makes)))
@@ -244,35 +246,18 @@ def _equation_described(flat: FlatJaxpr, one: FlatEquation) -> object:
 # --- comparing traces ---
 
 
-def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool]:
-    """For each output of a trace, whether it depends on the scalars in these places."""
-    at = scalar_places(flat)
-    return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
-
-
-def has_custom_derivatives(equations: Iterable[JaxprEqn]) -> bool:
-    """Whether equations, or some within them, call something that has a say in how it is differentiated.
-
-    That is a `jax.custom_jvp`, a `jax.custom_vjp` or a `jax.checkpoint`.
-    """
-    return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(equations))
-
-
 def described(value: object) -> object:
-    """Describes a trace, or an equation's parameter, for `same_value`: jaxprs with all of their numbers."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        return _jaxpr_described(value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ()))
-    if isinstance(value, np.ndarray | jax.Array):
-        return bits(value)
-    return list(map(described, value)) if isinstance(value, tuple | list) else value
-
-
-def _jaxpr_described(closed: ClosedJaxpr) -> object:
-    """Describes a jaxpr by nested lists.
+    """Describes a trace, or an equation's parameter, for `same_value`: jaxprs as nested lists, with all numbers.
 
     Calls are replaced by what they call: their parameters are names and derivative rules.
     """
-    flat = flatten(closed)
-    constants = list(map(bits, flat.constants.values()))
-    equations = [(e.primitive.name, described(sorted(e.params.items())), *numbers) for e, _, *numbers in flat.equations]
-    return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, equations, flat.results
+    if isinstance(value, Jaxpr):
+        return described(ClosedJaxpr(value, ()))
+    if isinstance(value, ClosedJaxpr):
+        flat = flatten(value)
+        constants = list(map(bits, flat.constants.values()))
+        each = [(e.primitive.name, described(sorted(e.params.items())), *numbers) for e, _, *numbers in flat.equations]
+        return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, each, flat.results
+    if isinstance(value, np.ndarray | jax.Array):
+        return bits(value)
+    return list(map(described, value)) if isinstance(value, tuple | list) else value

@@ -19,7 +19,7 @@ takes less time than to write it down and read it back: a gelu alone has six suc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -31,7 +31,6 @@ from jax.extend.core import Primitive
 
 from jpipe.jax.flat_jaxpr import aval_of
 from jpipe.jax.in_place import DEVICE, HOST
-from jpipe.jax.inside import offloaded_names
 from jpipe.jax.primitives import CHEAP, JaxprEqn
 
 Policy = Callable[..., bool]
@@ -90,19 +89,6 @@ def is_mark(equation: JaxprEqn) -> bool:
     device = jax.memory.Space.Device
     is_put = equation.primitive.name == "device_put" and equation.params["devices"] == (device,)
     return is_put and all(aval_of(operand).memory_space == device for operand in equation.invars)
-
-
-def check_names(policy: Policy, names: Collection[str]) -> None:
-    """Checks that a policy that offloads by names does so for any of those that the layers have.
-
-    Raises:
-      ValueError: it doesn't.
-    """
-    offloaded = offloaded_names(policy)
-    if offloaded and offloaded.isdisjoint(names):
-        name = getattr(policy, "__qualname__", policy)
-        fault = f"remat={name} offloads {sorted(offloaded)}, but layers call checkpoint_name for {sorted(names)}"
-        raise ValueError(f"{fault}; use these names")
 
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable

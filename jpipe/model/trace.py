@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import raised, shortened
+from jpipe.jax.inside import raised
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import trace, uses
 from jpipe.jax.trees import lists_in
-from jpipe.layers.base import AnyLayer, LayerError, describe, how_to_share, is_same
+from jpipe.layers.base import AnyLayer, LayerError, describe, is_same
 from jpipe.layers.calls import CACHE, MODE_NAMES
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import FROZEN
@@ -106,8 +106,6 @@ def trace_model(
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
     groups = _with_rules(groups, traces, rules)
-    asked = {group.in_words: group.asked_axes for group in groups}
-    splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes))
 
 
@@ -146,9 +144,8 @@ def _trace_layer(
     variables: dict[str, Shapes] = {}
 
     def told() -> list[str]:
-        parameters = f"{name} has the parameters {describe(variables['params'])}" if "params" in variables else ""
-        again = "" if layer.repeats is None else f"It is layer {layer.repeats} once more; {how_to_share(layer.name)}"
-        return [way_here(), *filter(None, (parameters, again))]
+        has = [f"{name} has the parameters {describe(variables['params'])}"] if "params" in variables else []
+        return [way_here(), *has]
 
     with telling(name, told):
         made = layer.ready if sharing is None else sharing.variables
@@ -234,9 +231,9 @@ def telling(name: str, told: Callable[[], Sequence[str]]) -> Iterator[None]:
     try:
         yield
     except LayerError as error:
-        raise ValueError(f"{name} {error}") from (error.__cause__ and shortened(error.__cause__))
+        raise ValueError(f"{name} {error}") from error.__cause__
     except Exception as error:
-        raise ValueError("\n  ".join([f"{name} {_fault(error)}", *told()])) from shortened(error)
+        raise ValueError("\n  ".join([f"{name} {_fault(error)}", *told()])) from error
 
 
 def warn_of_dropouts(name: str, dropouts: Sequence[str]) -> None:

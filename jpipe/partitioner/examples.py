@@ -422,8 +422,4 @@ def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> str:
         return _OF_SUM
     if len(shards) > 1 and name not in ("concatenate", "sort"):
         return "makes pairs of examples"
-    if name in ("sort", "top_k") or name.startswith("cum"):
-        return "goes through the examples in order, as a sort or a running sum does"
-    if name in ("gather", "scatter", "scatter-add", "slice", "dynamic_slice", "rev", "concatenate", "split", "reshape"):
-        return "takes examples by their place in the batch, as its halves"
-    return "looks at all examples together"
+    return "looks at all examples together, or takes them in order or by their place in the batch"

@@ -117,24 +117,6 @@ class Splits:
                 at_rest[collection].append(self._split_over(more, leaf.shape, spec))
         return at_rest
 
-    def check_names(self, asked: Mapping[str, set[str]], constrained: Collection[str]) -> None:
-        """Checks that no axis is misspelt: that layers ask for one that the mesh lacks, and none for one that it has.
-
-        An axis that the mesh lacks is else left out, so that a model can be tried without it.
-
-        Args:
-          asked: for each layer, the axes that its metadata names.
-          constrained: the axes that layers name in constraints and the like.
-
-        Raises:
-          ValueError: naming both.
-        """
-        sizes, unused = self.mesh.shape, self.idle({*constrained}.union(*asked.values()))
-        unknown = [(layer, name) for layer, names in asked.items() for name in sorted(names - {*sizes})]
-        if unused and unknown:
-            layer, name = unknown[0]
-            raise ValueError(f"{layer} asks for an axis {name!r}, none for the mesh's {unused[0]!r}; name both alike")
-
     def idle(self, names: Collection[str]) -> list[str]:
         """The mesh axes of several devices that split no examples, and that aren't among `names`."""
         used = (AXIS, *self.batch_axes, *names)

@@ -45,7 +45,6 @@ class Cost:
       parameter_bytes: of its parameters, shared ones at every use.
       state_bytes: of its other variables.
       residual_bytes: of what waits for its backward.
-      unknown: its parts whose FLOPs can't be counted, in words.
     """
 
     forward: float
@@ -53,7 +52,6 @@ class Cost:
     parameter_bytes: int
     state_bytes: int
     residual_bytes: int
-    unknown: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
@@ -123,7 +121,7 @@ def _counted(layer: TracedLayer) -> Cost:
         alone = needed_part(layer.forward, [i < number for i in range(len(layer.forward.out_avals))])[0]
         forward, again = count_flops(alone), again + storing
     backward = again + count_flops(layer.backward)
-    return Cost(forward.flops, backward.flops, *_bytes(layer), tuple(sorted((forward + backward).unknown)))
+    return Cost(forward, backward, *_bytes(layer))
 
 
 def _device_like(mesh: Mesh) -> Device:
@@ -237,13 +235,13 @@ def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> list[WholeOperation]:
     shares: dict[tuple[str, str], float] = {}
     for (equation, callers, *_), times, _ in unsplit:
         key = equation.primitive.name, line_of(equation, callers)
-        shares[key] = shares.get(key, 0.0) + times * flops_of(equation).flops / total
+        shares[key] = shares.get(key, 0.0) + times * flops_of(equation) / total
     return [WholeOperation(*key, share) for key, share in shares.items()]
 
 
 def _total(traced: TracedLayer) -> float:
     """A layer's floating-point operations, forward and backward, on whole arrays; at least one."""
-    return max(count_flops(traced.forward).flops + count_flops(traced.backward).flops, 1.0)
+    return max(count_flops(traced.forward) + count_flops(traced.backward), 1.0)
 
 
 def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]) -> None:

@@ -31,12 +31,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jpipe.jax.in_place import Index, is_apart, put_row, take_row, take_slice, to_host
-from jpipe.jax.tracing import equations_in
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Order, StackedBuffer, in_order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage
 from jpipe.model.groups import Model
-from jpipe.model.remat import check_names
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
 from jpipe.planning.request import Offload, Request
 from jpipe.processes.progress import warn_once
@@ -117,13 +115,7 @@ def residuals_that_go(request: Request, trained: Sequence[TracedLayer], layers: 
       request: with the shares of `offload=`, and a policy that may name others, which go too.
       trained: the groups of layers; empty if nothing is kept.
       layers: the same, as one device runs them.
-
-    Raises:
-      ValueError: the policy offloads values by names that no layer has.
     """
-    if trained:
-        equations = (equation for layer in trained for equation in equations_in(layer.forward.jaxpr.eqns))
-        check_names(request.remat.policy, {e.params["name"] for e in equations if e.primitive.name == "name"})
     goes, offload = [list(layer.offloaded) for layer in trained], request.offload
     counts = [len(layer.function.group.indices) for layer in trained]
     for share, wanted in (

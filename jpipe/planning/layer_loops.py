@@ -173,7 +173,7 @@ def _outside_of_kernels(equations: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 def _cost(closed: ClosedJaxpr) -> float:
     """A function's FLOPs, plus those that a device could do while it reads its arguments and writes its results."""
-    return count_flops(closed).flops + FLOPS_A_BYTE * bytes_of([*closed.in_avals, *closed.out_avals])
+    return count_flops(closed) + FLOPS_A_BYTE * bytes_of([*closed.in_avals, *closed.out_avals])
 
 
 def warn_of_skipped(

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from jpipe.cutting.whole import CutModel
-from jpipe.layers.base import describe, how_to_share
+from jpipe.layers.base import describe
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
-from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type
+from jpipe.model.groups import WEIGHTS, Model, role_of, same_type
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
 from jpipe.model.traced_layer import TracedLayer
@@ -140,13 +140,12 @@ def make_plan(
       ValueError: the request has a rule for a collection that no layer has; or shared ends that have state.
 
     Warns:
-      UserWarning: a module looks tied and isn't; nothing is split over a mesh axis; a layer alone costs more than the
+      UserWarning: nothing is split over a mesh axis; a layer alone costs more than the
         share of a stage, and the model more than next to nothing; or it has a part whose FLOPs can't be counted.
     """
     check_collections(request.merge, model.groups)
     if request.shares_ends:
         _check_ends(model)
-    _warn_of_untied(request, model)
     _warn_of_idle_axes(request, model, loss)
     unit = unit_of(request.balance)
     costs = layer_costs(model, layers, unit, request.mesh) if unit else []
@@ -155,11 +154,9 @@ def make_plan(
         measured[0] = measured[-1] = 0.0  # which stage they are cut to makes no difference
     shared_out = measured or unmeasured_costs(request.balance, model.num_layers)
     partition = cut_layers(request.balance, shared_out, request.schedule)
-    if partition.objective != "counts":  # where cuts are the user's own, costs are only shown
-        if request.balance == "flops":
-            _warn_of_unknown(model, costs)
-        if unit != "flops" or math.fsum(partition.layer_costs) >= NEGLIGIBLE:
-            _warn_of_heavy_layers(model, partition)
+    is_large = unit != "flops" or math.fsum(partition.layer_costs) >= NEGLIGIBLE
+    if partition.objective != "counts" and is_large:  # where cuts are the user's own, costs are only shown
+        _warn_of_heavy_layers(model, partition)
     layouts = make_layouts(model, partition.bounds, request.schedule.placement, request.mesh, ends=request.ends)
     if request.offload.optimizer:
         layouts["params"] = replace(layouts["params"], state_on_hosts=True)
@@ -176,21 +173,6 @@ def _check_ends(model: Model) -> None:
             raise ValueError(f"ends='shared': {group.in_words} has {changing}, which changes; use ends='spread'")
 
 
-def _warn_of_untied(request: Request, model: Model) -> None:
-    """Names the linen modules that stand in several places with as many sets of parameters, as if they had one."""
-    places: dict[int, list[str]] = {}
-    params = lambda index: model.group_at(index).variables.get("params", {})
-    for index, layer in enumerate(request.layers):
-        if (first := layer.repeats) is not None and params(index) and same_shapes(params(index), params(first)):
-            places.setdefault(first, []).append(f"layer {index}")
-    for first, others in places.items():
-        kind = request.layers[first].name
-        warn_user(
-            f"layer {first} ({kind}) stands in the list again as {', '.join(others)}, each with parameters of its own; "
-            f"{how_to_share(kind)}; for parameters of their own, make a module for each"
-        )
-
-
 def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss | None) -> None:
     """Names the axes of the mesh along which all devices of a stage hold and compute the same."""
     specs = [spec for group in model.groups for of_collection in group.specs.values() for spec in of_collection]
@@ -201,13 +183,6 @@ def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss | None) 
             f"nothing is split over the mesh axis {name!r}: its {request.mesh.shape[name]} devices compute the same. "
             "Name it in batch_axes= or layers' metadata (nn.with_partitioning, nn.logical_axis_rules), or leave it out"
         )
-
-
-def _warn_of_unknown(model: Model, costs: Sequence[Cost]) -> None:
-    """Names the first layer of each group with a part that couldn't be counted."""
-    for group in model.groups:
-        if unknown := costs[group.indices[0]].unknown:
-            warn_user(f'balance="flops": {group.in_words} has {"; ".join(unknown)}; if that is off, use balance="time"')
 
 
 def _warn_of_heavy_layers(model: Model, partition: Partition) -> None:

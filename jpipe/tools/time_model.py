@@ -346,7 +346,7 @@ def _inner(equation: JaxprEqn, chip: Chip) -> float:
 def _product_flops(equation: JaxprEqn, chip: Chip) -> float:
     """FLOPs with the dimensions of one operand, which the matrix unit holds, padded to its tiles."""
     if equation.primitive.name != "dot_general":
-        return flops_of(equation).flops
+        return flops_of(equation)
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
     shapes = [a.shape for a in shapes_of(equation.invars)]
     common = math.prod(shapes[0][d] for d in batch)
@@ -381,7 +381,7 @@ def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
 def _convolution_flops(equation: JaxprEqn) -> float:
     """FLOPs of a convolution, with padded examples and channels; without padding if its channels are in groups."""
     (left, examples, channels), (right, _, others) = _images(equation)
-    flops = flops_of(equation).flops
+    flops = flops_of(equation)
     if equation.params["feature_group_count"] * equation.params["batch_group_count"] > 1:
         return flops
     grown = _growth(left[channels], LANES) * _growth(right[others], LANES)

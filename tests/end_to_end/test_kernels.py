@@ -29,7 +29,7 @@ K, M = 2, 2
 
 
 def pipeline(layers: list, loss_fn: Any, remat: Any, **options: Any) -> jpipe.Pipeline:
-    """Two stages of equally many layers: the warning of kernels that can't be counted is not the matter here."""
+    """Two stages of equally many layers."""
     return jpipe.Pipeline(layers, loss_fn, num_stages=K, num_microbatches=M, remat=remat, balance="even", **options)
 
 

@@ -204,7 +204,7 @@ def test_logical_names_without_rules_split_nothing(make_mesh):
         assert "model" in names_of(make("embed", "model").init(KEY, x))
     with pytest.warns(UserWarning, match="nothing is split over the mesh axis 'model'.*, nn.logical_axis_rules"):
         make("embed", "model").init(KEY, x)
-    with pytest.raises(ValueError, match=r"layer 0 \(Dense\) names the logical axes \('embed', 'embed'\). Flax says"):
+    with pytest.raises(ValueError, match=r"layer 0 \(Dense\) raised ValueError.*'embed'"):
         make("embed", "embed").init(KEY, x)
 
 
@@ -464,10 +464,6 @@ def indexed(axis):
         (
             split_dense(5, None, "model"),
             r"layer 1 \(Dense\) asks for params\['kernel'\].* \('model',\) of 2 devices, which don't divide 5",
-        ),
-        (
-            split_dense(4, None, "modl"),
-            r"layer 1 \(Dense\) asks for an axis 'modl', none for the mesh's 'model'; name both alike",
         ),
         (
             Heads(),

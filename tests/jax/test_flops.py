@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType
 
 import jpipe
-from jpipe.jax.flops import Flops, count_flops
+from jpipe.jax.flops import count_flops
 from jpipe.layers.adapt import as_layers
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import trace_loss
@@ -34,7 +34,7 @@ def shape(*sizes, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def counted(function, *arguments) -> Flops:
+def counted(function, *arguments) -> float:
     return count_flops(jax.make_jaxpr(function)(*arguments))
 
 
@@ -82,7 +82,6 @@ def test_layers_of_the_examples_take_what_the_compiler_counts(name):
         loss = trace_loss(loss_fn, group.gives, batch) if g == model.last else None
         layers.append(trace_layer(LayerFunction(group, key_shape(), MODES["none"], batch, loss)))
     found = layer_costs(model, layers, "flops", as_mesh(None, 2))
-    assert not any(cost.unknown for cost in found)
     firsts, expected = [group.indices[0] for group in model.groups], list(map(compilers_layer, layers))
     np.testing.assert_allclose([found[i].total for i in firsts], expected, rtol=0.01, atol=1e-3 * max(expected))
 
@@ -115,8 +114,7 @@ def test_products_take_what_the_compiler_counts(name):
     """To 1 %: the compiler also counts a few operations on single numbers."""
     function, arguments = OPERATIONS[name]
     found = counted(function, *arguments)
-    np.testing.assert_allclose(found.flops, compilers(function, *arguments), rtol=0.01)
-    assert not found.unknown
+    np.testing.assert_allclose(found, compilers(function, *arguments), rtol=0.01)
 
 
 INDICES = shape(9, 3, dtype=jnp.int32)
@@ -134,15 +132,14 @@ def test_anything_else_takes_about_one_an_element(name):
     """And index arithmetic, a few operations for each index."""
     function, arguments, expected = BY_HAND[name]
     found = counted(function, *arguments)
-    assert expected <= found.flops <= expected + 5 * INDICES.size
-    assert not found.unknown
+    assert expected <= found <= expected + 5 * INDICES.size
 
 
 def test_work_of_all_shards():
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("model")
     found = counted(jax.shard_map(jnp.negative, mesh=mesh, in_specs=spec, out_specs=spec), X)
-    assert found.flops == 8 * 16
+    assert found == 8 * 16
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------
@@ -162,8 +159,8 @@ def scanned(x, steps=7):
 def test_a_scan_takes_its_body_as_often_as_it_runs(wrap):
     """The compiler's own count has it once, so that a layer with an RNN was taken for nearly free."""
     found, expected = counted(wrap(scanned), X), compilers(wrap(unrolled), X)
-    np.testing.assert_allclose(found.flops, expected, rtol=0.05)  # the compiler counts sines apart
-    assert compilers(scanned, X) < 0.2 * found.flops
+    np.testing.assert_allclose(found, expected, rtol=0.05)  # the compiler counts sines apart
+    assert compilers(scanned, X) < 0.2 * found
 
 
 def planned(layers, batch, **options):
@@ -179,13 +176,8 @@ def halve(x):
     return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x / 2, x)
 
 
-def test_a_loop_of_unknown_length_is_named():
-    batch, layers = np.ones((4, 16), np.float32), [nn.Dense(16), nn.Dense(16), halve]
-    with pytest.warns(UserWarning, match=r"layer 2 \(halve\) has a while loop, of which one trip is counted.*time"):
-        planned(layers, batch)
-    found = counted(halve, X)
-    assert found.flops == 128 + 1 + 128  # a sum, a comparison, a division
-    planned(layers, batch, balance=[1, 2])  # the user's own decision: no warning
+def test_of_a_loop_of_unknown_length_one_trip_is_counted():
+    assert counted(halve, X) == 128 + 1 + 128  # a sum, a comparison, a division
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -201,8 +193,7 @@ def attend(x):
 def test_a_kernel_for_tpus_is_planned_on_a_cpu():
     """Layers were lowered for the backend at hand: "Only interpret mode is supported on CPU backend"."""
     batch = np.ones((2, 128, 128), np.float32)
-    with pytest.warns(UserWarning, match=r"layer 1 \(attend\) has a Pallas kernel without cost_estimate"):
-        found = planned([nn.Dense(128), attend, nn.Dense(128)], batch).layer_costs  # its backward has no estimate
+    found = planned([nn.Dense(128), attend, nn.Dense(128)], batch).layer_costs  # its backward has no estimate
     product = 2 * 128 * 128 * 128
     assert found[1] == pytest.approx(9 * product, rel=0.1)  # 2 forward, 7 in its backward, where two are made again
 
@@ -218,18 +209,14 @@ def test_the_estimate_of_a_kernel():
         call = pl.pallas_call(kernel, grid=(2,), in_specs=[spec], out_specs=spec, out_shape=X, cost_estimate=cost)
         return call(x)
 
-    assert counted(functools.partial(double, cost=estimate), X) == Flops(1234)
-    found = counted(double, X)
-    assert found.flops == 8 * 16
-    assert "Pallas" in next(iter(found.unknown))
+    assert counted(functools.partial(double, cost=estimate), X) == 1234
+    assert counted(double, X) == 8 * 16
 
 
 # --- what isn't known -------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_operation_is_named_and_takes_one_an_element():
+def test_an_unknown_operation_takes_one_an_element():
     unknown = Primitive("of_tomorrow")
     unknown.def_abstract_eval(lambda x: x)
-    found = counted(lambda x: unknown.bind(x @ x.T), X)
-    assert found == Flops(2 * 8 * 8 * 16 + 8 * 8, frozenset({"an operation 'of_tomorrow' that can't be counted"}))
-    assert counted(jnp.linalg.eigh, shape(4, 4)).unknown == {"an operation 'eigh' that can't be counted"}
+    assert counted(lambda x: unknown.bind(x @ x.T), X) == 2 * 8 * 8 * 16 + 8 * 8

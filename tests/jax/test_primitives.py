@@ -29,7 +29,7 @@ from jpipe.model.remat import save_but_elementwise
 
 
 JAXS = {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}
-TABLE = ELEMENTWISE | MOVES | CALLS | LOOPS_AND_BRANCHES | REDUCTIONS.keys() | SUMS_OVER_DEVICES | OVER_DEVICES
+TABLE = ELEMENTWISE | MOVES | CALLS | LOOPS_AND_BRANCHES | REDUCTIONS | SUMS_OVER_DEVICES | OVER_DEVICES
 OTHERS = """
 after_all approx_top_k argmax argmin bitcast_convert_type call cholesky conv_general_dilated create_token cumlogsumexp
 cummax cummin cumprod cumsum custom_lin custom_linear_solve device_put dot_general dynamic_slice dynamic_update_slice

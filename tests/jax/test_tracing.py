@@ -53,7 +53,7 @@ def test_functions(name):
         np.testing.assert_allclose(got.astype(np.float32), np.asarray(want, np.float32), rtol=2e-6, atol=1e-6)
 
 
-# --- small jaxprs in NumPy --------------------------------------------------------------------------------------------
+# --- small jaxprs, run on this host -----------------------------------------------------------------------------------
 
 
 X = np.linspace(-1, 1, 6, dtype=np.float32)

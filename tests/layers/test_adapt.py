@@ -78,28 +78,6 @@ def test_classes_are_no_layers(layer):
         as_layers([layer])
 
 
-D, E = nn.Dense(4), nn.Dense(5)
-
-
-@pytest.mark.parametrize(
-    ("layers", "repeats"),
-    [
-        ([nn.relu, *[D] * 3, nn.tanh], {}),
-        ([D, E] * 3, {}),
-        ([E, *[D, nn.relu] * 2, E], {5: 0}),
-        ([part for _ in range(3) for part in (D, nn.Dense(6), lambda x: x)], {}),
-        ([D, E, D], {2: 0}),
-        ([D, E, nn.relu, D, nn.tanh, D], {3: 0, 5: 0}),
-        ([nn.Dense(4), E, nn.Dense(4)], {}),
-        ([jpipe.Shared(D), E, nn.relu], {}),
-        ([nn.relu, D, nn.relu, nn.relu], {}),
-    ],
-)
-def test_modules_that_look_tied(layers, repeats):
-    adapted = as_layers(layers)
-    assert {index: layer.repeats for index, layer in enumerate(adapted) if layer.repeats is not None} == repeats
-
-
 def test_functions_that_name_a_module():
     """Of a layer they are refused (tests/layers/test_base.py); alone it is theirs, as often as they stand."""
     frozen = nnx.Linear(4, 4, rngs=nnx.Rngs(0))

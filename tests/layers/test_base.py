@@ -1,6 +1,7 @@
 """Functions that all layers share."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,9 @@ from flax import nnx
 
 import jpipe
 from cases import CUTS, assert_close, assert_equal, cut, some_slow
+from jpipe.jax.trees import same_value
+from jpipe.layers.adapt import as_layers
+from jpipe.layers.base import is_same
 
 VOCABULARY = 11
 RNG = np.random.default_rng(0)
@@ -329,3 +333,123 @@ def test_state_that_stays_on_one_stage():
     ):
         pipe = make(model)
         jax.eval_shape(lambda pipe=pipe: pipe.value_and_grad(pipe.init(jax.random.key(0), batch), batch))
+
+
+# --- two values are the same only if code can't tell them apart; and where there is any doubt they aren't -------------
+
+
+class Constant(nn.Module):
+    c: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return x * jnp.copysign(1.0, jnp.asarray(jax.tree.leaves(self.c)[0], jnp.float32))
+
+
+def closure(c):
+    return lambda x: x * jnp.copysign(1.0, c)
+
+
+PAIRS = [
+    (0.0, -0.0, False),
+    ((1,), (True,), False),
+    ([{"a": (0.0,)}], [{"a": (-0.0,)}], False),
+    (np.float32(1), np.float64(1), False),
+    (frozenset([1]), frozenset([True]), False),
+    (float("nan"), float("nan"), True),
+    ((1, {"a": [0.5, None, "b"]}), (1, {"a": [0.5, None, "b"]}), True),
+    (functools.partial(max, 0.0), functools.partial(max, -0.0), False),
+    (functools.partial(max, 1, key=None), functools.partial(max, 1, key=None), True),
+    (nn.Dense(2), nn.Dense(2), True),
+    (nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), True),
+    (nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), nn.Dense(2, kernel_init=nn.initializers.normal(1.0)), False),
+]
+
+
+@pytest.mark.parametrize("make", [Constant, closure])
+@pytest.mark.parametrize(("a", "b", "same"), PAIRS)
+def test_values_of_other_types_or_bits_make_other_layers(make, a, b, same):
+    """A regression: 0.0 == -0.0 and (1,) == (True,), so that unlike layers were taken for alike."""
+    first, second = as_layers([make(a), make(b)])
+    assert is_same(first, second) is same
+
+
+def test_functions_that_hold_themselves():
+    def make(c):
+        def count(x):
+            return count if x is None else x * c
+
+        return count
+
+    first, second, third = as_layers([make(1.0), make(1.0), make(2.0)])
+    assert is_same(first, second)
+    assert not is_same(first, third)
+
+
+class Loose:
+    """An activation function that says it equals all others, as if its number didn't matter."""
+
+    def __init__(self, power):
+        self.power = power
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+    def __call__(self, x):
+        return x**self.power
+
+
+class Holds(nn.Module):
+    activation: Any
+
+    def __call__(self, x):
+        return self.activation(x)
+
+
+class NnxHolds(nnx.Module):
+    def __init__(self, activation):
+        self.activation = activation
+
+    def __call__(self, x):
+        return self.activation(x)
+
+
+@pytest.mark.parametrize(("a", "b", "same"), [(0.0, -0.0, False), (1, True, False), (2.0, 2.0, True)])
+def test_nnx_modules_of_other_bits_are_other_layers(a, b, same):
+    """A regression, as of other layers."""
+    assert is_same(*as_layers([NnxHolds(a), NnxHolds(b)])) is same
+
+
+LOOSE = {
+    "a Linen field": Holds,
+    "an nnx module": NnxHolds,
+    "an nnx factory": lambda held: lambda rngs: NnxHolds(held),
+    "a closure": lambda held: lambda x: held(x),
+    "a dict in a field": lambda held: Holds(functools.partial(lambda x, table: table["held"](x), table={"held": held})),
+}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_a_loose_equality_makes_no_layers_one(name):
+    """A regression: layers whose fields said that they are equal were compiled as one, and computed the same."""
+    assert not is_same(*as_layers([LOOSE[name](Loose(power)) for power in (2, 3)]))
+
+
+ARRAY = np.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ([ARRAY], [ARRAY], True),
+        ([ARRAY], [np.ones(2)], False),  # arrays may differ, or change
+        (Loose(2), Loose(2), False),  # a user's class says so, which may leave out what matters
+        (object(), object(), False),
+        (max, max, True),
+    ],
+)
+def test_objects(a, b, same):
+    assert same_value(a, b) is same

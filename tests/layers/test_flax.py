@@ -65,7 +65,7 @@ def test_partition_specs_by_logical_rules(key):
         with rules():
             assert specs(linen) == [PartitionSpec(*expected)]
     assert tuple(*specs(linen)) == (None, None)
-    with nn.logical_axis_rules((("embed", "tp"),)), pytest.raises(LayerError, match="Flax says: Inconsistent"):
+    with nn.logical_axis_rules((("embed", "tp"),)), pytest.raises(ValueError, match="Inconsistent"):
         specs(local)
 
 

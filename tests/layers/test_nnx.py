@@ -124,30 +124,6 @@ def test_an_array_out_of_sight_in_an_nnx_factory():
         as_layers([lambda rngs: Hidden(rngs)])
 
 
-class Kept(nnx.Module):
-    def __init__(self, kind):
-        self.kept = kind(jnp.ones(4))
-
-    def __call__(self, x):
-        return x + self.kept[...]
-
-
-def variable_type(name):
-    return type(name, (nnx.Variable,), {"__module__": "users"})
-
-
-def test_two_variable_types_of_one_name():
-    """A regression: their variables silently shared a collection."""
-    first, second, params = variable_type("State"), variable_type("State"), variable_type("params")
-    both = r"layers\[1\]: <class 'users\.State'> and <class 'users\.State'> have one collection, 'State'; rename one"
-    with pytest.raises(ValueError, match=both):
-        as_layers([lambda rngs: Kept(first), Kept(second)])
-    with pytest.raises(ValueError, match=r"layers\[0\]: .* and <class '.*\.Param'> have one collection, 'params'"):
-        as_layers([Kept(params)])
-    alike = as_layers([Kept(first), Kept(first), lambda rngs: nnx.LoRA(4, 2, 4, rngs=rngs)])
-    assert [set(layer.ready) for layer in alike[:2]] == [{"State"}] * 2
-
-
 # --- recurrent modules ------------------------------------------------------------------------------------------------
 
 

@@ -59,14 +59,3 @@ def test_a_model_at_other_shapes_has_to_have_the_same_variables():
     wide = found.model(cut_batch(np.ones((8, 12), np.float32), 2))
     with pytest.raises(ValueError, match=r"layer 0 \(Dense\) takes float32\[4,12\] from this batch but took float32"):
         made.check_model(wide)
-
-
-def test_a_module_that_looks_tied_and_is_not():
-    """A regression: silently it was two layers."""
-    outer, inner = nn.Dense(16), nn.Dense(16, use_bias=False)
-    message = r"layer 0 \(Dense\) stands in the list again as layer 2, layer 4, each with .* jpipe\.Shared\(Dense\("
-    with pytest.warns(UserWarning, match=message):
-        planner("even", [outer, inner, outer, nn.relu, outer]).plan_for(BATCH)
-    drop = nn.Dropout(0.5)
-    planner("even", [outer, *[inner] * 2, drop, nn.tanh, drop, nn.Dense(4)]).plan_for(BATCH)
-    planner("even", [outer, nn.Dense(6), outer]).plan_for(BATCH)
