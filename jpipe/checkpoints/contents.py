@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, groupby, product, zip_longest
+from itertools import accumulate, chain, groupby, product
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -322,22 +322,20 @@ def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | N
       saved: the checkpoint's description.
       wanted: the pipeline's description.
     """
-    kinds = ["one module" if "model" in description else "a list of layers" for description in (saved, wanted)]
-    if kinds[0] != kinds[1]:
-        return f"its model is {kinds[0]} in the checkpoint and {kinds[1]} in the pipeline"
-    layers = zip_longest(saved.get("layers", []), wanted.get("layers", []), fillvalue={"name": "missing"})
-    for i, (there, here) in enumerate(layers):
-        if there["name"] != here["name"]:
-            return f"layer {i} is {there['name']} in the checkpoint and {here['name']} in the pipeline"
-        if there["stored"] != here["stored"]:
-            return f"layer {here['name']} has the variables of {there['stored'] or 'no layer'} in the checkpoint"
-    in_words = lambda arrays: {"/".join(path): f"{dtype}{shape}" for path, dtype, shape in arrays}
-    saved_arrays, wanted_arrays = in_words(saved["arrays"]), in_words(wanted["arrays"])
-    for name in sorted({*saved_arrays, *wanted_arrays}):
-        there, here = saved_arrays.get(name, "missing"), wanted_arrays.get(name, "missing")
-        if there != here:
-            return f"{name} is {there} in the checkpoint and {here} in the pipeline"
+    there, here = _facts(saved), _facts(wanted)
+    for name in sorted({**there, **here}, key=lambda name: name if "/" in name else ""):  # layers, then arrays by name
+        if there.get(name) != here.get(name):
+            told = f"{there.get(name, 'missing')} in the checkpoint and {here.get(name, 'missing')} in the pipeline"
+            return f"{name} is {told}"
     return None
+
+
+def _facts(description: dict[str, Json]) -> dict[str, str]:
+    """What tells two models apart, by name: their kind, the layers, the shape of each array."""
+    facts = {"its model": "one module" if "model" in description else "a list of layers"}
+    for i, layer in enumerate(description.get("layers", [])):
+        facts |= {f"layer {i}": layer["name"], f"the layer that stores the variables of layer {i}": layer["stored"]}
+    return facts | {"/".join(path): f"{dtype}{shape}" for path, dtype, shape in description["arrays"]}
 
 
 # --- pytrees as JSON --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The settings that `jpipe.plan` chooses among, what is predicted of them, their table, why the first is ahead."""
+"""The settings that `jpipe.plan` chooses among, what is predicted of them, and their table."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,17 +46,21 @@ class Setting:
         """The arguments of `jpipe.Pipeline`, but for its mesh."""
         return {name: getattr(self, name) for name in PINNED}
 
+    @property
+    def in_words(self) -> dict[str, str]:
+        """The sizes of mesh axes, and the arguments, by name; K is the size of `stage`."""
+        named = [*self.axes, *self.options.items()]
+        return {name: word_of(value) for name, value in named if name != "num_stages"}
+
 
 def word_of(value: object) -> str:
     """The user's value as a word: a schedule or a policy by its name."""
+    if isinstance(value, tuple):
+        return ", ".join(value) or "-"
     return value.name if isinstance(value, Schedule) else getattr(value, "__name__", str(value))
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
-
-
-FELT = 0.01
-"""The part of what the first choice gains on the second from which on a part of the step is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -80,35 +84,16 @@ class Choice(Predicted):
         return self.cost.seconds
 
     @property
-    def seconds(self) -> float:
-        """The predicted seconds of a step."""
-        return self.cost.step
-
-    @property
-    def bubble_fraction(self) -> float:
-        """The share of the time in which a stage waits for others, predicted."""
-        return self.cost.bubble_fraction
-
-    @property
     def words(self) -> str:
         """Its settings in a line."""
-        chosen = self.setting
-        axes = ", ".join(f"{name}={size}" for name, size in chosen.axes if size > 1 or name == AXIS)
-        schedule = word_of(chosen.schedule) + f" V={chosen.num_chunks}" * (chosen.num_chunks > 1)
-        over = f", shard_over={'+'.join(chosen.shard_over)}" * bool(chosen.shard_over)
-        remat = word_of(chosen.remat)
-        return f"{axes}, M={chosen.num_microbatches}, {schedule}, remat={remat}, ends={chosen.ends}{over}"
+        return ", ".join(f"{name}={word}" for name, word in self.setting.in_words.items())
 
     def column(self) -> dict[str, str]:
         """The entries of this choice in a table."""
-        chosen, cost = self.setting, self.cost
-        rows = {name: str(size) for name, size in chosen.axes}
-        rows |= {"M": str(chosen.num_microbatches), "schedule": word_of(chosen.schedule), "V": str(chosen.num_chunks)}
-        rows |= {"remat": word_of(chosen.remat), "ends": chosen.ends, "shard_over": ", ".join(chosen.shard_over) or "-"}
-        rows |= {"layers": _of_stages(self.options["balance"])}
-        rows |= {"ms a step": ms_in_words(self.seconds), "bubble": f"{self.bubble_fraction:.1%}"}
+        cost, rows = self.cost, {**self.setting.in_words, "layers": _of_stages(self.options["balance"])}
+        rows |= {"ms a step": ms_in_words(cost.step), "bubble": f"{cost.bubble_fraction:.1%}"}
         rows |= {name: text for name, text, _ in cost.rows_of_seconds()[:-1]}
-        rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit or "-"}
+        rows |= {"a device": bytes_in_words(self.total_bytes)}
         rows |= {name: text for name, text, _ in [*cost.rows_of_bytes()[:-1], *cost.rows_on_host()]}
         return rows
 
@@ -120,7 +105,7 @@ class Choices(Tabular, Sequence[Choice]):
     Attributes:
       title: what the plans are for.
       choices: the choices.
-      advice: why the first choice is ahead of the second, and the warnings that planning it gave.
+      advice: the warnings that planning the first one gave.
     """
 
     title: str
@@ -141,7 +126,7 @@ class Choices(Tabular, Sequence[Choice]):
         columns = [choice.column() for choice in self.choices]
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
-        return Table(self.title, ("", *(f"{i + 1}." for i in range(len(columns)))), rows, {}, self.advice)
+        return Table(self.title, ("", *(f"{i + 1}." for i in range(len(columns)))), rows, self.advice)
 
 
 def _of_stages(counts: object) -> str:
@@ -157,16 +142,7 @@ def _of_stages(counts: object) -> str:
 def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
     """Sorts choices by time, and keeps those that take less memory than all faster ones."""
     kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.total_bytes)):
+    for choice in sorted(choices, key=lambda choice: (choice.cost.step, choice.total_bytes)):
         if not kept or choice.total_bytes < kept[-1].total_bytes:
             kept.append(choice)
     return kept
-
-
-def ahead(first: Choice, second: Choice) -> str:
-    """Why the first choice is ahead of the second: the parts of the step that are shorter or longer, by how much."""
-    gain, names = second.seconds - first.seconds, {**first.time, **second.time}
-    gains = {name: second.time.get(name, 0.0) - first.time.get(name, 0.0) for name in names}
-    felt = sorted((name for name in gains if abs(gains[name]) > FELT * gain), key=lambda name: -abs(gains[name]))
-    words = [f"{ms_in_words(abs(gains[name]))} ms {'less' if gains[name] > 0 else 'more'} {name}" for name in felt]
-    return f"1. takes {ms_in_words(gain)} ms less than 2.: {', '.join(words)}"

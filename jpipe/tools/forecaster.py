@@ -47,6 +47,9 @@ class Forecast(Predicted, Tabular):
         "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients, residuals, activations); of a
         step that the compiler refuses the first three. Bytes on its host: the "optimizer", and the residuals that wait,
         "temporaries". The schedule with what stages take.
+        A transfer takes the time of its bytes on the links along its axes. What stages hand on goes beside work, what
+        layers send is waited for. Latencies, the network's load and input from the host are left out, and the
+        compiler's estimates may be wrong.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
       message: a word on memory: the compiler's message if the step doesn't fit; for GPUs jpipe's own.
       advice: what takes most bytes if it doesn't fit, by the model of memory, and settings that would help.
@@ -67,31 +70,15 @@ class Forecast(Predicted, Tabular):
         """The schedule in seconds, to `plot`; None if they aren't known."""
         return self.cost.timeline
 
-    @property
-    def bubble_fraction(self) -> float | None:
-        """The share of the time in which a stage waits for others; None if it isn't known."""
-        return self.cost.bubble_fraction if self.cost.seconds else None
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of a step by the compiler's cycles at the chip's clock, and of transfers, as `jpipe.plan` predicts.
-
-        A transfer takes the time of its bytes on the links along its axes. What stages hand on goes beside work, what
-        layers send is waited for. Latencies, the network's load and input from the host are left out, and the
-        compiler's estimates may be wrong. On GPUs all seconds are those that `jpipe.plan` predicts.
-        """
-        return self.cost.step if self.cost.seconds else None
-
     def _table(self) -> Table:
         held = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host()]
         rows = [*(row[:2] for row in held), ("FLOPs of a device", f"{self.flops:.3g}")]
         rows += [row[:2] for row in self.cost.rows_of_seconds()]
         if self.cost.seconds:
-            rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
-        limit = f"; {self.limit} limits" if self.limit else ""
-        notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
+            rows.append(("bubble", f"{self.cost.bubble_fraction:.1%}"))
+        notes = ["it fits" if self.fits else "it does not fit", *filter(None, [self.message]), *self.advice]
         notes += self.cost.notes
-        return Table(self.title, ("of a device", "forecast"), rows, {}, notes)
+        return Table(self.title, ("of a device", "forecast"), rows, notes)
 
 
 def forecast(

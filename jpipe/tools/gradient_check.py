@@ -116,8 +116,9 @@ class GradientCheck(Tabular):
         """Shows the loss, all leaves that differ, and a few of those that agree, the furthest off first."""
         shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
         rows = [self.loss, *shown]
-        texts = [(leaf.layer, leaf.path, *(f"{x:.2g}" for x in (leaf.size, leaf.off, leaf.rounding))) for leaf in rows]
-        marks = {i: "zero" if row.agrees else "differs" for i, row in enumerate(rows) if row.is_zero or not row.agrees}
+        mark = lambda leaf: "<- differs" if not leaf.agrees else "<- zero" if leaf.is_zero else ""
+        sizes = lambda leaf: (f"{size:.2g}" for size in (leaf.size, leaf.off, leaf.rounding))
+        texts = [(leaf.layer, leaf.path, *sizes(leaf), mark(leaf)) for leaf in rows]
         hidden, zeros = len(self.leaves) - len(shown), sum(leaf.is_zero and leaf.agrees for leaf in self.leaves)
         notes = [
             f"{self._verdict()}{f'; {hidden} that are nearer are left out here' if hidden else ''}.",
@@ -125,8 +126,8 @@ class GradientCheck(Tabular):
             *[f"zero: {zeros} gradients are zero but for rounding, so that any two computations differ."] * (zeros > 0),
         ]
         notes += [] if self.agrees else [*self.couples, LOSS_COUPLES]
-        header = ("layer", "parameter", "largest", "off by", "rounding")
-        return Table(f"Loss and gradients of {self.title}, and the plain model's", header, texts, marks, notes)
+        header = ("layer", "parameter", "largest", "off by", "rounding", "")
+        return Table(f"Loss and gradients of {self.title}, and the plain model's", header, texts, notes)
 
 
 def _how_far(leaf: CheckedLeaf) -> float:

@@ -86,7 +86,7 @@ class Profile:
 
     def _tables(self) -> list[Table]:
         """The stages; the step's slices and bytes, and below them how far to trust them, and the findings."""
-        stages, cost = stage_table(self.schedule, self.partition, self.stages), self.cost.table()
+        stages, cost = stage_table(self.schedule, self.partition, self.stages), self.cost._table()
         trust = (
             f"stages take {self.contention:.2f} times as long together as each alone",
             f"rounds of the step differ by {self.noise:.0%}, and no change is named that promises less",
@@ -178,13 +178,13 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes) -> Table
     in_ms = lambda seconds: f"{seconds * 1e3:.3g}" if seconds >= 5e-7 else "0"
     layers = lambda stage: ", ".join(text for s, text in enumerate(cut.ranges) if stage_of(s) == stage)
     columns = zip(stages.forward, stages.backward, stages.recompute, total, strict=True)
+    slowest = (total == total.max()) & (total > 1.02 * total.mean())
     rows = [
-        (str(stage), layers(stage), *map(in_ms, times), f"{times[-1] / total.mean():.2f}")
-        for stage, times in enumerate(columns)
+        (str(stage), layers(stage), *map(in_ms, times), f"{times[-1] / total.mean():.2f}", "<- slowest" * is_slowest)
+        for stage, (times, is_slowest) in enumerate(zip(columns, slowest.tolist(), strict=True))
     ]
-    header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean")
-    marks = {int(total.argmax()): "slowest"} if total.max() > 1.02 * total.mean() else {}
-    return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows, marks)
+    header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean", "")
+    return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows)
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------

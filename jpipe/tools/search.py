@@ -13,7 +13,6 @@ from typing import TypeVar, cast
 import jax
 import optax
 
-from jpipe.jax.trees import bytes_of
 from jpipe.memory.batches import batch_size, cut_for_evaluation
 from jpipe.model.loss import LossFn
 from jpipe.model.remat import MODES
@@ -25,8 +24,7 @@ from jpipe.processes.progress import task
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.chips import Chip, check_one, chip_of, measure_chip, mesh_of_nowhere, parse_topology, stand_ins_of
-from jpipe.tools.choices import PINNED, Choice, Choices, Setting, ahead, sorted_out, word_of
-from jpipe.tools.communication import words_of
+from jpipe.tools.choices import PINNED, Choice, Choices, Setting, sorted_out, word_of
 from jpipe.tools.time_model import layer_seconds, predict_time
 from jpipe.types import Batch, Device, Shapes
 from jpipe.users_numbers import as_integer, as_number
@@ -99,8 +97,7 @@ def plan(
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
     chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]
     title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
-    why = [ahead(chosen[0], second) for second in chosen[1:2]]
-    return Choices(title, tuple(chosen), (*why, *chosen[0].cost.notes))
+    return Choices(title, tuple(chosen), chosen[0].cost.notes)
 
 
 def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) -> tuple[str, int, Chip, list[Device]]:
@@ -202,11 +199,8 @@ class Space:
     def why_empty(self) -> str:
         """Why there is no setting, in words."""
         kept = ", ".join(f"{name}={word_of(value)}" for name, value in self.pinned.items()) or "nothing kept"
-        return (
-            f"a batch of {self.batch_size} can be cut into {divisors(self.batch_size)} micro-batches, and "
-            f"{self.num_layers} layers lie on {self.num_layers} stages at most; with {kept}, none suits "
-            f"{self.num_devices} devices"
-        )
+        given = f"a batch of {self.batch_size}, {self.num_layers} layers and {kept}"
+        return f"with {given}, none suits {self.num_devices} devices; keep less, or use another number of devices"
 
     def _of(self, name: str, *words: Word) -> tuple[Word, ...]:
         """The values of an argument that are searched: these, or the one that is pinned."""
@@ -254,7 +248,7 @@ def divisors(number: int) -> list[int]:
 
 def _rank(choice: Choice) -> tuple[bool, float]:
     """Less is better: choices that fit by their time, before all others by their memory."""
-    return not choice.fits, choice.seconds if choice.fits else float(choice.total_bytes)
+    return not choice.fits, choice.cost.step if choice.fits else float(choice.total_bytes)
 
 
 @dataclass
@@ -281,7 +275,6 @@ class Search:
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
-    _largest: tuple[int, str] = field(default=(0, ""), init=False)
     _refusal: Exception | None = field(default=None, init=False)
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
@@ -313,18 +306,11 @@ class Search:
         least = min(self._found, key=lambda choice: choice.total_bytes)
         held = least.cost.bytes
         part = max(held, key=lambda part: held[part])
-        with_others = 2 + held["optimizer"] / max(1, held["parameters"])  # gradients, and the optimiser's
-        size, layer = self._largest
-        remedy = "pass more devices, offload=, or a batch that can be cut into smaller micro-batches"
-        if (alone := int(size * with_others)) > self.room:
-            remedy = (
-                f"{layer} alone takes {bytes_in_words(alone)} with its gradients and optimiser, so give its weights a "
-                "tensor axis (nn.with_partitioning)"
-            )
         return (
             f"no plan fits in {bytes_in_words(self.room)} a device on {where}; the smallest takes "
             f"{bytes_in_words(held.total)} ({least.words}), {bytes_in_words(held[part])} of it "
-            f"{part.replace('_', ' ')}; {remedy}"
+            f"{part.replace('_', ' ')}; pass more devices, offload=, or a batch that can be cut into smaller "
+            "micro-batches, or give the weights of large layers a tensor axis (nn.with_partitioning)"
         )
 
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
@@ -333,7 +319,6 @@ class Search:
         planner = self.make(num_stages=1, num_microbatches=1, mesh=mesh).planner
         with warnings.catch_warnings(action="ignore"):
             groups = planner.plan_for(self.batch).model.groups
-        self._largest = max((bytes_of(group.variables.get("params")), words_of(group)) for group in groups)
         named = {name for group in groups for name in group.asked_axes | group.constrained}
         names = ({*axes} or named) - {AXIS}
         data = planner.request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
@@ -371,7 +356,7 @@ class Search:
     def _is_far(self, one: Choice, best: Choice) -> bool:
         """Whether a choice takes much longer than the best so far; while none fits, whether nothing can on its mesh."""
         if best.fits:
-            return one.seconds - one.time["bubble"] > FAR * best.seconds
+            return one.cost.step - one.time["bubble"] > FAR * best.cost.step
         held = one.cost.bytes
         least = held["parameters"] + held["gradients"] + held["optimizer"]
         return one.setting.axes != best.setting.axes and least > self.room

@@ -14,10 +14,8 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe.model.examples_in_layers import follow_examples
-from jpipe.model.remat import MODES
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
-from jpipe.planning.request import Request
 from jpipe.processes.progress import is_traced
 from jpipe.processes.runtime import found_no_room
 from jpipe.processes.tables import Table, bytes_in_words
@@ -65,7 +63,7 @@ def summarize(title: str, planner: Planner) -> Table:
     columns["devices"] = _devices(planner) * num_chunks
     units = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
     notes += [f"bubble: {bubble}", f"in flight: the most {units} that a stage holds"]
-    return Table(title, list(columns), list(zip(*columns.values(), strict=True)), {}, notes)
+    return Table(title, list(columns), list(zip(*columns.values(), strict=True)), notes)
 
 
 def in_words(names: list[str]) -> str:
@@ -147,8 +145,18 @@ PAGE = 'the page "Out of memory?" (docs/howto/out-of-memory.md)'
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 MOST = 4
 """How many parts a note names."""
-LESS = {"none": 'remat="layer"', "layer": 'remat="full"', "stage": 'remat="full"', "full": ""}
-"""For each mode of remat, the next one that keeps less."""
+SMALLER = {
+    "parameters": 'shard_over=, ends="spread", more stages',
+    "optimizer": 'offload="optimizer", shard_over=, ends="spread", more stages',
+    "gradients": 'gather="use", ends="shared", more stages',
+    "batch": "a mesh axis of data",
+    "boundaries": 'more micro-batches, schedule="1f1b"',
+    "residuals": 'more micro-batches, schedule="1f1b", offload="residuals", remat="full"',
+    "work": 'more micro-batches, ends="shared", a tensor axis',
+}
+"""The settings that make each part of a device's memory smaller, the cheapest first."""
+OTHERS = 'gather="use", more stages'
+"""Those that make all other parts smaller."""
 
 
 @contextmanager
@@ -180,11 +188,10 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
     Args:
       planner, batch, tx: as of `notes_on_room`.
     """
-    smaller = remedies(planner.request)
     if batch is None:
         held = {name: amount.bytes for name, amount in held_by_device(planner.known_plan()).items()}
         parts, what = {"parameters": held.pop("params"), **held}, "The variables take"
-        rest = [f"  and the batch, the outputs, activations, caches; smaller by {', '.join(smaller['boundaries'])}"]
+        rest = [f"  and the batch, the outputs, activations, caches; smaller by {SMALLER['boundaries']}"]
     else:
         (parts, away), what = predict_memory(planner, batch, tx), "By jpipe's model of memory a step of training takes"
         most = f"; there JAX takes at most 64 GiB for a process, unless {HOST_LIMIT} is set"
@@ -192,37 +199,8 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
     has = f", which has {bytes_in_words(room)}" if (room := room_on(planner.request.mesh)) else ""
     lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
     for size, name in _largest(parts)[:MOST]:
-        settings = ", ".join(smaller.get(name, smaller["others"]))
-        lines.append(f"  {name.replace('_', ' ')} {bytes_in_words(size)}; smaller by {settings}")
+        lines.append(f"  {name.replace('_', ' ')} {bytes_in_words(size)}; smaller by {SMALLER.get(name, OTHERS)}")
     return "\n".join([*lines, *rest, f"What each of these costs: {PAGE}"])
-
-
-def remedies(request: Request) -> dict[str, list[str]]:
-    """The settings that make each part of a device's memory smaller and aren't chosen yet, the cheapest first."""
-    schedule, splits, ends = request.schedule, request.splits, request.ends
-    mode = next((name for name, mode in MODES.items() if mode == request.remat), "none")
-    in_flight = ['schedule="1f1b"'] * (schedule.name == "gpipe")
-    offload, stores = request.offload, not request.remat.keep_inputs
-    hosted = {"residuals": stores and not (offload.residuals or offload.boundaries), "optimizer": not offload.optimizer}
-    hosts = {word: [f'offload="{word}"'] * (goes and not splits.on_cpu) for word, goes in hosted.items()}
-    remat = [LESS[mode]] * bool(LESS[mode]) * (mode == "none" or not schedule.splits)
-    micro = [f"more than {schedule.num_microbatches} micro-batches"]
-    stages = [f"more than {schedule.num_stages} stages"]
-    sharded = [f"shard_over={splits.batch_axes!r}"] * (splits.num_shards > 1 and not splits.shard_over)
-    at_use = ['gather="use"'] * (bool(splits.shard_over) and splits.gather == "step")
-    spread = ['ends="spread"'] * (ends == "own" and schedule.num_stages > 1)
-    shared = ['ends="shared"'] * (ends != "shared" and schedule.num_stages > 1)
-    at_rest = [*sharded, *spread, *stages]
-    return {
-        "parameters": at_rest,
-        "optimizer": [*hosts["optimizer"], *at_rest],
-        "gradients": [*at_use, *shared, *stages],
-        "others": [*at_use, *stages],
-        "batch": ["a mesh axis of data"],
-        "boundaries": [*in_flight, *micro],
-        "residuals": [*in_flight, *micro, *hosts["residuals"], *remat],
-        "work": [*micro, *shared, "a tensor axis"],
-    }
 
 
 def room_on(mesh: Mesh) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from jpipe.tools.chips import CHIPS
-from jpipe.tools.choices import Choice, Choices, Setting, ahead, sorted_out
+from jpipe.tools.choices import Choice, Choices, Setting, sorted_out
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.step_cost import Parts
 from jpipe.tools.time_model import predict_time
@@ -39,19 +39,12 @@ def test_only_what_is_smaller_than_all_that_is_faster_is_kept(choice):
     assert sorted_out([third, second, first]) == [first, third]
 
 
-def test_limits(choice):
-    assert but(choice, computation=9.0).limit == "compute"
-    assert but(choice, collectives=9.0).limit == "links"
-    assert but(choice, bubble=9.0).limit == "bubble"
-    assert replace(choice, fits=False).limit == "memory"
-
-
 def test_it_is_a_sequence_and_a_table(choice):
     found = Choices("plans", (choice, slower(choice, 1, 5)), ("mind the gap",))
     assert len(found) == 2 and found[0] is choice and found[:1] == (choice,)
     text = str(found)
     assert text.startswith("plans\n") and text.endswith("mind the gap")
-    for name in (*choice.bytes, *choice.time, "bubble", "limit"):
+    for name in (*choice.bytes, *choice.time, "bubble"):
         assert name.replace("_", " ") in text
     assert "<table>" in found._repr_html_()
 
@@ -65,12 +58,6 @@ def test_milliseconds_of_small_models_and_of_large_ones(choice):
     assert (small["ms a step"], small["ms: computation"], small["ms: bubble"]) == ("0.00205", "0.00200", "5.00e-05")
     large = but(choice, computation=12.3456, **dict.fromkeys((*REST, "bubble"), 0.0)).column()
     assert (large["ms a step"], large["ms: bubble"]) == ("12,346", "0.00")
-
-
-def test_it_says_why_the_first_is_ahead_of_the_second(choice):
-    second = but(choice, computation=choice.time["computation"] + 3e-3, bubble=choice.time["bubble"] - 1e-3)
-    said = ahead(replace(choice, setting=Setting((("stage", 1),), 1)), second)
-    assert said == "1. takes 2.00 ms less than 2.: 3.00 ms less computation, 1.00 ms more bubble"
 
 
 def test_what_shared_ends_compute_is_no_waiting(choice):
