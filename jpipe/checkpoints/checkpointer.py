@@ -316,7 +316,7 @@ def _loaded(directory: str | os.PathLike[str], step: int | None, item: str) -> l
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == item}
         with task(f"reading the {item} of step {step}"):
             arrays = files.read_arrays(path / str(step), wanted)
-        return [jax.tree.map(lambda leaf: leaf.of(arrays), tree) for tree in own_trees(about)]
+        return own_trees(about, arrays)
 
     return _newest(path, steps if step is None else [step], read)[1]
 

@@ -295,24 +295,17 @@ class PathLeaf:
     path: Path
     stacked: tuple[int, ...] = ()
 
-    @property
-    def paths(self) -> list[Path]:
-        """The paths of what is stored."""
-        return [(*self.path, *map(str, indices)) for indices in product(*map(range, self.stacked))]
 
-    def of(self, arrays: Named) -> np.ndarray:
-        """Its array, out of those on the host by path; slices are stacked again."""
-        slices = [arrays[path] for path in self.paths]
-        return np.stack(slices).reshape(*self.stacked, *slices[0].shape) if self.stacked else slices[0]
+def own_trees(description: Json, arrays: Named) -> list[PyTree]:
+    """Each layer's own tree, or the tree of a model that is one module, of arrays on the host, which are named."""
 
+    def stacked(path: list[str], counts: list[int]) -> np.ndarray:
+        slices = [arrays[*path, *map(str, indices)] for indices in product(*map(range, counts))]
+        return np.stack(slices).reshape(*counts, *slices[0].shape) if counts else slices[0]
 
-def own_trees(description: Json) -> list[PyTree]:
-    """Each layer's own tree, or the tree of a model that is one module, of the paths of its arrays."""
     if "model" in description:
-        leaf_of = lambda encoded: PathLeaf(*map(tuple, encoded))
-        return [from_json(description["model"]["item"], leaf_of)]
-    leaf_of = lambda path: PathLeaf(tuple(path))
-    return [from_json(layer["item"], leaf_of) for layer in description["layers"]]
+        return [from_json(description["model"]["item"], lambda leaf: stacked(*leaf))]
+    return [from_json(layer["item"], lambda path: arrays[tuple(path)]) for layer in description["layers"]]
 
 
 def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | None:

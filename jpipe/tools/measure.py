@@ -171,9 +171,14 @@ class LayerTimes:
         return np.bincount(self.stage_of_layers(cut), values, minlength=self.planner.request.schedule.num_stages)
 
     def over_here(self, costs: Sequence[Cost], part: str = "total") -> np.ndarray:
-        """`[K]`, how many times as long each stage's layers would take; of a part of `Cost`."""
-        there, here = (self.by_stage([getattr(cost, part) for cost in times]) for times in (costs, self.here))
-        return there / here
+        """`[K]`, how many times as long as now each stage would take if its layers took these costs.
+
+        Args:
+          costs: those of each layer, `[N]`.
+          part: what of them counts: "forward", "backward" or "total".
+        """
+        sums = lambda times: self.by_stage([getattr(cost, part) for cost in times])
+        return sums(costs) / sums(self.here)
 
     def with_recomputation(self, stages: StageTimes) -> StageTimes:
         """The stages' times as measured, with recomputation apart from the rest of the backward."""

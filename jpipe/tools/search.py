@@ -75,7 +75,7 @@ def plan(
       **options: further arguments of `jpipe.Pipeline`; of those that are searched, one that is given stays as it is.
 
     Raises:
-      ValueError: an unknown topology, or one without the devices that `balance="time"` needs; nothing fits, and the
+      ValueError: an unknown topology; nothing fits, and the
         least memory that would do; no setting is possible, and why the first isn't.
       TypeError: `jpipe.Pipeline` raises it.
     """
@@ -84,7 +84,7 @@ def plan(
     room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     check_one(topology, devices)
     at_hand = list(jax.devices() if devices is None else devices)
-    where, number, chip, targets = _hardware(topology, at_hand, options.get("balance"))
+    where, number, chip, targets = _hardware(topology, at_hand)
     room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     unsearched = {name: value for name, value in options.items() if name not in (*PINNED, "balance")}
@@ -100,7 +100,7 @@ def plan(
     return Choices(title, tuple(chosen), chosen[0].cost.notes)
 
 
-def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) -> tuple[str, int, Chip, list[Device]]:
+def _hardware(topology: str | None, at_hand: Sequence[Device]) -> tuple[str, int, Chip, list[Device]]:
     """Checks what is planned for; returns its name, the number of devices, one of them, and what stands for them."""
     if topology is None:
         if not at_hand:
@@ -108,11 +108,6 @@ def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) 
         chip = chip_of(at_hand[0]) or measure_chip(at_hand)
         return f"{len(at_hand)} devices at hand", len(at_hand), chip, stand_ins_of(at_hand)
     away = parse_topology(topology)
-    if isinstance(balance, str) and balance == "time":
-        raise ValueError(
-            f'balance="time" measures layers on a device, and topology={topology!r} has none at hand; use '
-            'balance="flops", or pass one cost a layer as floats'
-        )
     return str(away), away.num_devices, away.chip, away.stand_ins()
 
 
@@ -165,10 +160,11 @@ class Space:
         starts, fixed = [], {name: value for name, value in self.pinned.items() if name != "num_stages"}
         for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
             setting = Setting(axes, 1)
-            most, counts, ways = MICROBATCHES_A_STAGE * setting.num_stages, self._counts(setting), self._ways(setting)
-            if setting.num_stages in self._of("num_stages", setting.num_stages) and counts and ways:
-                count, (name, V) = max([m for m in counts if m <= most] or counts[:1]), ways[0]
-                setting = replace(setting, num_microbatches=count, schedule=name, num_chunks=V)
+            K, counts, ways = setting.num_stages, self._counts(setting), self._ways(setting)
+            if K in self._of("num_stages", K) and counts and ways:
+                few = [m for m in counts if m <= MICROBATCHES_A_STAGE * K]
+                name, V = ways[0]
+                setting = replace(setting, num_microbatches=max(few or counts[:1]), schedule=name, num_chunks=V)
                 starts.append(replace(setting, **fixed))
         return sorted(starts, key=lambda start: math.prod(dict(start.axes)[name] for name in self.others))
 

@@ -18,7 +18,7 @@ OTHERS = (
     "test_models.py::test_amoebanet_b_has_the_parameters_of_the_paper",
     "test_models.py::test_amoebanet_gives_what_it_computes_in",
     # A minute of the TPU's compiler; the rest of its file has what it adds up, `test_forecaster` forecasts for TPUs.
-    "test_compiled_program.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
+    "test_forecaster.py::test_a_forecast_says_which_part_of_a_step_waits_for_links",
     # `test_its_choices_are_pipelines_that_train` compiles choices too.
     "test_search.py::test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for",
 )

@@ -17,7 +17,7 @@ from gpu_program import compile_with_text, kernels, needs_gpu_compiler
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer
 from jpipe.memory.storage import Row, build_storage, make_boundaries
 from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import read
+from jpipe.tools.forecaster import read
 
 
 def leaf(*shape, dtype="float32"):
