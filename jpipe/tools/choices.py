@@ -6,7 +6,7 @@ from typing import overload
 
 from jpipe.model.remat import Policy
 from jpipe.partitioner.axes import AXIS
-from jpipe.processes.tables import Table, Tabular, bytes_in_words, ms_in_words
+from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.step_cost import Parts, Predicted
 
@@ -90,12 +90,9 @@ class Choice(Predicted):
 
     def column(self) -> dict[str, str]:
         """The entries of this choice in a table."""
-        cost, rows = self.cost, {**self.setting.in_words, "layers": _of_stages(self.options["balance"])}
-        rows |= {"ms a step": ms_in_words(cost.step), "bubble": f"{cost.bubble_fraction:.1%}"}
-        rows |= {name: text for name, text, _ in cost.rows_of_seconds()[:-1]}
-        rows |= {"a device": bytes_in_words(self.total_bytes)}
-        rows |= {name: text for name, text, _ in [*cost.rows_of_bytes()[:-1], *cost.rows_on_host()]}
-        return rows
+        rows = {**self.setting.in_words, "layers": _of_stages(self.options["balance"])}
+        rows["bubble"] = f"{self.cost.bubble_fraction:.1%}"
+        return rows | {name: text for name, text, _ in self.cost._table().rows}
 
 
 @dataclass(frozen=True)

@@ -83,14 +83,14 @@ class Forecast(Predicted, Tabular):
         return self.cost.timeline
 
     def _table(self) -> Table:
-        held = [*self.cost.rows_of_bytes(), *self.cost.rows_on_host()]
-        rows = [*(row[:2] for row in held), ("FLOPs of a device", f"{self.flops:.3g}")]
-        rows += [row[:2] for row in self.cost.rows_of_seconds()]
-        if self.cost.seconds:
-            rows.append(("bubble", f"{self.cost.bubble_fraction:.1%}"))
-        notes = ["it fits" if self.fits else "it does not fit", *filter(None, [self.message]), *self.advice]
-        notes += self.cost.notes
-        return Table(self.title, ("of a device", "forecast"), rows, notes)
+        cost = self.cost._table()
+        notes = [
+            "it fits" if self.fits else "it does not fit",
+            *filter(None, [self.message]),
+            *self.advice,
+            *cost.notes,
+        ]
+        return replace(cost, title=self.title, rows=[*cost.rows, ("FLOPs", f"{self.flops:.3g}", "-")], notes=notes)
 
 
 def forecast(
@@ -123,7 +123,7 @@ def forecast(
     device, planner = there.mesh.devices.flat[0], there.planner
     state, where = there.abstract_state(shapes, tx), topology or device.device_kind
     title, cost = f"A step of {pipe!r} on {where}", StepCost("compiled", Parts(), bytes_at_rest(state))
-    known = Forecast(True, cost, title, _flops(planner, shapes))
+    report = partial(Forecast, title=title, flops=_flops(planner, shapes))
     with task(f"compiling for {where}"):
         lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
         try:
@@ -132,26 +132,24 @@ def forecast(
             if not found_no_room(error):
                 raise
             message = next((line.strip() for line in str(error).splitlines() if "memory" in line), "out of memory")
-            return _too_large(known, message, note(planner, shapes, tx))
-    known = replace(known, cost=_with_bytes(cost, compiled))
-    chip = chip_of(device)
-    if chip is not None and 0 < chip.host.memory < known.cost.host.total:
-        used, most = bytes_in_words(known.cost.host.total), bytes_in_words(chip.host.memory)
-        message = f"{used} would lie on the host, which has {most} for each of its devices"
-        return _too_large(known, message, "would help: less in offload=, or more devices")
+            return report(False, cost, message=message, advice=tuple(note(planner, shapes, tx).splitlines()))
+    cost, chip, message = _with_bytes(cost, compiled), chip_of(device), ""
     if chip is None:
-        return known
+        return report(True, cost)
+    if 0 < chip.host.memory < cost.host.total:
+        used, most = bytes_in_words(cost.host.total), bytes_in_words(chip.host.memory)
+        message = f"{used} would lie on the host, which has {most} for each of its devices"
+        return report(False, cost, message=message, advice=("would help: less in offload=, or more devices",))
     if chip.gpu is not None:
-        room = room_on(there.mesh) or chip.room
-        if known.total_bytes > room:
-            used, most = bytes_in_words(known.total_bytes), bytes_in_words(room)
+        room, share = room_on(there.mesh) or chip.room, cost.bytes.total / chip.memory
+        if cost.bytes.total > room:
+            used, most = bytes_in_words(cost.bytes.total), bytes_in_words(room)
             message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
-            return _too_large(known, message, note(planner, shapes, tx))
-        share = known.total_bytes / chip.memory
-        told = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}" if share > DEFAULT else ""
-        known = replace(known, message=told)
+            return report(False, cost, message=message, advice=tuple(note(planner, shapes, tx).splitlines()))
+        if share > DEFAULT:
+            message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}"
     time = _in_cycles(predict_time(planner, shapes, chip, tx=tx), planner, shapes, text, chip)
-    return replace(known, cost=replace(time, source="compiled", bytes=known.cost.bytes, host=known.cost.host))
+    return report(True, replace(time, source="compiled", bytes=cost.bytes, host=cost.host), message=message)
 
 
 def _with_bytes(cost: StepCost, compiled: Compiled) -> StepCost:
@@ -189,11 +187,6 @@ def _in_cycles(time: StepCost, planner: Planner, batch: Batch, text: str, chip: 
     _, compiled = count_cycles(step, read(text), chip.clock, hop)
     waits = {name: seconds for name, seconds in time.seconds.items() if name not in compiled.seconds}
     return replace(time, seconds=Parts(compiled.seconds, **waits), timeline=compiled.timeline)
-
-
-def _too_large(known: Forecast, message: str, advice: str) -> Forecast:
-    """The forecast of a step that doesn't fit."""
-    return replace(known, fits=False, message=message, advice=tuple(advice.splitlines()))
 
 
 def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:

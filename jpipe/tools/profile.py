@@ -178,12 +178,11 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes) -> Table
     in_ms = lambda seconds: f"{seconds * 1e3:.3g}" if seconds >= 5e-7 else "0"
     layers = lambda stage: ", ".join(text for s, text in enumerate(cut.ranges) if stage_of(s) == stage)
     columns = zip(stages.forward, stages.backward, stages.recompute, total, strict=True)
-    slowest = (total == total.max()) & (total > 1.02 * total.mean())
     rows = [
-        (str(stage), layers(stage), *map(in_ms, times), f"{times[-1] / total.mean():.2f}", "<- slowest" * is_slowest)
-        for stage, (times, is_slowest) in enumerate(zip(columns, slowest.tolist(), strict=True))
+        (str(stage), layers(stage), *map(in_ms, times), f"{times[-1] / total.mean():.2f}")
+        for stage, times in enumerate(columns)
     ]
-    header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean", "")
+    header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean")
     return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows)
 
 

@@ -300,13 +300,10 @@ class Search:
     def nothing_fits(self, where: str) -> str:
         """The message where no setting fits."""
         least = min(self._found, key=lambda choice: choice.total_bytes)
-        held = least.cost.bytes
-        part = max(held, key=lambda part: held[part])
         return (
             f"no plan fits in {bytes_in_words(self.room)} a device on {where}; the smallest takes "
-            f"{bytes_in_words(held.total)} ({least.words}), {bytes_in_words(held[part])} of it "
-            f"{part.replace('_', ' ')}; pass more devices, offload=, or a batch that can be cut into smaller "
-            "micro-batches, or give the weights of large layers a tensor axis (nn.with_partitioning)"
+            f"{bytes_in_words(least.total_bytes)} ({least.words}); pass more devices, offload=, or a batch that can be "
+            "cut into smaller micro-batches, or give the weights of large layers a tensor axis (nn.with_partitioning)"
         )
 
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:

@@ -58,20 +58,9 @@ class StepCost(Tabular):
         """The share of the time in which a stage waits for others; ends that all stages compute together are work."""
         return self.seconds["bubble"] / ((self.seconds["bubble"] + self.seconds["computation"]) or 1.0)
 
-    def rows_of_seconds(self) -> list[Row]:
-        """A row for each slice of the step, and one for the step; none if nothing is known."""
-        return _rows("ms: {}", self.seconds, ms_in_words, "step")
-
-    def rows_of_bytes(self) -> list[Row]:
-        """A row for each part of a device's bytes, and one for all; none if nothing is known."""
-        return _rows("{}", self.bytes, bytes_in_words, "all")
-
-    def rows_on_host(self) -> list[Row]:
-        """A row for each part of the bytes on its host; none if nothing lies there."""
-        return _rows("on the host: {}", self.host, bytes_in_words)
-
     def _table(self) -> Table:
-        rows = [*self.rows_of_seconds(), *self.rows_of_bytes(), *self.rows_on_host()]
+        rows = _rows("ms: {}", self.seconds, ms_in_words, "step") + _rows("{}", self.bytes, bytes_in_words, "all")
+        rows += _rows("on the host: {}", self.host, bytes_in_words)
         header = ("of a device", self.source, "share")
         return Table("A training step, by what its time goes into, and what it holds", header, rows, self.notes)
 

@@ -4,7 +4,7 @@ The error of a step that finds no room gets a note: what the step holds, and wha
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import groupby
 
@@ -53,10 +53,8 @@ def summarize(title: str, planner: Planner) -> Table:
             columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]
     bubble = f"{even.bubble_fraction:.1%} if stages take equally long, and a backward twice a forward"
     if plan is not None:
-        shared = [variables.users[0] for variables in plan.model.variable_sets if variables.shared]
-        columns["parameters"] = _parameters(plan, shared)
-        notes += [_held(plan), *_memory(planner, plan), *_shared(plan, shared)]
-        notes += follow_examples(plan.model).in_words(plan.model)
+        columns["parameters"] = [f"{amount.elements:,}" for amount in held_by_stages(plan, "params")]
+        notes += [_held(plan), *_memory(planner, plan), *follow_examples(plan.model).in_words(plan.model)]
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} by the layers' costs; {bubble}"
     columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks
@@ -78,15 +76,6 @@ def in_words(names: list[str]) -> str:
         return f"{names[0]} to {names[-1]}"
     runs = [(name, len(list(run))) for name, run in groupby(names)]
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in runs)
-
-
-def _parameters(plan: Plan, shared: Sequence[Sequence[int]]) -> list[str]:
-    """How many parameters each virtual stage has, and whether its layers use others, which lie on another."""
-    texts = []
-    for amount, (start, stop) in zip(held_by_stages(plan, "params"), plan.partition.bounds, strict=True):
-        elsewhere = any(first < start <= layer < stop for first, *others in shared for layer in others)
-        texts.append(f"{amount.elements:,}" + " + shared" * elsewhere)
-    return texts
 
 
 def _held(plan: Plan) -> str:
@@ -116,21 +105,8 @@ def _largest(parts: Mapping[str, int]) -> list[tuple[int, str]]:
     return sorted(((size, name) for name, size in parts.items() if size), key=lambda part: -part[0])
 
 
-def _shared(plan: Plan, shared: Sequence[Sequence[int]]) -> list[str]:
-    """Notes on what all stages compute together, and on which layers share parameters, and where these lie."""
-    placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
-    last, notes = plan.model.num_layers - 1, []
-    if plan.request.shares_ends:
-        notes.append(f"ends='shared': all stages compute layers 0 and {last}, and have parts of their parameters")
-    for users in shared:
-        stage = placement.stage_of(int(np.searchsorted(starts, users[0], "right")) - 1)
-        verb = "count" if plan.request.shares_ends and {*users} <= {0, last} else "lie and count"
-        notes.append(f"layers {', '.join(map(str, users))} share parameters, which {verb} on stage {stage} alone")
-    return notes
-
-
 def _devices(planner: Planner) -> list[str]:
-    """The devices of each stage, the first ones by name."""
+    """The devices of each stage."""
     mesh = planner.request.mesh
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index("stage"), 0).reshape(mesh.shape["stage"], -1)
     more = by_stage.shape[1] - SHOWN_DEVICES
@@ -142,7 +118,6 @@ def _devices(planner: Planner) -> list[str]:
 
 
 PAGE = 'the page "Out of memory?" (docs/howto/out-of-memory.md)'
-HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 MOST = 4
 """How many parts a note names."""
 SMALLER = {
@@ -194,8 +169,7 @@ def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation
         rest = [f"  and the batch, the outputs, activations, caches; smaller by {SMALLER['boundaries']}"]
     else:
         (parts, away), what = predict_memory(planner, batch, tx), "By jpipe's model of memory a step of training takes"
-        most = f"; there JAX takes at most 64 GiB for a process, unless {HOST_LIMIT} is set"
-        rest = [f"  and {bytes_in_words(away.total)} of its host{most * planner.request.splits.on_gpu}"] * bool(away)
+        rest = [f"  and {bytes_in_words(away.total)} of its host"] * bool(away)
     has = f", which has {bytes_in_words(room)}" if (room := room_on(planner.request.mesh)) else ""
     lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
     for size, name in _largest(parts)[:MOST]:

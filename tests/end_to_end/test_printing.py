@@ -94,4 +94,4 @@ def test_layers_that_cost_nothing(chip):
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])[0]
     setting = Setting((("stage", 2),), 2)
     choice = Choice(True, replace(cost, bytes=held), setting, setting.options | {"balance": [2, 1]})
-    assert "ms a step" in str(Choices("plans", (choice,), ()))
+    assert "ms: step" in str(Choices("plans", (choice,), ()))

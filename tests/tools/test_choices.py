@@ -55,9 +55,9 @@ REST = ("collectives", "update")
 def test_milliseconds_of_small_models_and_of_large_ones(choice):
     """All settings of a small model took "0.0" ms."""
     small = but(choice, computation=2e-6, bubble=5e-8, **dict.fromkeys(REST, 0.0)).column()
-    assert (small["ms a step"], small["ms: computation"], small["ms: bubble"]) == ("0.00205", "0.00200", "5.00e-05")
+    assert (small["ms: step"], small["ms: computation"], small["ms: bubble"]) == ("0.00205", "0.00200", "5.00e-05")
     large = but(choice, computation=12.3456, **dict.fromkeys((*REST, "bubble"), 0.0)).column()
-    assert (large["ms a step"], large["ms: bubble"]) == ("12,346", "0.00")
+    assert (large["ms: step"], large["ms: bubble"]) == ("12,346", "0.00")
 
 
 def test_what_shared_ends_compute_is_no_waiting(choice):

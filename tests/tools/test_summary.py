@@ -61,7 +61,7 @@ def test_names_are_escaped():
     assert cells(html)[0] == ["stage", "layers", "what", "in flight", "devices"]
 
 
-def test_what_a_device_holds_and_what_is_shared():
+def test_what_a_device_holds():
     """In words what `jpipe.tools.memory_model` counts; the bubble is the simulator's, of these costs."""
     table = jpipe.Shared(nn.Embed(32, 4))
     layers = [table, *[nn.Dense(4) for _ in range(5)], table.using("attend")]
@@ -76,25 +76,11 @@ def test_what_a_device_holds_and_what_is_shared():
     memory = predict_memory(pipe.planner, np.ones((4, 3), np.int32), optax.sgd(1.0))[0]
     assert f"a training step holds {bytes_in_words(memory.total)} a device (predicted, without the" in words
     assert f"gradients {bytes_in_words(memory['gradients'])}" in words
-    assert "layers 0, 6 share parameters, which lie and count on stage 0 alone" in words
     after = cells(pipe._repr_html_())
     parameters = [row[after[0].index("parameters")] for row in after[1:]]
-    assert parameters == [str(32 * 4 + 3 * 20), f"{2 * 20} + shared"]
+    assert parameters == [str(32 * 4 + 3 * 20), str(2 * 20)]
     bubble = jpipe.simulate(pipe.schedule, [2.0, 5.5 / 3], [4.0, 11 / 3]).bubble_fraction
     assert f"bubble: {bubble:.1%} by the layers' costs; 20.0% if stages take equally long" in words
-
-
-def test_ends_that_all_stages_compute_are_told():
-    """They were told to lie on stage 0."""
-    table = jpipe.Shared(nn.Embed(128, 8))
-    layers = [table, nn.Dense(8), nn.Dense(8), table.using("attend")]
-    for ends, lies in (("shared", "count on stage 0 alone"), ("own", "lie and count on stage 0 alone")):
-        pipe = jpipe.Pipeline(
-            layers, lambda y, _: jax.nn.logsumexp(y, -1).mean(), num_stages=2, num_microbatches=2, ends=ends
-        )
-        pipe.abstract_state({"inputs": np.ones((4,), np.int32)}, tx=optax.sgd(0.1))
-        assert f"layers 0, 3 share parameters, which {lies}" in str(pipe)
-        assert ("ends='shared': all stages compute layers 0 and 3" in str(pipe)) == (ends == "shared")
 
 
 # --- no room: errors that XLA raises, and such as it would ------------------------------------------------------------
@@ -136,7 +122,7 @@ def test_bytes_on_the_host_are_named():
     pipe = small(offload="optimizer", mesh=jpipe.make_mesh(stage=2, devices=parse_topology("h100:2").stand_ins()))
     size = predict_memory(pipe.planner, ROWS, TX)[1].total
     assert size > 0
-    assert f"  and {bytes_in_words(size)} of its host; there JAX takes at most 64 GiB" in note(pipe.planner, ROWS, TX)
+    assert f"  and {bytes_in_words(size)} of its host" in note(pipe.planner, ROWS, TX)
     assert "of its host" not in note(small().planner, ROWS, TX)
 
 
