@@ -14,12 +14,12 @@ import jpipe
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.simulate import Work, in_time
 from jpipe.tools.chips import CHIPS
-from jpipe.tools.choices import Choice, Choices, Setting
 from jpipe.tools.forecaster import Forecast
 from jpipe.tools.measure import SLICES, StageTimes
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.page import facts_of
 from jpipe.tools.profile import Finding, Profile
+from jpipe.tools.search import Choice, Choices, Setting
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.tools.time_model import predict_time
 
