@@ -39,7 +39,7 @@ from jpipe.tools.chips import ABSENT, DEFAULT, FRACTION, Chip, check_one, chip_o
 from jpipe.tools.communication import TURNS
 from jpipe.tools.memory_model import bytes_at_rest
 from jpipe.tools.step_cost import Parts, Predicted, StepCost
-from jpipe.tools.summary import note, room_on
+from jpipe.tools.summary import memory_in_words, room_on
 from jpipe.tools.time_model import predict_time
 from jpipe.types import Batch, Device
 
@@ -64,7 +64,7 @@ class Forecast(Predicted, Tabular):
         compiler's estimates may be wrong.
       flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
       message: a word on memory: the compiler's message if the step doesn't fit; for GPUs jpipe's own.
-      advice: what takes most bytes if it doesn't fit, by the model of memory, and settings that would help.
+      advice: if it doesn't fit, what takes how many bytes by the model of memory, the most first.
     """
 
     title: str
@@ -132,7 +132,7 @@ def forecast(
             if not found_no_room(error):
                 raise
             message = next((line.strip() for line in str(error).splitlines() if "memory" in line), "out of memory")
-            return report(False, cost, message=message, advice=tuple(note(planner, shapes, tx).splitlines()))
+            return report(False, cost, message=message, advice=tuple(memory_in_words(planner, shapes, tx)))
     cost, chip, message = _with_bytes(cost, compiled), chip_of(device), ""
     if chip is None:
         return report(True, cost)
@@ -145,7 +145,7 @@ def forecast(
         if cost.bytes.total > room:
             used, most = bytes_in_words(cost.bytes.total), bytes_in_words(room)
             message = f"the step takes {used}, and JAX has at most {most} of a GPU's memory"
-            return report(False, cost, message=message, advice=tuple(note(planner, shapes, tx).splitlines()))
+            return report(False, cost, message=message, advice=tuple(memory_in_words(planner, shapes, tx)))
         if share > DEFAULT:
             message = f"{FRACTION}={share:.2f} or more has to be set; by default it is {DEFAULT}"
     time = _in_cycles(predict_time(planner, shapes, chip, tx=tx), planner, shapes, text, chip)

@@ -1,10 +1,10 @@
 """`print(pipe)`: a pipeline as a table, with the layers, parameters, memory and devices of each stage.
 
-The error of a step that finds no room gets a note: what the step holds, and what makes each part smaller.
+The error of a step that finds no room gets a note: what the step holds, by part.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import groupby
 
@@ -22,6 +22,7 @@ from jpipe.processes.tables import Table, bytes_in_words
 from jpipe.schedules.simulate import simulate
 from jpipe.tools.chips import chip_of
 from jpipe.tools.memory_model import held_by_device, held_by_stages, predict_memory
+from jpipe.tools.step_cost import Parts
 from jpipe.types import Batch, PyTree
 
 SHOWN_DEVICES = 4
@@ -87,22 +88,26 @@ def _held(plan: Plan) -> str:
 
 
 def _memory(planner: Planner, plan: Plan) -> list[str]:
-    """Lines on a step's memory by its model, the parts by size; none for a pipeline that doesn't train."""
+    """Lines on a step's memory by its model; none for a pipeline that doesn't train."""
     if plan.loss is None:
         return []
     try:
-        memory, hosted = predict_memory(planner, plan.batch)
+        return memory_in_words(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
         return [f"no step of training can be planned: {error}"]
-    said = "a training step holds {} {} (predicted, without the optimiser's state): {}"
-    places = [("a device", memory)] + [("of the host for each device", hosted)] * bool(hosted)
-    texts = lambda parts: [f"{name.replace('_', ' ')} {bytes_in_words(size)}" for size, name in _largest(parts)]
-    return [said.format(bytes_in_words(parts.total), where, ", ".join(texts(parts))) for where, parts in places]
 
 
-def _largest(parts: Mapping[str, int]) -> list[tuple[int, str]]:
-    """The parts that aren't empty, the largest first."""
-    return sorted(((size, name) for name, size in parts.items() if size), key=lambda part: -part[0])
+def memory_in_words(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None) -> list[str]:
+    """Lines on what a step holds on a device, and on its host, by the model of memory, the parts by size."""
+    memory, hosted = predict_memory(planner, batch, tx)
+    without = "" if tx else ", without the optimiser's state"
+
+    def line(parts: Parts[int], where: str) -> str:
+        by_size = sorted(parts.items(), key=lambda part: -part[1])
+        texts = [f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in by_size if size]
+        return f"a training step holds {bytes_in_words(parts.total)} {where} (predicted{without}): {', '.join(texts)}"
+
+    return [line(memory, "a device")] + [line(hosted, "of the host for each device")] * bool(hosted)
 
 
 def _devices(planner: Planner) -> list[str]:
@@ -118,20 +123,6 @@ def _devices(planner: Planner) -> list[str]:
 
 
 PAGE = 'the page "Out of memory?" (docs/howto/out-of-memory.md)'
-MOST = 4
-"""How many parts a note names."""
-SMALLER = {
-    "parameters": 'shard_over=, ends="spread", more stages',
-    "optimizer": 'offload="optimizer", shard_over=, ends="spread", more stages',
-    "gradients": 'gather="use", ends="shared", more stages',
-    "batch": "a mesh axis of data",
-    "boundaries": 'more micro-batches, schedule="1f1b"',
-    "residuals": 'more micro-batches, schedule="1f1b", offload="residuals", remat="full"',
-    "work": 'more micro-batches, ends="shared", a tensor axis',
-}
-"""The settings that make each part of a device's memory smaller, the cheapest first."""
-OTHERS = 'gather="use", more stages'
-"""Those that make all other parts smaller."""
 
 
 @contextmanager
@@ -153,28 +144,9 @@ def notes_on_room(
     except Exception as error:
         if found_no_room(error) and not is_traced((arguments, batch)):
             with suppress(Exception):  # whatever is wrong with the note, the error is what counts
-                error.add_note(note(planner, batch, tx))
+                held = [_held(planner.known_plan())] if batch is None else memory_in_words(planner, batch, tx)
+                error.add_note("\n".join([*held, f"What makes each part smaller, and what that costs: {PAGE}"]))
         raise
-
-
-def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation | None = None) -> str:
-    """The lines of the note: the largest parts of a device's bytes, and the settings that make each smaller.
-
-    Args:
-      planner, batch, tx: as of `notes_on_room`.
-    """
-    if batch is None:
-        held = {name: amount.bytes for name, amount in held_by_device(planner.known_plan()).items()}
-        parts, what = {"parameters": held.pop("params"), **held}, "The variables take"
-        rest = [f"  and the batch, the outputs, activations, caches; smaller by {SMALLER['boundaries']}"]
-    else:
-        (parts, away), what = predict_memory(planner, batch, tx), "By jpipe's model of memory a step of training takes"
-        rest = [f"  and {bytes_in_words(away.total)} of its host"] * bool(away)
-    has = f", which has {bytes_in_words(room)}" if (room := room_on(planner.request.mesh)) else ""
-    lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
-    for size, name in _largest(parts)[:MOST]:
-        lines.append(f"  {name.replace('_', ' ')} {bytes_in_words(size)}; smaller by {SMALLER.get(name, OTHERS)}")
-    return "\n".join([*lines, *rest, f"What each of these costs: {PAGE}"])
 
 
 def room_on(mesh: Mesh) -> int | None:

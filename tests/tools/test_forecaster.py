@@ -128,7 +128,7 @@ def test_what_does_not_fit_on_gpus_is_told_though_their_compiler_compiles_it(lay
     if fits:
         said = r"XLA_PYTHON_CLIENT_MEM_FRACTION=0\.[89]\d or more has to be set; by default it is 0\.75"
     assert found.fits == fits and re.fullmatch(said, found.message)
-    assert (found.seconds is None) == ("more stages" in str(found)) == (not fits)
+    assert (found.seconds is None) == ("a training step holds" in str(found)) == (not fits)
 
 
 @needs_gpu_compiler
