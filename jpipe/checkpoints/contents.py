@@ -324,7 +324,7 @@ def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | N
 
 
 def _facts(description: dict[str, Json]) -> dict[str, str]:
-    """What tells two models apart, by name: their kind, the layers, the shape of each array."""
+    """Lists by name by what two models are told apart: their kind, the layers, the shape of each array."""
     facts = {"its model": "one module" if "model" in description else "a list of layers"}
     for i, layer in enumerate(description.get("layers", [])):
         facts |= {f"layer {i}": layer["name"], f"the layer that stores the variables of layer {i}": layer["stored"]}

@@ -222,7 +222,7 @@ def find(model: StepModel, times: LayerTimes) -> tuple[Finding, ...]:
       model: the model of the step's time.
       times: the times of the layers.
     """
-    work, step = model.stages.makespan(model.schedule), model.measured
+    work, step = model.stages.timeline(model.schedule).makespan, model.measured
     if work <= model.idle + model.update:
         text = (
             f"stages alone work for {work / step:.0%} of the step, which is less than what is around their work takes: "

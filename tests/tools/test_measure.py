@@ -151,7 +151,7 @@ def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
     """M=2, a first stage whose backward is the longer: 11 units, where equal stages take 12, to which they added up."""
     schedule = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
     stages = stage_times((2.0, 2.0), (3.0, 1.0), (0.0, 0.0))
-    assert (stages.makespan(schedule), stages.even.makespan(schedule)) == pytest.approx((11, 12))
+    assert (stages.timeline(schedule).makespan, stages.even.timeline(schedule).makespan) == pytest.approx((11, 12))
     model = StepModel(schedule, stages, idle=0.5, update=0.25, measured=0.75 + 11)
     assert list(model.what_if().seconds.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])
     assert sum(model.what_if().seconds.values()) == pytest.approx(model.what_if().step)

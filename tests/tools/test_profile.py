@@ -208,7 +208,7 @@ def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1
     for virtual_stage, (start, stop) in enumerate(pipe.partition.bounds):
         total[schedule.placement.stage_of(virtual_stage)] += sum(of_layers[start:stop])
     stages = stage_times(total / 3, 2 * total / 3, 0 * total)
-    step = contention * stages.makespan(schedule) + idle + update
+    step = contention * stages.timeline(schedule).makespan + idle + update
     model = StepModel(schedule, stages, idle=idle, update=update, measured=step, noise=noise)
     times = LayerTimes(pipe.planner, costs(of_layers), costs(of_layers, kept))
     return find(model, times)
