@@ -83,7 +83,7 @@ class Forecast(Predicted, Tabular):
         return self.cost.timeline
 
     def _table(self) -> Table:
-        cost = self.cost._table()
+        cost = self.cost.table()
         notes = [
             "it fits" if self.fits else "it does not fit",
             *filter(None, [self.message]),

@@ -86,7 +86,7 @@ class Profile:
 
     def _tables(self) -> list[Table]:
         """The stages; the step's slices and bytes, and below them how far to trust them, and the findings."""
-        stages, cost = stage_table(self.schedule, self.partition, self.stages), self.cost._table()
+        stages, cost = stage_table(self.schedule, self.partition, self.stages), self.cost.table()
         trust = (
             f"stages take {self.contention:.2f} times as long together as each alone",
             f"rounds of the step differ by {self.noise:.0%}, and no change is named that promises less",

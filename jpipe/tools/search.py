@@ -185,7 +185,7 @@ class Choice(Predicted):
         """The entries of this choice in a table."""
         rows = {**self.setting.in_words, "layers": word_of(self.options["balance"])}
         rows["bubble"] = f"{self.cost.bubble_fraction:.1%}"
-        return rows | {name: text for name, text, _ in self.cost._table().rows}
+        return rows | {name: text for name, text, _ in self.cost.table().rows}
 
 
 @dataclass(frozen=True)

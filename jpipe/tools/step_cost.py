@@ -58,11 +58,14 @@ class StepCost(Tabular):
         """The share of the time in which a stage waits for others; ends that all stages compute together are work."""
         return self.seconds["bubble"] / ((self.seconds["bubble"] + self.seconds["computation"]) or 1.0)
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """Seconds by slice and bytes by part, with their shares."""
         rows = _rows("ms: {}", self.seconds, ms_in_words, "step") + _rows("{}", self.bytes, bytes_in_words, "all")
         rows += _rows("on the host: {}", self.host, bytes_in_words)
         header = ("of a device", self.source, "share")
         return Table("A training step, by what its time goes into, and what it holds", header, rows, self.notes)
+
+    _table = table
 
 
 @dataclass(frozen=True)
