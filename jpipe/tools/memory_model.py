@@ -40,21 +40,20 @@ from jpipe.types import Batch, Leaf, PyTree
 
 _COSTLY = frozenset(["cos", "div", "erf", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"])
 """Elementwise operations that compilers carry out once, however many read their result."""
-FUSED = ELEMENTWISE | MOVES | {"dynamic_slice"}
-"""Operations that compilers carry out where their results are read, if what reads them can be fused, too."""
+_FUSED = ELEMENTWISE | MOVES | {"dynamic_slice"}
 
 
 def _reads_fused(equation: JaxprEqn, chip: Chip) -> bool:
     """Whether an equation need not have an array to read: what it reads may be computed where it reads it."""
     name = equation.primitive.name
-    return name in FUSED or name in REDUCTIONS or (name == "dot_general" and chip.fuses)
+    return name in _FUSED or name in REDUCTIONS or (name == "dot_general" and chip.fuses)
 
 
 def _is_fused(equation: JaxprEqn) -> bool:
     """Whether what an equation gives is no array of its own: single numbers are scattered in place."""
     name = equation.primitive.name
     numbers = name.startswith("scatter") and not equation.params["dimension_numbers"].update_window_dims
-    return name in FUSED or numbers
+    return name in _FUSED or numbers
 
 
 class _Held:
@@ -133,7 +132,7 @@ def _made_of(
     added = set[Var]()  # values that nothing reads but to make results of them
     for equation in reversed(equations if chip.fuses else ()):
         for v in equation.outvars:
-            fused = all(equations[i].primitive.name in FUSED for i in readers[v])
+            fused = all(equations[i].primitive.name in _FUSED for i in readers[v])
             if fused and all(added.issuperset(equations[i].outvars) for i in readers[v]):
                 added.add(v)
     for equation in equations:

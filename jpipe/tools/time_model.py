@@ -32,7 +32,7 @@ from jpipe.execution.stage import send_shared
 from jpipe.jax.flat_jaxpr import without_calls
 from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import needed_part
-from jpipe.jax.primitives import ELEMENTWISE, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.jax.primitives import ELEMENTWISE, MOVES, REDUCTIONS, ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.jax.trees import accumulator_dtype, bytes_of, is_float
 from jpipe.memory.layout import LANES, device_index
 from jpipe.model.groups import WEIGHTS
@@ -43,7 +43,7 @@ from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Work, busy_times, in_time
 from jpipe.tools.chips import Chip, Network
-from jpipe.tools.memory_model import FUSED, bytes_of_value, predict_memory
+from jpipe.tools.memory_model import bytes_of_value, predict_memory
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.types import Batch
 
@@ -199,6 +199,7 @@ def _sent_apart(step: Step, network: Network) -> float:
 
 
 PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call"])
+_FUSED = ELEMENTWISE | MOVES
 _SWEEPS = ("approx_top_k", "argm", "cum", "reduce", "sort", "top_k")
 _WHOLE = ("fft", "select_and_")  # read each operand and write each result, as the backward of a max-pool does
 _SMALL = 8  # an array of so many times fewer elements than another is nothing beside it
@@ -248,12 +249,12 @@ class _Kernels:
         convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" and chip.fuses]
         self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
         readers = [(v, e.primitive.name) for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)]
-        self.by_product = {v for v, name in readers if name not in FUSED and name not in REDUCTIONS}
+        self.by_product = {v for v, name in readers if name not in _FUSED and name not in REDUCTIONS}
         # In order: sums are the same each time.
         self.results = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var))
         self.kept = set(self.results)  # and the values that results are made of without a kernel between
         for equation in reversed(jaxpr.eqns):
-            if equation.primitive.name in FUSED and not self.kept.isdisjoint(equation.outvars):
+            if equation.primitive.name in _FUSED and not self.kept.isdisjoint(equation.outvars):
                 self.kept |= {v for v in equation.invars if isinstance(v, Var)}
         for equation in jaxpr.eqns:
             self._add(equation)
@@ -266,7 +267,7 @@ class _Kernels:
         depth = max((self.depth.get(v, 0) for v in operands), default=0)
         narrow = name == "convert_element_type" and not self.inputs.isdisjoint(operands)
         for v in equation.outvars:
-            apart = name not in FUSED or (narrow and bytes_of_value(v) < bytes_of_value(operands[0]))
+            apart = name not in _FUSED or (narrow and bytes_of_value(v) < bytes_of_value(operands[0]))
             self.roots[v] = frozenset([v]) if apart else roots
             self.depth[v] = 0 if name in PRODUCTS else depth + (name in REDUCTIONS)
             if not self.chip.fuses and name in ELEMENTWISE and v in self.by_product and v not in self.results:
@@ -280,7 +281,7 @@ class _Kernels:
             self.seconds += self._pass((equation.invars[2:3] or equation.outvars)[0])
         elif name.startswith(_WHOLE):
             self.seconds += sum(map(self._pass, [*operands, *equation.outvars])) / 2
-        elif name not in FUSED:
+        elif name not in _FUSED:
             self.seconds += _inner(equation, self.chip)
 
     def _product(self, equation: JaxprEqn) -> None:
