@@ -20,7 +20,7 @@ from common import on_cpu, show, stage_mesh, tpu_devices, versions
 from jax.sharding import SingleDeviceSharding
 
 import jpipe
-from jpipe.tools.compiled_program import Loop, compile_with_text, read
+from jpipe.tools.forecaster import Loop, compile_with_text, read
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 VOCABULARY, K = 32000, 4

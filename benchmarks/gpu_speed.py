@@ -46,7 +46,7 @@ from gpu_program import Kernels, compile_with_text, kernels, largest_copy
 from jpipe.planning.step import Step
 from jpipe.schedules.ticks import Run
 from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import Loop, read
+from jpipe.tools.forecaster import Loop, read
 
 BLOCK = "Block.1"
 COLUMNS = (

@@ -23,7 +23,7 @@ from compiled_transfers import HOST_MOVES, transfers
 from jpipe.jax.trees import bytes_of
 from jpipe.planning.step import Step
 from jpipe.tools.chips import ABSENT, parse_topology
-from jpipe.tools.compiled_program import Loop, compile_with_text, count_cycles, read
+from jpipe.tools.forecaster import Loop, compile_with_text, count_cycles, read
 
 FLAGS = {"xla_gpu_experimental_parallel_async_compute_limit": 16}
 """Of XLA for GPUs, which else has two moves under way at a time, and waits for the others."""

@@ -105,13 +105,13 @@ def throughput(times: StageTimes, num_microbatches: int) -> float:
 
     That is relative to M=1 with any K, where the stages work one after the other: K=2, M=1 in table 2.
     """
-    return num_microbatches * sum(times.total) / times.makespan(gpipe(times, num_microbatches))
+    return num_microbatches * sum(times.total) / times.timeline(gpipe(times, num_microbatches)).makespan
 
 
 def slices(times: StageTimes, num_microbatches: int) -> dict[str, float]:
     """Shares of the stages' time in a step, in percent, as `jpipe.profile` has them where only stages take time."""
     schedule = gpipe(times, num_microbatches)
-    model = StepModel(schedule, times, measured=times.makespan(schedule), update=0.0, idle=0.0)
+    model = StepModel(schedule, times, measured=times.timeline(schedule).makespan, update=0.0, idle=0.0)
     cost = model.what_if()
     return {name: 100 * seconds / cost.step for name, seconds in zip(COMPARED, cost.seconds.values(), strict=False)}
 

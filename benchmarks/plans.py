@@ -39,6 +39,7 @@ import jpipe
 from jpipe.tools.chips import mesh_of_nowhere, parse_topology
 from jpipe.tools.forecaster import Forecast
 from jpipe.tools.memory_model import predict_memory
+from jpipe.tools.search import Choice
 from jpipe.tools.time_model import predict_time
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -67,6 +68,11 @@ class Model:
     topology: str
     options: dict[str, Any]
     default: dict[str, int]
+
+
+def words_of(choice: Choice) -> str:
+    """Its settings in a line."""
+    return ", ".join(f"{name}={word}" for name, word in choice.setting.in_words.items())
 
 
 def images(count: int, size: int) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def compare(model: Model) -> list[tuple[str, ...]]:
     rows = []
     for name, options, axes in (
         (f"default: {', '.join(f'{a}={n}' for a, n in model.default.items())}, M={count}", own | sizes, model.default),
-        (f"plan: {found[0].words}", chosen, dict(found[0].setting.axes)),
+        (f"plan: {words_of(found[0])}", chosen, dict(found[0].setting.axes)),
     ):
         pipe = jpipe.Pipeline(model.make(), model.loss_fn, mesh=mesh_of_nowhere(axes), **options)
         rows.append((name, *row(pipe, model)))
@@ -140,7 +146,7 @@ def measure(repetitions: int) -> list[tuple[str, ...]]:
     trees = init_by_hand(layers, jax.random.key(0), batch)
     pipes = {
         "default: K=2, M=8": jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=8),
-        f"plan: {found[0].words}": jpipe.Pipeline(layers, loss_fn, **found[0].options),
+        f"plan: {words_of(found[0])}": jpipe.Pipeline(layers, loss_fn, **found[0].options),
     }
     steppers = {name: pipeline_stepper(pipe, tx, batch, trees) for name, pipe in pipes.items()}
     seconds = in_turns(steppers, repetitions)

@@ -46,7 +46,7 @@ from compiled_transfers import counted
 from gpu_program import compile_with_text as compile_for_gpu
 from gpu_program import kernels
 from jpipe.tools.chips import CHIPS, Chip, measure_chip, parse_topology
-from jpipe.tools.compiled_program import Loop, Operation, compile_with_text, count_cycles, read
+from jpipe.tools.forecaster import Loop, Operation, compile_with_text, count_cycles, read
 from jpipe.tools.time_model import predict_time
 from tpu_program import ARRAY
 

@@ -13,13 +13,13 @@ from typing import Any
 import cluster
 import jax
 import jax.numpy as jnp
+import llama
 import numpy as np
 import optax
 from flax import nnx
 from lm import read_text
 
 import jpipe
-import llama
 
 try:
     from tunix.generate.sampler import CacheConfig, Sampler

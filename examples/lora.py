@@ -16,6 +16,7 @@ from typing import Any
 
 import cluster
 import jax
+import llama
 import numpy as np
 import optax
 from flax import nnx
@@ -23,7 +24,6 @@ from lm import hold_out, read_text
 from rich.table import Table
 
 import jpipe
-import llama
 
 try:
     import qwix

@@ -76,7 +76,6 @@ class Checkpointer:
         self.directory = files.as_path(directory)
         self._manager = files.make_manager(self.directory, keep)
         self._done = set[int]()  # steps restored or saved by this object
-        self._damaged: list[int] = []
         self._is_closed, self._was_told, self._at_exit = False, False, ExitStack()
         before_threads_end(self.close)
 
@@ -126,7 +125,7 @@ class Checkpointer:
     @property
     def latest_step(self) -> int | None:
         """The step of the newest finished checkpoint; None if there is none."""
-        return next((step for step in files.steps_in(self.directory) if step not in self._damaged), None)
+        return next(iter(files.steps_in(self.directory)), None)
 
     def wait(self) -> None:
         """Waits until all saved states are on disk.
@@ -166,11 +165,6 @@ class Checkpointer:
         encoded = to_json(position)
         if step in self._done:
             return
-        if self._damaged:  # out of the way, so that their steps can be saved again
-            self.wait()
-            files.set_aside(self.directory, self._damaged)
-            self._damaged.clear()
-            self._manager.reload()
         if (newest := max(files.steps_in(self.directory), default=-1)) >= step:
             raise ValueError(
                 f"{self.directory} holds step {newest}, and the state is of step {step}; restore it, or save elsewhere"
@@ -204,7 +198,7 @@ class Checkpointer:
         except Exception as error:
             listed = files.listed(self.directory)
             self._done.intersection_update(listed)  # a step that wasn't written may be saved again
-            whole = max((step for step in listed if step not in self._damaged), default="none")
+            whole = max(listed, default="none")
             raise RuntimeError(f"{what} in {self.directory} failed: {error}; last whole checkpoint: {whole}") from error
 
     # --- restoring ---
@@ -214,7 +208,7 @@ class Checkpointer:
     ) -> tuple[TrainState | None, PyTree]:
         """The state of the last whole checkpoint under this pipeline's layout, and the position in the data.
 
-        A checkpoint that can't be read is passed over with a warning.
+        A checkpoint that can't be read is passed over with a warning, and set aside as `damaged-300`.
 
         Args:
           pipe: a pipeline of the layers or of the model that was saved, in any number of stages and over any mesh.
@@ -234,7 +228,10 @@ class Checkpointer:
         steps = files.steps_in(self.directory)
         if not steps:
             return None, None
-        step, restored, self._damaged = _newest(self.directory, steps, lambda s: self._restored(s, pipe, batch, tx))
+        step, restored, damaged = _newest(self.directory, steps, lambda s: self._restored(s, pipe, batch, tx))
+        if damaged:  # out of the way, so that their steps can be saved again
+            files.set_aside(self.directory, damaged)
+            self._manager.reload()
         self._done.add(step)
         return restored
 
@@ -316,7 +313,7 @@ def _loaded(directory: str | os.PathLike[str], step: int | None, item: str) -> l
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == item}
         with task(f"reading the {item} of step {step}"):
             arrays = files.read_arrays(path / str(step), wanted)
-        return [jax.tree.map(lambda leaf: leaf.of(arrays), tree) for tree in own_trees(about)]
+        return own_trees(about, arrays)
 
     return _newest(path, steps if step is None else [step], read)[1]
 

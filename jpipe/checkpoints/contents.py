@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, groupby, product, zip_longest
+from itertools import accumulate, chain, groupby, product
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -295,24 +295,17 @@ class PathLeaf:
     path: Path
     stacked: tuple[int, ...] = ()
 
-    @property
-    def paths(self) -> list[Path]:
-        """The paths of what is stored."""
-        return [(*self.path, *map(str, indices)) for indices in product(*map(range, self.stacked))]
 
-    def of(self, arrays: Named) -> np.ndarray:
-        """Its array, out of those on the host by path; slices are stacked again."""
-        slices = [arrays[path] for path in self.paths]
-        return np.stack(slices).reshape(*self.stacked, *slices[0].shape) if self.stacked else slices[0]
+def own_trees(description: Json, arrays: Named) -> list[PyTree]:
+    """Each layer's own tree, or the tree of a model that is one module, of arrays on the host, which are named."""
 
+    def stacked(path: list[str], counts: list[int]) -> np.ndarray:
+        slices = [arrays[*path, *map(str, indices)] for indices in product(*map(range, counts))]
+        return np.stack(slices).reshape(*counts, *slices[0].shape) if counts else slices[0]
 
-def own_trees(description: Json) -> list[PyTree]:
-    """Each layer's own tree, or the tree of a model that is one module, of the paths of its arrays."""
     if "model" in description:
-        leaf_of = lambda encoded: PathLeaf(*map(tuple, encoded))
-        return [from_json(description["model"]["item"], leaf_of)]
-    leaf_of = lambda path: PathLeaf(tuple(path))
-    return [from_json(layer["item"], leaf_of) for layer in description["layers"]]
+        return [from_json(description["model"]["item"], lambda leaf: stacked(*leaf))]
+    return [from_json(layer["item"], lambda path: arrays[tuple(path)]) for layer in description["layers"]]
 
 
 def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | None:
@@ -322,22 +315,20 @@ def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | N
       saved: the checkpoint's description.
       wanted: the pipeline's description.
     """
-    kinds = ["one module" if "model" in description else "a list of layers" for description in (saved, wanted)]
-    if kinds[0] != kinds[1]:
-        return f"its model is {kinds[0]} in the checkpoint and {kinds[1]} in the pipeline"
-    layers = zip_longest(saved.get("layers", []), wanted.get("layers", []), fillvalue={"name": "missing"})
-    for i, (there, here) in enumerate(layers):
-        if there["name"] != here["name"]:
-            return f"layer {i} is {there['name']} in the checkpoint and {here['name']} in the pipeline"
-        if there["stored"] != here["stored"]:
-            return f"layer {here['name']} has the variables of {there['stored'] or 'no layer'} in the checkpoint"
-    in_words = lambda arrays: {"/".join(path): f"{dtype}{shape}" for path, dtype, shape in arrays}
-    saved_arrays, wanted_arrays = in_words(saved["arrays"]), in_words(wanted["arrays"])
-    for name in sorted({*saved_arrays, *wanted_arrays}):
-        there, here = saved_arrays.get(name, "missing"), wanted_arrays.get(name, "missing")
-        if there != here:
-            return f"{name} is {there} in the checkpoint and {here} in the pipeline"
+    there, here = _facts(saved), _facts(wanted)
+    for name in sorted({**there, **here}, key=lambda name: name if "/" in name else ""):  # layers, then arrays by name
+        if there.get(name) != here.get(name):
+            told = f"{there.get(name, 'missing')} in the checkpoint and {here.get(name, 'missing')} in the pipeline"
+            return f"{name} is {told}"
     return None
+
+
+def _facts(description: dict[str, Json]) -> dict[str, str]:
+    """Lists by name by what two models are told apart: their kind, the layers, the shape of each array."""
+    facts = {"its model": "one module" if "model" in description else "a list of layers"}
+    for i, layer in enumerate(description.get("layers", [])):
+        facts |= {f"layer {i}": layer["name"], f"the layer that stores the variables of layer {i}": layer["stored"]}
+    return facts | {"/".join(path): f"{dtype}{shape}" for path, dtype, shape in description["arrays"]}
 
 
 # --- pytrees as JSON --------------------------------------------------------------------------------------------------

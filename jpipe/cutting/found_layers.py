@@ -60,7 +60,7 @@ class FoundLayers(list[FoundLayer], Tabular):
             )
             for index, layer in enumerate(self)
         ]
-        return Table(self._title, ("layer", "name", "function", "arrays", "FLOPs", "gives"), rows, {})
+        return Table(self._title, ("layer", "name", "function", "arrays", "FLOPs", "gives"), rows)
 
 
 def layers_of(

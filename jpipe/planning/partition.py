@@ -96,14 +96,15 @@ class Partition:
             share = cost / total if total else 1 / len(costs)
             chunk, stage = divmod(virtual_stage, self.num_stages)
             names = (str(stage), str(chunk)) if self.num_chunks > 1 else (str(stage),)
-            rows.append((*names, layers, str(count), f"{cost:.4g}", f"{share:.1%}"))
+            mark = "<- slowest" if virtual_stage == slowest else ""
+            rows.append((*names, layers, str(count), f"{cost:.4g}", f"{share:.1%}", mark))
         even = replace(self, cuts=partition([1.0] * len(self.layer_costs), len(costs)).cuts)
         note = (
             f"{self._slowest}; cut into even counts the slowest stage would cost "
             f"{max(even.costs):.4g} ({even.imbalance:.3f})"
         )
-        header = ("stage", *(("chunk",) if self.num_chunks > 1 else ()), "layers", "count", "cost", "share")
-        return Table(f"Partition of {len(self.layer_costs)} layers", header, rows, {slowest: "slowest"}, [note])
+        header = ("stage", *(("chunk",) if self.num_chunks > 1 else ()), "layers", "count", "cost", "share", "")
+        return Table(f"Partition of {len(self.layer_costs)} layers", header, rows, [note])
 
 
 def partition(

@@ -135,14 +135,13 @@ class Timeline:
         times = [time for time in sorted(changes) if changes[time] or time == 0.0]
         return list(zip(times, accumulate(changes[time] for time in times), strict=True))
 
-    def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None, *, unit: str | None = None) -> "Axes":
+    def plot(self, path: "str | os.PathLike[str] | None" = None, *, unit: str | None = None) -> "Axes":
         """Draws the timeline: a line of bars for each stage, and below it what each stage holds over time.
 
         Each kind of action has a colour, each chunk a shade, each bar the number of its micro-batch where it fits.
 
         Args:
-          path_or_ax: where to save the picture, or the axes to draw into, which get the bars alone; None draws into a
-            new pyplot figure.
+          path: where to save the picture; None draws into a new pyplot figure.
           unit: the unit of the times, such as "ms".
 
         Returns:
@@ -153,7 +152,7 @@ class Timeline:
         """
         from jpipe.tools.figures import plot
 
-        return plot(self, path_or_ax, unit=unit)
+        return plot(self, path, unit=unit)
 
 
 def simulate(

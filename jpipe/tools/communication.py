@@ -85,7 +85,7 @@ class Communication(Tabular):
             sizes = str(t.devices), t.array, f"{t.count:g}", f"{t.bytes / MIB:.3f}"
             rows.append((t.loop, t.layer, t.collective, ", ".join(t.axes), *sizes, t.line))
         notes = [f"{loop}: {often}" for loop, often in HOW_OFTEN.items() if any(t.loop == loop for t in self.transfers)]
-        return Table(f"What a device sends in a step of {self.title}", header, rows, {}, notes)
+        return Table(f"What a device sends in a step of {self.title}", header, rows, notes)
 
 
 def communication(planner: Planner, batch: Batch, title: str) -> Communication:

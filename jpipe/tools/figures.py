@@ -67,16 +67,9 @@ def text_colour(background: RGB) -> str:
 # --- what users call --------------------------------------------------------------------------------------------------
 
 
-def plot(
-    timeline: Timeline, path_or_ax: str | os.PathLike[str] | Axes | None = None, *, unit: str | None = None
-) -> Axes:
+def plot(timeline: Timeline, path: str | os.PathLike[str] | None = None, *, unit: str | None = None) -> Axes:
     """Draws one timeline; see `Timeline.plot`."""
-    if path_or_ax is None or isinstance(path_or_ax, str | os.PathLike):
-        return draw_timelines([timeline], path_or_ax, unit).axes[0]
-    draw_gantt(path_or_ax, timeline, timeline.makespan, str(timeline))
-    path_or_ax.set_xlabel(time_label([timeline], unit))
-    draw_legend(path_or_ax, [path_or_ax], loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return path_or_ax
+    return draw_timelines([timeline], path, unit).axes[0]
 
 
 def compare(
@@ -206,12 +199,13 @@ def write_beside(axes: Axes, text: str, end: tuple[float, float]) -> None:
     axes.annotate(text, end, xytext=(4, 0), textcoords="offset points", **look)
 
 
-def draw_legend(where: Axes | Figure, panels: Sequence[Axes], **look: Any) -> None:
-    """Says what is in these panels, each thing once."""
+def draw_legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Says below a figure what is in these panels, each thing once."""
     handles: dict[str, Any] = {}
     for axes in panels:
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    where.legend([*handles.values()], [*handles], frameon=False, fontsize=TEXT, **look)
+    look = {"loc": "outside lower center", "ncols": 5 if figure.get_figwidth() > 7.5 else 2, "fontsize": TEXT}
+    figure.legend([*handles.values()], [*handles], frameon=False, **look)
 
 
 # --- figures of timelines ---------------------------------------------------------------------------------------------
@@ -252,7 +246,7 @@ def draw_timelines(
         axes.spines["bottom"].set_visible(axes is column[-1])
         axes.tick_params(bottom=axes is column[-1])
     column[-1].set_xlabel(time_label(timelines, unit), fontsize=TEXT)
-    draw_legend(figure, column, loc="outside lower center", ncols=5 if figure.get_figwidth() > 7.5 else 2)
+    draw_legend(figure, column)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

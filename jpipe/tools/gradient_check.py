@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.execution.before_ticks import joined_outputs, listed_known
-from jpipe.jax.inside import raised
 from jpipe.jax.primitives import ClosedJaxpr, shapes_of
 from jpipe.jax.tracing import equations_in, no_mesh, replay, replayed, trace
 from jpipe.layers.base import Context, LayerVariables, positional
@@ -116,17 +115,16 @@ class GradientCheck(Tabular):
         """Shows the loss, all leaves that differ, and a few of those that agree, the furthest off first."""
         shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
         rows = [self.loss, *shown]
-        texts = [(leaf.layer, leaf.path, *(f"{x:.2g}" for x in (leaf.size, leaf.off, leaf.rounding))) for leaf in rows]
-        marks = {i: "zero" if row.agrees else "differs" for i, row in enumerate(rows) if row.is_zero or not row.agrees}
-        hidden, zeros = len(self.leaves) - len(shown), sum(leaf.is_zero and leaf.agrees for leaf in self.leaves)
+        mark = lambda leaf: "<- differs" if not leaf.agrees else "<- zero" if leaf.is_zero else ""
+        sizes = lambda leaf: (f"{size:.2g}" for size in (leaf.size, leaf.off, leaf.rounding))
+        texts = [(leaf.layer, leaf.path, *sizes(leaf), mark(leaf)) for leaf in rows]
         notes = [
-            f"{self._verdict()}{f'; {hidden} that are nearer are left out here' if hidden else ''}.",
+            f"{self._verdict()}; those that are furthest off are shown.",
             f"rounding: that of {self.narrowest}, which the plain model shows where its parameters are off by a bit.",
-            *[f"zero: {zeros} gradients are zero but for rounding, so that any two computations differ."] * (zeros > 0),
+            *([] if self.agrees else [*self.couples, LOSS_COUPLES]),
         ]
-        notes += [] if self.agrees else [*self.couples, LOSS_COUPLES]
-        header = ("layer", "parameter", "largest", "off by", "rounding")
-        return Table(f"Loss and gradients of {self.title}, and the plain model's", header, texts, marks, notes)
+        header = ("layer", "parameter", "largest", "off by", "rounding", "")
+        return Table(f"Loss and gradients of {self.title}, and the plain model's", header, texts, notes)
 
 
 def _how_far(leaf: CheckedLeaf) -> float:
@@ -205,11 +203,8 @@ def _of_reference(reference: Reference, planner: Planner, model: Model) -> Plain
 
     def loss(params: Params, trees: LayerTrees, batch: Batch, _: jax.Array) -> jax.Array:
         whole = _whole(model, params, trees)
-        try:
-            items = to_items(model, whole) if cut is None else cut.whole.layer.to_item(cut.to_model(whole))
-            mean = reference(items, batch)
-        except Exception as error:
-            raise ValueError(f"reference raised {raised(error)}; it takes all variables and the whole batch") from error
+        items = to_items(model, whole) if cut is None else cut.whole.layer.to_item(cut.to_model(whole))
+        mean = reference(items, batch)
         if jnp.shape(mean) != ():
             raise ValueError(f"reference returned an array of shape {jnp.shape(mean)}; it has to return the mean loss")
         return mean

@@ -85,10 +85,6 @@ class StageTimes(NamedTuple):
         forward, backward, recompute, weight = (times.tolist() for times in self)
         return simulate(schedule, forward, backward, weight=weight, recompute=recompute)
 
-    def makespan(self, schedule: Schedule) -> float:
-        """How long the schedule takes with these times."""
-        return self.timeline(schedule).makespan
-
 
 @dataclass(frozen=True)
 class StepModel:
@@ -117,7 +113,7 @@ class StepModel:
         Raises:
           ValueError: the step took less than what was measured around the stages' work: it is too short.
         """
-        contention = (self.measured - self.update - self.idle) / self.stages.makespan(self.schedule)
+        contention = (self.measured - self.update - self.idle) / self.stages.timeline(self.schedule).makespan
         if contention <= 0:
             raise ValueError(
                 f"the step takes {self.measured * 1e3:.3g} ms, what isn't work of stages "
@@ -133,9 +129,9 @@ class StepModel:
         of their waiting. (Stages of unlike forwards and backwards may wait less: then there is no imbalance.)
         """
         stages = stages or self.stages
-        even, count, makespan = stages.even, self.schedule.num_microbatches, stages.makespan(self.schedule)
+        even, count, makespan = stages.even, self.schedule.num_microbatches, stages.timeline(self.schedule).makespan
         computation, recomputation = count * (even.forward[0] + even.backward[0]), count * even.recompute[0]
-        imbalance = max(0.0, makespan - even.makespan(self.schedule))
+        imbalance = max(0.0, makespan - even.timeline(self.schedule).makespan)
         bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
         work = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
         slices: dict[str, float] = dict(zip(SLICES, [*work, self.idle, self.update], strict=True))
@@ -171,9 +167,14 @@ class LayerTimes:
         return np.bincount(self.stage_of_layers(cut), values, minlength=self.planner.request.schedule.num_stages)
 
     def over_here(self, costs: Sequence[Cost], part: str = "total") -> np.ndarray:
-        """`[K]`, how many times as long each stage's layers would take; of a part of `Cost`."""
-        there, here = (self.by_stage([getattr(cost, part) for cost in times]) for times in (costs, self.here))
-        return there / here
+        """`[K]`, how many times as long as now each stage would take if its layers took these costs.
+
+        Args:
+          costs: those of each layer, `[N]`.
+          part: what of them counts: "forward", "backward" or "total".
+        """
+        sums = lambda times: self.by_stage([getattr(cost, part) for cost in times])
+        return sums(costs) / sums(self.here)
 
     def with_recomputation(self, stages: StageTimes) -> StageTimes:
         """The stages' times as measured, with recomputation apart from the rest of the backward."""

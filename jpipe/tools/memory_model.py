@@ -264,6 +264,7 @@ def predict_memory(
     rows_away, back = sum(s.host_rows * s.row_bytes for s in away), sum(s.row_bytes for s in away)  # one comes back
     layouts = plan.at_work
     sums = {n: bytes_of(jax.eval_shape(partial(layout.zeros, accumulator_dtype))) for n, layout in layouts.items()}
+    of_state = sum(sums[name] for name in step.collections("state", GRADIENT))
     casts, whole = _narrow_copies(step)
     brought = sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
     leaves = jax.tree.leaves(step.model.batch)
@@ -274,12 +275,10 @@ def predict_memory(
         parameters=at_rest["parameters"],
         optimizer=at_rest["optimizer"],
         gradients=sums["params"],
-        other_variables=at_rest["other_variables"]
-        + brought
-        + sum(sums[n] for n in step.collections("state", GRADIENT)),
+        other_variables=at_rest["other_variables"] + brought + of_state,
         batch=step.schedule.num_microbatches * micro,
         boundaries=boundary_bytes(step, chip),
-        residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + rows_away * (not is_apart),
+        residuals=bytes_of(jax.eval_shape(step.kept.empty)) + back + (0 if is_apart else rows_away),
         work=work,
         casts=casts,
     )

@@ -133,7 +133,8 @@ def _held(plan: Plan, names: Sequence[str], room: int) -> PipelineFacts:
         device, whole = held[name].bytes, bytes_of(plan.shapes[name]) / placement.num_stages
         shares = [amount.bytes / max(whole, 1) for amount in held_by_stages(plan, name)]
         of_stages = device * np.bincount(stage_of, shares)
-        own += np.minimum(of_stages, device) - device  # less where others hold a part of its own
+        # In place of all the room of a device what its stage has; all of it, where other stages hold the rest.
+        own += np.minimum(of_stages, device) - device
     return {"own": own.tolist(), "room": room}
 
 

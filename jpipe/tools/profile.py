@@ -183,8 +183,7 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes) -> Table
         for stage, times in enumerate(columns)
     ]
     header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean")
-    marks = {int(total.argmax()): "slowest"} if total.max() > 1.02 * total.mean() else {}
-    return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows, marks)
+    return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows)
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ def find(model: StepModel, times: LayerTimes) -> tuple[Finding, ...]:
       model: the model of the step's time.
       times: the times of the layers.
     """
-    work, step = model.stages.makespan(model.schedule), model.measured
+    work, step = model.stages.timeline(model.schedule).makespan, model.measured
     if work <= model.idle + model.update:
         text = (
             f"stages alone work for {work / step:.0%} of the step, which is less than what is around their work takes: "

@@ -13,20 +13,18 @@ from typing import TypeVar, cast
 import jax
 import optax
 
-from jpipe.jax.trees import bytes_of
 from jpipe.memory.batches import batch_size, cut_for_evaluation
 from jpipe.model.loss import LossFn
-from jpipe.model.remat import MODES
+from jpipe.model.remat import MODES, Policy
 from jpipe.partitioner.axes import AXIS, BATCH_AXES
 from jpipe.partitioner.users_mesh import make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.planning.request import ENDS
 from jpipe.processes.progress import task
-from jpipe.processes.tables import bytes_in_words
+from jpipe.processes.tables import Table, Tabular, bytes_in_words
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.chips import Chip, check_one, chip_of, measure_chip, mesh_of_nowhere, parse_topology, stand_ins_of
-from jpipe.tools.choices import PINNED, Choice, Choices, Setting, ahead, sorted_out, word_of
-from jpipe.tools.communication import words_of
+from jpipe.tools.step_cost import Parts, Predicted
 from jpipe.tools.time_model import layer_seconds, predict_time
 from jpipe.types import Batch, Device, Shapes
 from jpipe.users_numbers import as_integer, as_number
@@ -77,8 +75,8 @@ def plan(
       **options: further arguments of `jpipe.Pipeline`; of those that are searched, one that is given stays as it is.
 
     Raises:
-      ValueError: an unknown topology, or one without the devices that `balance="time"` needs; nothing fits, and the
-        least memory that would do; no setting is possible, and why the first isn't.
+      ValueError: an unknown topology; nothing fits, and the least memory that would do; no setting is possible, and why
+        the first isn't.
       TypeError: `jpipe.Pipeline` raises it.
     """
     if "mesh" in options:
@@ -86,7 +84,7 @@ def plan(
     room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     check_one(topology, devices)
     at_hand = list(jax.devices() if devices is None else devices)
-    where, number, chip, targets = _hardware(topology, at_hand, options.get("balance"))
+    where, number, chip, targets = _hardware(topology, at_hand)
     room = int(SURE * chip.room) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     unsearched = {name: value for name, value in options.items() if name not in (*PINNED, "balance")}
@@ -94,16 +92,16 @@ def plan(
     rated = search.run(number, axes)
     chosen = sorted_out(choice for choice in rated if choice.fits)[:SHOWN]
     if not chosen:
-        raise ValueError(search.nothing_fits(where))
+        raise ValueError(search.nothing_fits(where, rated))
     makes = partial(make_mesh, devices=at_hand[:number], axis_types=None)
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
     chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]
     title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
-    why = [ahead(chosen[0], second) for second in chosen[1:2]]
+    why = [f"1. is ahead of 2. by {chosen[0].cost.ahead_of(second.cost)}" for second in chosen[1:2]]
     return Choices(title, tuple(chosen), (*why, *chosen[0].cost.notes))
 
 
-def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) -> tuple[str, int, Chip, list[Device]]:
+def _hardware(topology: str | None, at_hand: Sequence[Device]) -> tuple[str, int, Chip, list[Device]]:
     """Checks what is planned for; returns its name, the number of devices, one of them, and what stands for them."""
     if topology is None:
         if not at_hand:
@@ -111,15 +109,120 @@ def _hardware(topology: str | None, at_hand: Sequence[Device], balance: object) 
         chip = chip_of(at_hand[0]) or measure_chip(at_hand)
         return f"{len(at_hand)} devices at hand", len(at_hand), chip, stand_ins_of(at_hand)
     away = parse_topology(topology)
-    if isinstance(balance, str) and balance == "time":
-        raise ValueError(
-            f'balance="time" measures layers on a device, and topology={topology!r} has none at hand; use '
-            'balance="flops", or pass one cost a layer as floats'
-        )
     return str(away), away.num_devices, away.chip, away.stand_ins()
 
 
-# --- the settings -----------------------------------------------------------------------------------------------------
+PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over")
+"""The pipeline's arguments that a search varies; where one is given, it stays as it is."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to train a model on some devices.
+
+    Attributes:
+      axes: (name, devices) of each mesh axis, `stage` first.
+      num_microbatches: M.
+      schedule: its name, or the user's own.
+      num_chunks: V.
+      remat: its name, or a policy.
+      ends: where the weights of the first and the last layer lie.
+      shard_over: data axes that parameters are split over.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    num_microbatches: int
+    schedule: str | Schedule = "1f1b"
+    num_chunks: int = 1
+    remat: str | Policy = "layer"
+    ends: str = "own"
+    shard_over: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return dict(self.axes)[AXIS]
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The arguments of `jpipe.Pipeline`, but for its mesh."""
+        return {name: getattr(self, name) for name in PINNED}
+
+    @property
+    def in_words(self) -> dict[str, str]:
+        """The sizes of mesh axes, and the arguments, by name; K is the size of `stage`."""
+        named = [*self.axes, *self.options.items()]
+        return {name: word_of(value) for name, value in named if name != "num_stages"}
+
+
+def word_of(value: object) -> str:
+    """The user's value as a word: a schedule or a policy by its name."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "-"
+    return value.name if isinstance(value, Schedule) else getattr(value, "__name__", str(value))
+
+
+@dataclass(frozen=True)
+class Choice(Predicted):
+    """A setting, and what the models predict of it.
+
+    Attributes:
+      setting: the sizes of mesh axes, and the options that were searched.
+      options: arguments of `jpipe.Pipeline`, those that `plan` was given too. A mesh is among them where this process
+        has as many devices; else `setting.axes` says its sizes.
+      cost: seconds of the step and bytes of a device, predicted; with the warnings that planning it gave.
+      fits: whether these, and those on its host, are no more than there are.
+    """
+
+    setting: Setting
+    options: dict[str, object]
+
+    @property
+    def time(self) -> Parts[float]:
+        """The predicted seconds of a step, by part."""
+        return self.cost.seconds
+
+    def column(self) -> dict[str, str]:
+        """The entries of this choice in a table."""
+        rows = {**self.setting.in_words, "layers": word_of(self.options["balance"])}
+        rows["bubble"] = f"{self.cost.bubble_fraction:.1%}"
+        return rows | {name: text for name, text, _ in self.cost.table().rows}
+
+
+@dataclass(frozen=True)
+class Choices(Tabular):
+    """The best choices, the fastest first; printed, or shown in a notebook, they are a table.
+
+    Attributes:
+      title: what the plans are for.
+      choices: the choices.
+      advice: why the first is ahead of the second, and the warnings that planning it gave.
+    """
+
+    title: str
+    choices: tuple[Choice, ...]
+    advice: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def __getitem__(self, index: int) -> Choice:
+        return self.choices[index]
+
+    def _table(self) -> Table:
+        columns = [choice.column() for choice in self.choices]
+        names = dict.fromkeys(name for column in columns for name in column)
+        rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+        return Table(self.title, ("", *(f"{i + 1}." for i in range(len(columns)))), rows, self.advice)
+
+
+def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
+    """Sorts choices by time, and keeps those that take less memory than all faster ones."""
+    kept: list[Choice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.cost.step, choice.total_bytes)):
+        if not kept or choice.total_bytes < kept[-1].total_bytes:
+            kept.append(choice)
+    return kept
 
 
 Word = TypeVar("Word")
@@ -168,10 +271,11 @@ class Space:
         starts, fixed = [], {name: value for name, value in self.pinned.items() if name != "num_stages"}
         for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
             setting = Setting(axes, 1)
-            most, counts, ways = MICROBATCHES_A_STAGE * setting.num_stages, self._counts(setting), self._ways(setting)
-            if setting.num_stages in self._of("num_stages", setting.num_stages) and counts and ways:
-                count, (name, V) = max([m for m in counts if m <= most] or counts[:1]), ways[0]
-                setting = replace(setting, num_microbatches=count, schedule=name, num_chunks=V)
+            K, counts, ways = setting.num_stages, self._counts(setting), self._ways(setting)
+            if K in self._of("num_stages", K) and counts and ways:
+                few = [m for m in counts if m <= MICROBATCHES_A_STAGE * K]
+                name, V = ways[0]
+                setting = replace(setting, num_microbatches=max(few or counts[:1]), schedule=name, num_chunks=V)
                 starts.append(replace(setting, **fixed))
         return sorted(starts, key=lambda start: math.prod(dict(start.axes)[name] for name in self.others))
 
@@ -199,15 +303,6 @@ class Space:
         at = counts.index(setting.num_microbatches) + steps
         return [replace(setting, num_microbatches=counts[at])] if 0 <= at < len(counts) else []
 
-    def why_empty(self) -> str:
-        """Why there is no setting, in words."""
-        kept = ", ".join(f"{name}={word_of(value)}" for name, value in self.pinned.items()) or "nothing kept"
-        return (
-            f"a batch of {self.batch_size} can be cut into {divisors(self.batch_size)} micro-batches, and "
-            f"{self.num_layers} layers lie on {self.num_layers} stages at most; with {kept}, none suits "
-            f"{self.num_devices} devices"
-        )
-
     def _of(self, name: str, *words: Word) -> tuple[Word, ...]:
         """The values of an argument that are searched: these, or the one that is pinned."""
         return (cast("Word", self.pinned[name]),) if name in self.pinned else words
@@ -225,8 +320,8 @@ class Space:
     def _counts(self, setting: Setting) -> list[int]:
         """The M that there can be."""
         shards = math.prod(dict(setting.axes)[name] for name in self.data_axes)
-        every = divisors(self.batch_size)
-        return [m for m in every if m in self._of("num_microbatches", m) and self.batch_size % (m * shards) == 0]
+        counts = [m for m in range(1, self.batch_size + 1) if self.batch_size % (m * shards) == 0]
+        return [m for m in counts if m in self._of("num_microbatches", m)]
 
 
 def shared_out(count: int, names: Sequence[str]) -> list[tuple[tuple[str, int], ...]]:
@@ -237,16 +332,8 @@ def shared_out(count: int, names: Sequence[str]) -> list[tuple[tuple[str, int], 
     """
     if not names:
         return [()] if count == 1 else []
-    return [((names[0], n), *rest) for n in divisors(count) for rest in shared_out(count // n, names[1:])]
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors in ascending order.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    return [n for n in range(1, number + 1) if number % n == 0]
+    sizes = [n for n in range(1, count + 1) if count % n == 0]
+    return [((names[0], n), *rest) for n in sizes for rest in shared_out(count // n, names[1:])]
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -254,7 +341,7 @@ def divisors(number: int) -> list[int]:
 
 def _rank(choice: Choice) -> tuple[bool, float]:
     """Less is better: choices that fit by their time, before all others by their memory."""
-    return not choice.fits, choice.seconds if choice.fits else float(choice.total_bytes)
+    return not choice.fits, choice.cost.step if choice.fits else float(choice.total_bytes)
 
 
 @dataclass
@@ -281,7 +368,6 @@ class Search:
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
     _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
-    _largest: tuple[int, str] = field(default=(0, ""), init=False)
     _refusal: Exception | None = field(default=None, init=False)
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
@@ -304,27 +390,20 @@ class Search:
                 improved.append(self._improve(start, min(improved, key=_rank, default=start), space))
                 advance()
         if not possible:
-            why = self._refusal or space.why_empty()
+            kept = ", ".join(f"{name}={word_of(value)}" for name, value in space.pinned.items()) or "nothing kept"
+            suits = f"of a batch of {space.batch_size} and {space.num_layers} layers, with {kept}, none suits"
+            why = self._refusal or f"{suits} {num_devices} devices; keep less, or use another number of devices"
             raise ValueError(f"no setting is possible: {why}") from self._refusal
-        return self._found
+        return [choice for choice in self._rated.values() if choice is not None]
 
-    def nothing_fits(self, where: str) -> str:
-        """The message where no setting fits."""
-        least = min(self._found, key=lambda choice: choice.total_bytes)
-        held = least.cost.bytes
-        part = max(held, key=lambda part: held[part])
-        with_others = 2 + held["optimizer"] / max(1, held["parameters"])  # gradients, and the optimiser's
-        size, layer = self._largest
-        remedy = "pass more devices, offload=, or a batch that can be cut into smaller micro-batches"
-        if (alone := int(size * with_others)) > self.room:
-            remedy = (
-                f"{layer} alone takes {bytes_in_words(alone)} with its gradients and optimiser, so give its weights a "
-                "tensor axis (nn.with_partitioning)"
-            )
+    def nothing_fits(self, where: str, rated: Sequence[Choice]) -> str:
+        """The message where none of the settings fits."""
+        least = min(rated, key=lambda choice: choice.total_bytes)
+        words = ", ".join(f"{name}={word}" for name, word in least.setting.in_words.items())
         return (
             f"no plan fits in {bytes_in_words(self.room)} a device on {where}; the smallest takes "
-            f"{bytes_in_words(held.total)} ({least.words}), {bytes_in_words(held[part])} of it "
-            f"{part.replace('_', ' ')}; {remedy}"
+            f"{bytes_in_words(least.total_bytes)} ({words}); pass more devices, offload=, or a batch that can be "
+            "cut into smaller micro-batches, or give the weights of large layers a tensor axis (nn.with_partitioning)"
         )
 
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
@@ -333,7 +412,6 @@ class Search:
         planner = self.make(num_stages=1, num_microbatches=1, mesh=mesh).planner
         with warnings.catch_warnings(action="ignore"):
             groups = planner.plan_for(self.batch).model.groups
-        self._largest = max((bytes_of(group.variables.get("params")), words_of(group)) for group in groups)
         named = {name for group in groups for name in group.asked_axes | group.constrained}
         names = ({*axes} or named) - {AXIS}
         data = planner.request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
@@ -371,15 +449,10 @@ class Search:
     def _is_far(self, one: Choice, best: Choice) -> bool:
         """Whether a choice takes much longer than the best so far; while none fits, whether nothing can on its mesh."""
         if best.fits:
-            return one.seconds - one.time["bubble"] > FAR * best.seconds
+            return one.cost.step - one.time["bubble"] > FAR * best.cost.step
         held = one.cost.bytes
         least = held["parameters"] + held["gradients"] + held["optimizer"]
         return one.setting.axes != best.setting.axes and least > self.room
-
-    @property
-    def _found(self) -> list[Choice]:
-        """The settings that are possible, of those that were rated."""
-        return [choice for choice in self._rated.values() if choice is not None]
 
     def what_if(self, setting: Setting) -> Choice | None:
         """Predicts what a step takes with a setting; None if that isn't possible."""

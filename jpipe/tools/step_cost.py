@@ -24,8 +24,6 @@ class Parts(dict[str, Number]):
         return cast("Number", sum(self.values()))
 
 
-LIMITS = {"computation": "compute", "collectives": "links"}
-
 Row = tuple[str, str, str]
 """The name of a part, how much it is, and its share of all parts."""
 
@@ -60,32 +58,22 @@ class StepCost(Tabular):
         """The share of the time in which a stage waits for others; ends that all stages compute together are work."""
         return self.seconds["bubble"] / ((self.seconds["bubble"] + self.seconds["computation"]) or 1.0)
 
-    @property
-    def limit(self) -> str:
-        """The slice that takes longest; "compute" stands for computation, "links" for collectives."""
-        slowest = max(self.seconds, key=lambda name: self.seconds[name])
-        return LIMITS.get(slowest, slowest)
-
-    def rows_of_seconds(self) -> list[Row]:
-        """A row for each slice of the step, and one for the step; none if nothing is known."""
-        return _rows("ms: {}", self.seconds, ms_in_words, "step")
-
-    def rows_of_bytes(self) -> list[Row]:
-        """A row for each part of a device's bytes, and one for all; none if nothing is known."""
-        return _rows("{}", self.bytes, bytes_in_words, "all")
-
-    def rows_on_host(self) -> list[Row]:
-        """A row for each part of the bytes on its host; none if nothing lies there."""
-        return _rows("on the host: {}", self.host, bytes_in_words)
+    def ahead_of(self, other: "StepCost") -> str:
+        """How much less this step takes than another, and of what: parts that are a hundredth of it or more."""
+        gain, names = other.step - self.step, {**self.seconds, **other.seconds}
+        gains = {name: other.seconds.get(name, 0.0) - self.seconds.get(name, 0.0) for name in names}
+        felt = sorted((name for name in gains if abs(gains[name]) > gain / 100), key=lambda name: -abs(gains[name]))
+        words = [f"{ms_in_words(abs(gains[name]))} ms {'less' if gains[name] > 0 else 'more'} {name}" for name in felt]
+        return f"{ms_in_words(gain)} ms less: {', '.join(words)}"
 
     def table(self) -> Table:
         """Seconds by slice and bytes by part, with their shares."""
-        rows = [*self.rows_of_seconds(), *self.rows_of_bytes(), *self.rows_on_host()]
+        rows = _rows("ms: {}", self.seconds, ms_in_words, "step") + _rows("{}", self.bytes, bytes_in_words, "all")
+        rows += _rows("on the host: {}", self.host, bytes_in_words)
         header = ("of a device", self.source, "share")
-        return Table("A training step, by what its time goes into, and what it holds", header, rows, {}, self.notes)
+        return Table("A training step, by what its time goes into, and what it holds", header, rows, self.notes)
 
-    def _table(self) -> Table:
-        return self.table()
+    _table = table
 
 
 @dataclass(frozen=True)
@@ -111,14 +99,14 @@ class Predicted:
         return self.cost.bytes.total
 
     @property
-    def limit(self) -> str | None:
-        """The part that takes longest, as "compute", "bubble", "links" or "update"; "memory" if it doesn't fit.
+    def seconds(self) -> float | None:
+        """Seconds of a step; None if they aren't known."""
+        return self.cost.step if self.cost.seconds else None
 
-        None where it fits, and seconds aren't known.
-        """
-        if not self.fits:
-            return "memory"
-        return self.cost.limit if self.cost.seconds else None
+    @property
+    def bubble_fraction(self) -> float | None:
+        """The share of the time in which a stage waits for others; None if it isn't known."""
+        return self.cost.bubble_fraction if self.cost.seconds else None
 
 
 def _rows(name: str, parts: Parts, in_words: Callable[[float], str], total: str = "") -> list[Row]:

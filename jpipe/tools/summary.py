@@ -1,10 +1,10 @@
 """`print(pipe)`: a pipeline as a table, with the layers, parameters, memory and devices of each stage.
 
-The error of a step that finds no room gets a note: what the step holds, and what makes each part smaller.
+The error of a step that finds no room gets a note: what the step holds, by part.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import groupby
 
@@ -14,16 +14,15 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe.model.examples_in_layers import follow_examples
-from jpipe.model.remat import MODES
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
-from jpipe.planning.request import Request
 from jpipe.processes.progress import is_traced
 from jpipe.processes.runtime import found_no_room
 from jpipe.processes.tables import Table, bytes_in_words
 from jpipe.schedules.simulate import simulate
 from jpipe.tools.chips import chip_of
 from jpipe.tools.memory_model import held_by_device, held_by_stages, predict_memory
+from jpipe.tools.step_cost import Parts
 from jpipe.types import Batch, PyTree
 
 SHOWN_DEVICES = 4
@@ -55,17 +54,15 @@ def summarize(title: str, planner: Planner) -> Table:
             columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]
     bubble = f"{even.bubble_fraction:.1%} if stages take equally long, and a backward twice a forward"
     if plan is not None:
-        shared = [variables.users[0] for variables in plan.model.variable_sets if variables.shared]
-        columns["parameters"] = _parameters(plan, shared)
-        notes += [_held(plan), *_memory(planner, plan), *_shared(plan, shared)]
-        notes += follow_examples(plan.model).in_words(plan.model)
+        columns["parameters"] = [f"{amount.elements:,}" for amount in held_by_stages(plan, "params")]
+        notes += [_held(plan), *_memory(planner, plan), *follow_examples(plan.model).in_words(plan.model)]
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} by the layers' costs; {bubble}"
     columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks
     columns["devices"] = _devices(planner) * num_chunks
     units = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
     notes += [f"bubble: {bubble}", f"in flight: the most {units} that a stage holds"]
-    return Table(title, list(columns), list(zip(*columns.values(), strict=True)), {}, notes)
+    return Table(title, list(columns), list(zip(*columns.values(), strict=True)), notes)
 
 
 def in_words(names: list[str]) -> str:
@@ -82,15 +79,6 @@ def in_words(names: list[str]) -> str:
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in runs)
 
 
-def _parameters(plan: Plan, shared: Sequence[Sequence[int]]) -> list[str]:
-    """How many parameters each virtual stage has, and whether its layers use others, which lie on another."""
-    texts = []
-    for amount, (start, stop) in zip(held_by_stages(plan, "params"), plan.partition.bounds, strict=True):
-        elsewhere = any(first < start <= layer < stop for first, *others in shared for layer in others)
-        texts.append(f"{amount.elements:,}" + " + shared" * elsewhere)
-    return texts
-
-
 def _held(plan: Plan) -> str:
     """A line on what each device holds, whatever its stage has."""
     name = lambda collection: "parameters" if collection == "params" else collection
@@ -100,39 +88,30 @@ def _held(plan: Plan) -> str:
 
 
 def _memory(planner: Planner, plan: Plan) -> list[str]:
-    """Lines on a step's memory by its model, the parts by size; none for a pipeline that doesn't train."""
+    """Lines on a step's memory by its model; none for a pipeline that doesn't train."""
     if plan.loss is None:
         return []
     try:
-        memory, hosted = predict_memory(planner, plan.batch)
+        return memory_in_words(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
         return [f"no step of training can be planned: {error}"]
-    said = "a training step holds {} {} (predicted, without the optimiser's state): {}"
-    places = [("a device", memory)] + [("of the host for each device", hosted)] * bool(hosted)
-    texts = lambda parts: [f"{name.replace('_', ' ')} {bytes_in_words(size)}" for size, name in _largest(parts)]
-    return [said.format(bytes_in_words(parts.total), where, ", ".join(texts(parts))) for where, parts in places]
 
 
-def _largest(parts: Mapping[str, int]) -> list[tuple[int, str]]:
-    """The parts that aren't empty, the largest first."""
-    return sorted(((size, name) for name, size in parts.items() if size), key=lambda part: -part[0])
+def memory_in_words(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None) -> list[str]:
+    """Lines on what a step holds on a device, and on its host, by the model of memory, the parts by size."""
+    memory, hosted = predict_memory(planner, batch, tx)
+    without = "" if tx else ", without the optimiser's state"
 
+    def line(parts: Parts[int], where: str) -> str:
+        by_size = sorted(parts.items(), key=lambda part: -part[1])
+        texts = [f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in by_size if size]
+        return f"a training step holds {bytes_in_words(parts.total)} {where} (predicted{without}): {', '.join(texts)}"
 
-def _shared(plan: Plan, shared: Sequence[Sequence[int]]) -> list[str]:
-    """Notes on what all stages compute together, and on which layers share parameters, and where these lie."""
-    placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
-    last, notes = plan.model.num_layers - 1, []
-    if plan.request.shares_ends:
-        notes.append(f"ends='shared': all stages compute layers 0 and {last}, and have parts of their parameters")
-    for users in shared:
-        stage = placement.stage_of(int(np.searchsorted(starts, users[0], "right")) - 1)
-        verb = "count" if plan.request.shares_ends and {*users} <= {0, last} else "lie and count"
-        notes.append(f"layers {', '.join(map(str, users))} share parameters, which {verb} on stage {stage} alone")
-    return notes
+    return [line(memory, "a device")] + [line(hosted, "of the host for each device")] * bool(hosted)
 
 
 def _devices(planner: Planner) -> list[str]:
-    """The devices of each stage, the first ones by name."""
+    """The devices of each stage."""
     mesh = planner.request.mesh
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index("stage"), 0).reshape(mesh.shape["stage"], -1)
     more = by_stage.shape[1] - SHOWN_DEVICES
@@ -144,11 +123,6 @@ def _devices(planner: Planner) -> list[str]:
 
 
 PAGE = 'the page "Out of memory?" (docs/howto/out-of-memory.md)'
-HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-MOST = 4
-"""How many parts a note names."""
-LESS = {"none": 'remat="layer"', "layer": 'remat="full"', "stage": 'remat="full"', "full": ""}
-"""For each mode of remat, the next one that keeps less."""
 
 
 @contextmanager
@@ -170,59 +144,9 @@ def notes_on_room(
     except Exception as error:
         if found_no_room(error) and not is_traced((arguments, batch)):
             with suppress(Exception):  # whatever is wrong with the note, the error is what counts
-                error.add_note(note(planner, batch, tx))
+                held = [_held(planner.known_plan())] if batch is None else memory_in_words(planner, batch, tx)
+                error.add_note("\n".join([*held, f"What makes each part smaller, and what that costs: {PAGE}"]))
         raise
-
-
-def note(planner: Planner, batch: Batch = None, tx: optax.GradientTransformation | None = None) -> str:
-    """The lines of the note: the largest parts of a device's bytes, and the settings that make each smaller.
-
-    Args:
-      planner, batch, tx: as of `notes_on_room`.
-    """
-    smaller = remedies(planner.request)
-    if batch is None:
-        held = {name: amount.bytes for name, amount in held_by_device(planner.known_plan()).items()}
-        parts, what = {"parameters": held.pop("params"), **held}, "The variables take"
-        rest = [f"  and the batch, the outputs, activations, caches; smaller by {', '.join(smaller['boundaries'])}"]
-    else:
-        (parts, away), what = predict_memory(planner, batch, tx), "By jpipe's model of memory a step of training takes"
-        most = f"; there JAX takes at most 64 GiB for a process, unless {HOST_LIMIT} is set"
-        rest = [f"  and {bytes_in_words(away.total)} of its host{most * planner.request.splits.on_gpu}"] * bool(away)
-    has = f", which has {bytes_in_words(room)}" if (room := room_on(planner.request.mesh)) else ""
-    lines = [f"{what} {bytes_in_words(sum(parts.values()))} of each device{has}:"]
-    for size, name in _largest(parts)[:MOST]:
-        settings = ", ".join(smaller.get(name, smaller["others"]))
-        lines.append(f"  {name.replace('_', ' ')} {bytes_in_words(size)}; smaller by {settings}")
-    return "\n".join([*lines, *rest, f"What each of these costs: {PAGE}"])
-
-
-def remedies(request: Request) -> dict[str, list[str]]:
-    """The settings that make each part of a device's memory smaller and aren't chosen yet, the cheapest first."""
-    schedule, splits, ends = request.schedule, request.splits, request.ends
-    mode = next((name for name, mode in MODES.items() if mode == request.remat), "none")
-    in_flight = ['schedule="1f1b"'] * (schedule.name == "gpipe")
-    offload, stores = request.offload, not request.remat.keep_inputs
-    hosted = {"residuals": stores and not (offload.residuals or offload.boundaries), "optimizer": not offload.optimizer}
-    hosts = {word: [f'offload="{word}"'] * (goes and not splits.on_cpu) for word, goes in hosted.items()}
-    remat = [LESS[mode]] * bool(LESS[mode]) * (mode == "none" or not schedule.splits)
-    micro = [f"more than {schedule.num_microbatches} micro-batches"]
-    stages = [f"more than {schedule.num_stages} stages"]
-    sharded = [f"shard_over={splits.batch_axes!r}"] * (splits.num_shards > 1 and not splits.shard_over)
-    at_use = ['gather="use"'] * (bool(splits.shard_over) and splits.gather == "step")
-    spread = ['ends="spread"'] * (ends == "own" and schedule.num_stages > 1)
-    shared = ['ends="shared"'] * (ends != "shared" and schedule.num_stages > 1)
-    at_rest = [*sharded, *spread, *stages]
-    return {
-        "parameters": at_rest,
-        "optimizer": [*hosts["optimizer"], *at_rest],
-        "gradients": [*at_use, *shared, *stages],
-        "others": [*at_use, *stages],
-        "batch": ["a mesh axis of data"],
-        "boundaries": [*in_flight, *micro],
-        "residuals": [*in_flight, *micro, *hosts["residuals"], *remat],
-        "work": [*micro, *shared, "a tensor axis"],
-    }
 
 
 def room_on(mesh: Mesh) -> int | None:

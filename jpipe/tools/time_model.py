@@ -76,12 +76,15 @@ def predict_time(
     hop, moves = step.activations.crossing_bytes / network.bandwidth([AXIS], "permute"), _moves(step, chip)
     timeline = in_time(schedule, work, hop, moves)
     alone = in_time(schedule, work, hop) if any(moves) else timeline
-    busy, waited = float(np.mean(timeline.busy)), float(np.mean(busy_times(schedule, links)))
+    bubble, waited = alone.bubble_fraction * alone.makespan, float(np.mean(busy_times(schedule, links)))
     hosted = hosts.get("optimizer", 0)
-    moved = _update_passes(held) * held["parameters"] + 2 * (held["optimizer"] + hosted)
+    # Sums of gradients are filled with zeros, and their norm is taken: a pass each. Parameters are read, written, and
+    # read with their gradients. Narrow copies of them are made, if there are some.
+    passes = 7 + 2 * bool(held["casts"])
+    moved = passes * held["parameters"] + 2 * (held["optimizer"] + hosted)
     seconds = Parts(
-        computation=busy - waited + schedule.num_microbatches * ends_compute,
-        bubble=alone.makespan - busy,
+        computation=alone.makespan - bubble - waited + schedule.num_microbatches * ends_compute,
+        bubble=bubble,
         collectives=waited + schedule.num_microbatches * ends_send + _sent_apart(step, network),
         update=moved / chip.pass_bandwidth,
     )
@@ -129,13 +132,17 @@ def _layer_seconds(layer: DeviceLayer, network: Network, stores_residuals: bool)
     part W which only gradients of parameters need, and writes down what W reads.
     """
     forward, backward = layer.forward, layer.backward_jaxpr
-    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, layer.gradients.params))
-    numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
-    needed = lambda jaxpr, wanted: needed_part(jaxpr, wanted)[0]
-    keeping = needed(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
-    parts = {"F": keeping if stores_residuals else needed(forward.jaxpr, [i < results for i in numbers])}
-    parts |= {kind: needed(backward, [i >= start for i in gradients]) for kind, start in (("B", 0), ("I", params))}
-    parts |= {} if stores_residuals else {"R": keeping}
+    num_results, num_params = (len(jax.tree.leaves(tree)) for tree in (forward.results, layer.gradients.params))
+    results, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
+    part_for = lambda jaxpr, wanted: needed_part(jaxpr, wanted)[0]
+    storing = part_for(forward.jaxpr, [i < num_results or i in forward.residual_indices for i in results])
+    parts = {
+        "F": storing if stores_residuals else part_for(forward.jaxpr, [i < num_results for i in results]),
+        "B": part_for(backward, [True for _ in gradients]),
+        "I": part_for(backward, [i >= num_params for i in gradients]),  # gradients of parameters come first
+    }
+    if not stores_residuals:
+        parts["R"] = storing
     sent = lambda part: network.seconds(sent_in(part.jaxpr, dict(network.torus.sizes)))
     seconds = {kind: np.array([roofline(part, network.chip), sent(part)]) for kind, part in parts.items()}
     written = pass_seconds(layer.split.w_inputs if layer.split is not None else (), network.chip)
@@ -186,15 +193,6 @@ def _sent_apart(step: Step, network: Network) -> float:
     first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
     to_all = ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
     return once + step.schedule.num_microbatches * to_all / network.bandwidth([AXIS])
-
-
-def _update_passes(held: Parts[int]) -> int:
-    """How many times a step reads or writes the bytes of the parameters, besides its actions.
-
-    Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
-    with their gradients; and narrow copies of them are made, if there are some.
-    """
-    return 7 + 2 * bool(held["casts"])
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -294,6 +292,7 @@ class _Kernels:
             moved = sum(bytes_of_value(v) * self._padded(v) for v in [*equation.invars, *equation.outvars])
             self.seconds += _convolution_flops(equation) / self.chip.flops + moved / self.chip.memory_bandwidth
             return
+        # The arrays are read that an operand v is made of: of each as many elements as v has, at most all of them.
         operands = [(root, v) for v in equation.invars if isinstance(v, Var) for root in self.roots[v]]
         fetched = [(root, v) for root, v in operands if not self._on_chip(root)]
         read = sum(min(_size(root), _size(v)) * shapes_of([root])[0].dtype.itemsize for root, v in fetched)

@@ -368,7 +368,7 @@ def test_a_foreign_checkpoint(tmp_path):
         (
             lambda own: [nn.Embed(11, 8), *own[1:-1], jpipe.Shared(nn.Embed(11, 8)).using("attend")],
             optimizer,
-            "layer 0007_Embed has the variables of 0000_Embed in the checkpoint",
+            "the layer that stores the variables of layer 7 is 0000_Embed in the checkpoint and 0007_Embed",
         ),
         (
             list,

@@ -14,7 +14,7 @@ from collectives import COLLECTIVES
 from compiled_transfers import transfers
 from gpu_program import needs_gpu_compiler
 from jpipe.tools.chips import ABSENT, parse_topology
-from jpipe.tools.compiled_program import compile_with_text, read
+from jpipe.tools.forecaster import compile_with_text, read
 from timed import Worker
 from tpu_program import needs_tpu_compiler, tpu_devices
 

@@ -19,7 +19,7 @@ from compiled_transfers import HOST_MOVES, counted, transfers
 from gpu_program import needs_gpu_compiler
 from jpipe.schedules.ticks import lower
 from jpipe.tools.chips import parse_topology
-from jpipe.tools.compiled_program import read
+from jpipe.tools.forecaster import read
 from split_model import SPLIT_STEPS, lowered_split_step
 from tpu_program import skipped
 

@@ -14,12 +14,12 @@ import jpipe
 from jpipe.processes.tables import bytes_in_words
 from jpipe.schedules.simulate import Work, in_time
 from jpipe.tools.chips import CHIPS
-from jpipe.tools.choices import Choice, Choices, Setting
 from jpipe.tools.forecaster import Forecast
 from jpipe.tools.measure import SLICES, StageTimes
 from jpipe.tools.memory_model import predict_memory
 from jpipe.tools.page import facts_of
 from jpipe.tools.profile import Finding, Profile
+from jpipe.tools.search import Choice, Choices, Setting
 from jpipe.tools.step_cost import Parts, StepCost
 from jpipe.tools.time_model import predict_time
 
@@ -94,4 +94,4 @@ def test_layers_that_cost_nothing(chip):
     held = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])[0]
     setting = Setting((("stage", 2),), 2)
     choice = Choice(True, replace(cost, bytes=held), setting, setting.options | {"balance": [2, 1]})
-    assert "ms a step" in str(Choices("plans", (choice,), ()))
+    assert "ms: step" in str(Choices("plans", (choice,), ()))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from collectives import COLLECTIVES, PERMUTE, RAGGED, axes_along, groups_of, type_bytes
 from jpipe.tools.chips import Chip, Network
-from jpipe.tools.compiled_program import Loop, Operation, loop_of
+from jpipe.tools.forecaster import Loop, Operation, loop_of
 
 FETCH, SEND = "dynamic-slice", "dynamic-update-slice"
 HOST_MOVES = (FETCH, SEND)

@@ -10,7 +10,7 @@ import pytest
 
 from compiled_transfers import is_product
 from jpipe.tools.chips import ABSENT
-from jpipe.tools.compiled_program import Loop, Operation
+from jpipe.tools.forecaster import Loop, Operation
 from tpu_program import ARRAY, BYTES
 
 needs_gpu_compiler = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""What tests of programs for TPUs share; what reads them is `jpipe.tools.compiled_program`."""
+"""What tests of programs for TPUs share; what reads them is `jpipe.tools.forecaster`."""
 
 import importlib.util
 import math
@@ -10,10 +10,10 @@ import pytest
 
 from collectives import COLLECTIVES
 from compiled_transfers import transfers as transfers
-from jpipe.tools.compiled_program import Loop as Loop
-from jpipe.tools.compiled_program import Operation as Operation
-from jpipe.tools.compiled_program import compile_with_text as compile_with_text
-from jpipe.tools.compiled_program import read as read
+from jpipe.tools.forecaster import Loop as Loop
+from jpipe.tools.forecaster import Operation as Operation
+from jpipe.tools.forecaster import compile_with_text as compile_with_text
+from jpipe.tools.forecaster import read as read
 
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from matplotlib import pyplot
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 import jpipe
@@ -162,16 +161,14 @@ def test_pictures_of_the_docs_are_what_their_scripts_draw(script, tmp_path):
 # --- where to ---------------------------------------------------------------------------------------------------------
 
 
-def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
+def test_plot_into_a_file_and_into_a_new_figure(tmp_path):
     timeline = make("interleaved", 2, 4, 2)
     timeline.plot(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 0
-    axes = Figure().subplots()
-    assert timeline.plot(axes, unit="s") is axes
+    axes = timeline.plot(unit="s")
     title = "interleaved: K=2, M=4, V=2; time 13.5, bubble 11.1 %"
-    assert axes.get_title(loc="left") == f"{title}, peak in flight 2.5, 1.5" and axes.get_xlabel() == "time (s)"
+    assert axes.get_title(loc="left") == title and axes.figure.axes[1].get_xlabel() == "time (s)"
     assert sorted(numbers_of(axes)) == sorted(str(s.action.microbatch) for s in timeline.spans)
-    assert timeline.plot().get_title(loc="left") == title
     assert timeline.plot().figure.axes[1].get_xlabel() == "time (1 = the forward of one micro-batch on one stage)"
 
 

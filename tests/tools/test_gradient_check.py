@@ -81,7 +81,7 @@ def test_the_key_bias_of_attention_is_zero_and_no_false_alarm(checked):
     _, _, report = checked
     zero = [(leaf.layer, leaf.path) for leaf in report.leaves if leaf.is_zero]
     assert zero == [(f"{i} (Block)", "MultiHeadDotProductAttention_0/key/bias") for i in (1, 2, 3)]
-    assert "zero: 3 gradients are zero but for rounding" in str(report)
+    assert str(report).count("<- zero") == 3
     assert "equal the plain model's, but for rounding" in repr(report)
 
 

@@ -412,7 +412,7 @@ def test_the_page_asks_for_nothing_but_itself(page):
 # --- a pipeline's own numbers -----------------------------------------------------------------------------------------
 
 CELLS = (("0", "Embed, 2 Block"), ("1", "3 <Block>"))
-TABLE = Table("Pipeline(6 layers, </script>)", ("stage", "what"), CELLS, {}, ("layers 0, 5 share parameters",))
+TABLE = Table("Pipeline(6 layers, </script>)", ("stage", "what"), CELLS, ("layers 0, 5 share parameters",))
 FACTS: dict[str, Any] = {
     "table": asdict(TABLE),
     "orders": orders_of(schedule_of("1f1b", 2, 4, 1), 24, keeps_inputs=False),
