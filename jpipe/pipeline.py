@@ -157,8 +157,11 @@ class Pipeline(Tabular):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
-        of = f"{self.planner.request.in_words}, {sizes}, schedule={self.schedule.name!r}"
-        return f"Pipeline({of}, mesh={dict(self.mesh.shape)})"
+        request, plan = self.planner.request, self.planner.plan
+        layers = f"{len((plan or request).layers)} layers"
+        if request.whole is not None:
+            layers = f"{request.whole.name}: {layers if plan else 'cut at the first batch'}"
+        return f"Pipeline({layers}, {sizes}, schedule={self.schedule.name!r}, mesh={dict(self.mesh.shape)})"
 
     def _table(self) -> Table:
         return summarize(repr(self), self.planner)
@@ -214,7 +217,7 @@ class Pipeline(Tabular):
             self.agreement.check(batch, "init", key)
             key = batches.on_all(key, self.mesh)
         with first_call("the initialisation", key) as done, notes_on_room(self.planner, key):
-            return done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
+            return done(self._jit_init(key, ready_values(plan.layouts, plan.layers)))
 
     def layer_variables(self, variables: Variables) -> list[Item]:
         """Each layer's own variables, in layer order.

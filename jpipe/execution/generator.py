@@ -259,9 +259,9 @@ class Generator:
         return words, partial(self.program, decoding=decoding, num_tokens=num_tokens), drawn_by
 
     def _decoding(self, size: int, length: int, prefill: int, logits: int = 0) -> Decoding:
-        planner = self._planner
-        with planner.tracing(), task(f"tracing {len(planner.request.layers)} layers in decode mode"):
-            return make_decoding(planner.known_plan(), size, length, prefill, logits)
+        plan = self._planner.known_plan()
+        with self._planner.tracing(), task(f"tracing {plan.model.num_layers} layers in decode mode"):
+            return make_decoding(plan, size, length, prefill, logits)
 
 
 def _check_prompts(prompts: Leaf, stages: int) -> None:

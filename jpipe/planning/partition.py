@@ -266,13 +266,12 @@ def as_balance(balance: object, num_layers: int | None, num_parts: int) -> Balan
         values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
     if any(not isinstance(value, float) and integer_or_none(value) is None for value in values):
         raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
-    if num_layers is None:
-        return values
     if any(isinstance(value, float) for value in values):
-        if len(values) != num_layers:
+        if num_layers not in (None, len(values)):
             raise ValueError(f"balance has {len(values)} costs but there are {num_layers} layers; give one a layer")
         return checked_costs(values, "balance")
-    _check_counts(values, num_layers, num_parts)
+    if num_layers is not None:
+        _check_counts(values, num_layers, num_parts)
     return values
 
 

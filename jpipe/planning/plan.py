@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jpipe.cutting.whole import CutModel
-from jpipe.layers.base import describe, how_to_share
+from jpipe.layers.base import AnyLayer, describe, how_to_share
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
 from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type
@@ -38,6 +38,7 @@ class Plan:
 
     Attributes:
       request: what they were made for.
+      layers: those of the user's list, or the pieces of a model that is one module, for the first batch.
       model: the layers, traced at the shapes of one micro-batch of the first batch.
       loss: what follows them; None if the pipeline only applies and generates.
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
@@ -48,6 +49,7 @@ class Plan:
     """
 
     request: Request
+    layers: tuple[AnyLayer, ...]
     model: Model
     loss: TracedLoss | None
     partition: Partition
@@ -125,15 +127,21 @@ def early_partition(request: Request) -> Partition | None:
 
 
 def make_plan(
-    request: Request, model: Model, loss: TracedLoss | None, layers: Sequence[TracedLayer], cut: CutModel | None = None
+    request: Request,
+    layers: tuple[AnyLayer, ...],
+    model: Model,
+    loss: TracedLoss | None,
+    trained: Sequence[TracedLayer],
+    cut: CutModel | None = None,
 ) -> Plan:
     """Measures the layers and cuts the model; the layouts of its variables follow.
 
     Args:
       request: what the user asked for.
-      model: the layers, traced at the shapes of one micro-batch.
+      layers: those of the list, or the pieces of one module.
+      model: the same, traced at the shapes of one micro-batch.
       loss: what the loss function gives for it, if there is one.
-      layers: forward and backward of each group, if layers are to be measured.
+      trained: forward and backward of each group, if layers are to be measured.
       cut: of a model that is one module, where it is cut.
 
     Raises:
@@ -146,10 +154,10 @@ def make_plan(
     check_collections(request.merge, model.groups)
     if request.shares_ends:
         _check_ends(model)
-    _warn_of_untied(request, model)
+    _warn_of_untied(layers, model)
     _warn_of_idle_axes(request, model, loss)
     unit = unit_of(request.balance)
-    costs = layer_costs(model, layers, unit, request.mesh) if unit else []
+    costs = layer_costs(model, trained, unit, request.mesh) if unit else []
     measured = [cost.size if request.balance == "size" else cost.total for cost in costs]
     if measured and request.shares_ends:
         measured[0] = measured[-1] = 0.0  # which stage they are cut to makes no difference
@@ -165,7 +173,7 @@ def make_plan(
         layouts["params"] = replace(layouts["params"], state_on_hosts=True)
     if cut is not None:
         layouts = {n: replace(layout, model_tree=cut.model_tree(n, layout.users)) for n, layout in layouts.items()}
-    return Plan(request, model, loss, partition, layouts, tuple(costs), cut)
+    return Plan(request, layers, model, loss, partition, layouts, tuple(costs), cut)
 
 
 def _check_ends(model: Model) -> None:
@@ -176,15 +184,15 @@ def _check_ends(model: Model) -> None:
             raise ValueError(f"ends='shared': {group.in_words} has {changing}, which changes; use ends='spread'")
 
 
-def _warn_of_untied(request: Request, model: Model) -> None:
+def _warn_of_untied(layers: Sequence[AnyLayer], model: Model) -> None:
     """Names the linen modules that stand in several places with as many sets of parameters, as if they had one."""
     places: dict[int, list[str]] = {}
     params = lambda index: model.group_at(index).variables.get("params", {})
-    for index, layer in enumerate(request.layers):
+    for index, layer in enumerate(layers):
         if (first := layer.repeats) is not None and params(index) and same_shapes(params(index), params(first)):
             places.setdefault(first, []).append(f"layer {index}")
     for first, others in places.items():
-        kind = request.layers[first].name
+        kind = layers[first].name
         warn_user(
             f"layer {first} ({kind}) stands in the list again as {', '.join(others)}, each with parameters of its own; "
             f"{how_to_share(kind)}; for parameters of their own, make a module for each"

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, lru_cache, partial
-from typing import NamedTuple
+from functools import cache, wraps
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -42,7 +43,7 @@ from jpipe.memory.batches import (
     output_axes,
 )
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
-from jpipe.model.groups import LayerTrace, Model
+from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import AVERAGED, TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
@@ -58,19 +59,30 @@ from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.processes.progress import task, warn_once
 from jpipe.schedules.orders import forward_only
-from jpipe.types import Batch
+from jpipe.types import Batch, PyTree
+
+Method = TypeVar("Method", bound=Callable)
 
 
-class Traces(NamedTuple):
-    """Traces on whole arrays that are the same for other sizes of `stage` and the data axes.
+def once(*names: str) -> Callable[[Method], Method]:
+    """Has a `Planner` keep what a method makes in `known`: by its name, its arguments, and what else it follows from.
 
-    Attributes:
-      calls: by micro-batch and index, those of the layers' calls.
-      layers: by micro-batch, random key, indices and remat, those of groups' forwards and backwards.
+    Args:
+      names: the planner's attributes that decide what is made, besides the model and its loss.
     """
+    decisive = attrgetter(*names)
 
-    calls: dict[MicroBatch, dict[int, LayerTrace]]
-    layers: dict[tuple[object, ...], TracedLayer]
+    def keeping(make: Method) -> Method:
+        @wraps(make)
+        def kept(planner: Planner, *arguments: object, **options: object) -> object:
+            key = make.__name__, decisive(planner), arguments, *options.items()
+            if key not in planner.known:
+                planner.known[key] = make(planner, *arguments, **options)
+            return planner.known[key]
+
+        return cast(Method, kept)
+
+    return keeping
 
 
 class Planner:
@@ -82,16 +94,9 @@ class Planner:
     Attributes:
       plan: None until a batch was seen.
       cut: of a model that is one module, where it is cut; None until a batch was seen.
-      model: micro-batch -> the layers traced at its shapes, checked against the plan if there is one.
-      examples: micro-batch -> what the layers do to its examples.
-      outputs_lie: micro-batch -> how it lies in each leaf of the outputs of all of them.
-      loss: micro-batch -> the loss that follows them in training, checked; None if there is none.
-      loss_in_evaluation: micro-batch -> the same in evaluation, where it gets no random key.
-      pieces: micro-batch -> the pieces of a model that is one module, as layers for its shapes.
-      layers: micro-batch, type of random keys -> the layers of each group in training.
-      output_axes: micro-batch -> the batch axis of each leaf of the outputs.
-      programs: what devices run of such layers.
-      traces: what planners that trace alike share (`trace_like`); None if there are no others.
+      known: what was traced, each under a key of all that it follows from (`once`). Planners of the same layers and
+        loss may have one in common; then traces on whole arrays don't show the sizes of `stage` and of data axes,
+        unless a layer's code asks for them: it is taken as on the first mesh.
     """
 
     def __init__(self, request: Request):
@@ -99,47 +104,12 @@ class Planner:
         self.plan: Plan | None = None
         self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._whole: WholeModel | None = None
         self.clear_cache()
 
     def clear_cache(self) -> None:
-        """Forgets what was traced and laid out, but for the plan; other planners keep what they took over of it."""
-        self.model, self.output_axes = cache(self._model), cache(self._output_axes)
-        self.examples = cache(lambda micro: follow_examples(self.model(micro)))
-        self.outputs_lie, self._doubled = cache(self._outputs_lie), cache(self._twice)
-        self.loss, self.loss_in_evaluation = (cache(partial(self._loss, train=train)) for train in (True, False))
-        self.layers, self.programs = cache(self._layers), DevicePrograms()
-        self.traces: Traces | None = None
-        self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
+        """Forgets what was traced and laid out, but for the plan; other planners keep what they have in common."""
+        self.known: dict[tuple[object, ...], Any] = {}
         self._step = cache(self._make_step)
-
-    def trace_like(self, other: Planner) -> None:
-        """Shares what another planner of the same layers and loss traces, as far as its own would be the same.
-
-            the same in both                               shared
-            sizes of axes but `stage` and the data axes    layers as traced on whole arrays (`Traces`)
-            the mesh                                       what devices run, too
-            splits, number of micro-batches                the traced model and loss, too
-            remat                                          the layers' backwards, too
-
-        The first line is the caller's to see to. Traces on whole arrays don't show the sizes of `stage` and of data
-        axes, unless a layer's code asks for them: then it is taken as on the first mesh.
-        """
-        mine, others = self.request, other.request
-        if mine.whole is None and mine.mesh.size == others.mesh.size:  # equations hold a mesh, of as many devices
-            self.traces = other.traces = other.traces or Traces({}, {})
-        if mine.mesh != others.mesh:
-            return
-        self.programs = other.programs
-        if mine.splits != others.splits or mine.schedule.num_microbatches != others.schedule.num_microbatches:
-            return
-        self.model, self.loss = other.model, other.loss
-        self.examples, self.outputs_lie = other.examples, other.outputs_lie
-        if mine.remat == others.remat:
-            self.layers = other.layers
-        if other.cut is not None:
-            self.cut, self.pieces = other.cut, other.pieces
-            self.request = replace(self.request, layers=other.request.layers)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -193,7 +163,9 @@ class Planner:
 
     # --- micro-batch -> model ---
 
-    def _model(self, micro: MicroBatch) -> Model:
+    @once("request.splits", "cut")
+    def model(self, micro: MicroBatch) -> Model:
+        """The layers traced at a micro-batch's shapes, checked against the plan if there is one."""
         model = self._traced(micro, self.request.splits)
         if self.plan is not None:
             self.plan.check_model(model)
@@ -201,17 +173,37 @@ class Planner:
 
     def _traced(self, micro: MicroBatch, splits: Splits) -> Model:
         asked = self.request
-        read = _no_change if micro.bare else asked.read_inputs
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
-            layers = asked.layers if self.cut is None else self.pieces(micro)
+            layers = asked.layers if self.cut is None else self._pieces(micro)
             like = None if self.plan is None else self.plan.model
-            traces = {} if self.traces is None else dict(self.traces.calls.get(micro, {}))
-            model = trace_model(layers, read, micro.shapes, splits, asked.rules, like, traces)
-            if self.traces is not None:
-                self.traces.calls[micro] = {i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)}
+            known = self.known.setdefault(("calls", self._whole_arrays, micro), {})
+            traces = dict(known)
+            model = trace_model(layers, self._read(micro), micro.shapes, splits, asked.rules, like, traces)
+            known.update({i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)})
             return model
 
-    def _outputs_lie(self, micro: MicroBatch) -> list[AxisSharding]:
+    def _read(self, micro: MicroBatch) -> Callable[[Batch], PyTree]:
+        return (lambda inputs: inputs) if micro.bare else self.request.read_inputs
+
+    @property
+    def _whole_arrays(self) -> tuple[object, ...]:
+        """What traces on whole arrays follow from: the size of the mesh, since equations hold one of as many devices,
+        and the sizes of its axes but `stage` and the data axes."""
+        mesh, names = self.request.mesh, (AXIS, *self.request.splits.batch_axes)
+        return self.cut, mesh.size, tuple(pair for pair in mesh.shape.items() if pair[0] not in names)
+
+    @property
+    def _remat(self) -> tuple[bool, int]:
+        """The choice of residuals; a policy of the user's may have no hash."""
+        return self.request.remat.keep_inputs, id(self.request.remat.policy)
+
+    @once("request.splits", "cut")
+    def examples(self, micro: MicroBatch) -> ExamplesInLayers:
+        """What the layers do to a micro-batch's examples."""
+        return follow_examples(self.model(micro))
+
+    @once("request.splits", "cut")
+    def outputs_lie(self, micro: MicroBatch) -> list[AxisSharding]:
         """How a micro-batch lies in each leaf of the outputs of all of them, replicated where examples have no axis."""
         found, lying = self.examples(micro), self._lying(micro)
         if not any(map(_is_number, lying, found.follows)):
@@ -245,14 +237,17 @@ class Planner:
             )
         return PARTIAL if is_sum else AVERAGED
 
-    def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
+    @once("request.splits", "cut")
+    def output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
+        """The batch axis of each leaf of the outputs."""
         if not self.examples(micro).is_certain and self._doubled(micro) is None:
             raise ValueError(
                 f"the model can't be traced for {2 * micro.size} examples; let it take batches of any size"
             )
         return output_axes(self.model(micro).groups[-1].gives, self._lying(micro), micro.size)
 
-    def _twice(self, micro: MicroBatch) -> Model | None:
+    @once("request.splits", "cut")
+    def _doubled(self, micro: MicroBatch) -> Model | None:
         """The model for twice as many examples, `in_halves` if that can be; None if it can't take them."""
         halves = in_halves(self.request.mesh)
         # Layers that need this mesh (`shard_map`) are traced over it, and then where halves lie isn't known. A model
@@ -266,7 +261,9 @@ class Planner:
                 return replace(model, groups=(*model.groups[:-1], replace(last, gives_at=lies))) if same else None
         return None
 
-    def _loss(self, micro: MicroBatch, *, train: bool) -> TracedLoss | None:
+    @once("request.splits", "cut")
+    def loss(self, micro: MicroBatch, *, train: bool = True) -> TracedLoss | None:
+        """The loss that follows a micro-batch, checked; None if there is none. In evaluation it gets no random key."""
         loss_fn, over, training = self.request.loss_fn, self.request.loss_over, None
         if loss_fn is None:
             return None
@@ -276,25 +273,25 @@ class Planner:
         lying = [] if micro.count == 1 or over == "microbatch" else self.outputs_lie(micro)
         with self.tracing():
             if self.cut is not None:
-                loss_fn = self.cut.loss(loss_fn, self._modes(micro).outputs, micro.shapes)
+                loss_fn = self.cut.loss(loss_fn, self._whole(micro)[1].outputs, micro.shapes)
             found = trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
         if training is not None:
             training.check_same(found)
         return found
 
-    def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
+    @once("request.splits", "cut", "_remat")
+    def layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
+        """The layers of each group in training, for a type of random keys."""
         functions, layers = self._functions(micro, key, with_loss=True), []
-        # Without others there is nothing to share; and a policy of the user's may have no hash.
-        shared, remat = ({}, None) if self.traces is None else (self.traces.layers, self.request.remat)
         with (
             self.tracing(),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                place = micro, key, function.group.indices, remat
-                layer = shared.get(place) or trace_layer(function)
+                place = "layer", self._whole_arrays, self._remat, micro, key, function.group.indices
+                layer = self.known.get(place) or trace_layer(function)
                 if not _has_parts(layer.forward, layer.backward):
-                    shared[place] = layer
+                    self.known[place] = layer
                 layers.append(replace(layer, function=function))
                 advance()
         return tuple(layers)
@@ -302,8 +299,8 @@ class Planner:
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
         model, remat = self.model(micro), self.request.remat
-        of_mode = self.loss if key is not None else self.loss_in_evaluation
-        loss = lambda g: of_mode(micro) if with_loss and g == model.last else None
+        in_mode = {} if key is not None else {"train": False}
+        loss = lambda g: self.loss(micro, **in_mode) if with_loss and g == model.last else None
         return [LayerFunction(group, key, remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---
@@ -356,55 +353,58 @@ class Planner:
             self.clear_cache()  # what was traced before the error may be traced under other rules next time
             raise
 
+    @once("request.mesh")
+    def _whole(self, micro: MicroBatch) -> tuple[WholeModel, Modes]:
+        """A model that is one module, and its traces; of the first batch also which outputs its loss reads."""
+        asked, read = self.request, self._read(micro)
+        if self.cut is not None:
+            return self.cut.whole, self.cut.whole.trace(read, micro.shapes)
+        assert asked.whole is not None
+        whole = make_whole(asked.whole, read, micro.shapes)
+        return whole.read_by(asked.loss_fn, whole.trace(read, micro.shapes), micro.shapes)
+
+    @once("request.mesh")
+    def _cut(self, micro: MicroBatch, wanted: int) -> CutModel:
+        """Where it is cut into so many pieces or more; the same object for all numbers that give the same pieces."""
+        cut = cut_model(*self._whole(micro), wanted)
+        return self.known.setdefault((self.request.mesh, micro, cut.cutting), cut)
+
+    @once("cut")
     def _pieces(self, micro: MicroBatch) -> tuple[AnyLayer, ...]:
         assert self.cut is not None
-        return self.cut.layers(self._modes(micro))
-
-    def _trace_whole(self, micro: MicroBatch) -> Modes:
-        assert self._whole is not None
-        modes = self._whole.trace(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
-        if self._whole.read is None:
-            self._whole, modes = self._whole.read_by(self.request.loss_fn, modes, micro.shapes)
-        return modes
-
-    def _cut_whole(self, micro: MicroBatch) -> None:
-        """Cuts a model that is one module, at the shapes of the first batch."""
-        asked = self.request
-        virtual_stages = asked.schedule.num_stages * asked.schedule.num_chunks
-        assert asked.whole is not None
-        with self.tracing(), task("cutting the model"):
-            self._whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
-            modes = self._modes(micro)
-            self.cut = cut_model(self._whole, modes, virtual_stages)
-            layers = self.pieces(micro)
-        self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
+        return self.cut.layers(self._whole(micro)[1])
 
     def _first_plan(self, micro: MicroBatch) -> Plan:
-        if self.request.whole is not None and self.cut is None:
-            self._cut_whole(micro)
-        with task(f"planning {len(self.request.layers)} layers"):
+        asked, of_module = self.request, self.request.whole is not None
+        virtual_stages = asked.schedule.num_stages * asked.schedule.num_chunks
+        with self.tracing(), task("cutting the model") if of_module else nullcontext():
+            self.cut = self._cut(micro, virtual_stages) if of_module else None
+            listed = self._pieces(micro) if of_module else asked.layers
+        as_balance(asked.balance, len(listed), virtual_stages)  # as is known only now of one module
+        with task(f"planning {len(listed)} layers"):
             model, loss = self.model(micro), self.loss(micro)
             self._check_state(micro, model)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
-            layers = self.layers(micro, key_shape()) if unit_of(self.request.balance) else ()
+            layers = self.layers(micro, key_shape()) if unit_of(asked.balance) else ()
             if loss is not None and micro.count > 1:
                 for line in self.examples(micro).in_words(model, statistics=False):
                     warn_once(f"{line}; with num_microbatches={micro.count} it sees {micro.size}, not the mini-batch")
-            return make_plan(self.request, model, loss, layers, self.cut)
+            return make_plan(asked, listed, model, loss, layers, self.cut)
 
     def _check_state(self, micro: MicroBatch, model: Model) -> None:
         """Refuses state with rows for examples, which would be merged with those of other micro-batches.
 
         So a model with state is traced for twice as many examples; one that takes no others isn't refused.
         """
-        whole, asked, twice, faults = self._whole, self.request, micro.doubled.shapes, list[str]()
+        asked, twice, faults = self.request, micro.doubled.shapes, list[str]()
         if micro.count == 1 or not any({*group.variables} - {"params", FROZEN} for group in model.groups):
             return
         named = lambda m: {f"layer {i} ({layer.name})": m.group_at(i).variables for i, layer in enumerate(asked.layers)}
         with suppress(Exception), self.tracing():
-            if whole is None:
+            if self.cut is None:
                 trees = named(model), named(trace_model(asked.layers, asked.read_inputs, twice, rules=asked.rules))
             else:
+                whole = self.cut.whole
                 trees = whole.variables, make_whole(whole.layer, asked.read_inputs, twice).variables
             pairs = zip(*(named_leaves("variables", tree) for tree in trees), strict=True)
             faults = [f"{path} is {describe(a)}, {describe(b)}" for (path, a), (_, b) in pairs if a.shape != b.shape]
@@ -435,9 +435,10 @@ class Planner:
             schedule = forward_only(**{**schedule.sizes, "num_microbatches": micro.count}, style=schedule.style)
         if loss is not None and loss.at_once is not None:
             outputs = self._step(micro, key, with_loss=False)
+        programs = self.known.setdefault(("programs", self.request.mesh), DevicePrograms())
         with self.tracing():
             plan, model = self.known_plan(), self.model(micro)
-            return build_step(plan, model, schedule, functions, layers, self.programs, outputs=outputs)
+            return build_step(plan, model, schedule, functions, layers, programs, outputs=outputs)
 
 
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:
@@ -448,10 +449,6 @@ def _has_parts(*jaxprs: ClosedJaxpr) -> bool:
 def _is_number(at: AxisSharding, follows: bool) -> bool:
     """Whether an output follows from examples, and isn't split over them."""
     return follows and not isinstance(at, Shard)
-
-
-def _no_change(inputs: Batch) -> Batch:
-    return inputs
 
 
 def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:

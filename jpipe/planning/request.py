@@ -75,9 +75,8 @@ class Request:
     """The arguments of `jpipe.Pipeline`, checked and adapted.
 
     Attributes:
-      layers: behind the one interface; of a model that is one module, the pieces that it is cut into at the first
-        batch.
-      whole: such a model as one layer.
+      layers: those of a list, behind the one interface.
+      whole: a model that is one module, as one layer; then there is no list.
       loss_fn: of a micro-batch; None of a pipeline that only applies and generates.
       read_inputs: batch -> what the first layer takes.
       remat: what a forward stores for its backward.
@@ -130,12 +129,6 @@ class Request:
             )
         if self.shares_ends:
             _check_order(self.schedule)
-
-    @property
-    def in_words(self) -> str:
-        """The model in words."""
-        layers = f"{len(self.layers)} layers" if self.layers else "cut at the first batch"
-        return layers if self.whole is None else f"{self.whole.name}: {layers}"
 
     @property
     def shares_ends(self) -> bool:

@@ -24,7 +24,7 @@ def plan(found):
     micro = cut_batch(BATCH, 2)
     model, loss = found.model(micro), found.loss(micro)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return make_plan(found.request, model, loss, found.layers(micro, key))
+    return make_plan(found.request, found.request.layers, model, loss, found.layers(micro, key))
 
 
 @pytest.mark.parametrize(
