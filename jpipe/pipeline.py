@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jpipe import checks
 from jpipe.execution import programs
 from jpipe.execution.decoding import PickLogits
-from jpipe.execution.generator import Generator
+from jpipe.execution.generator import as_wanted, generate
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
 from jpipe.memory import batches
@@ -146,14 +146,14 @@ class Pipeline(Tabular):
             loss_over=loss_over,
         )
         self.planner = Planner(request)
-        self.agreement = checks.Agreement(self.planner)
+        self._known: dict = {}  # what a call runs, by `checks.call_of`
         # A function of this pipeline's own: what was compiled of it goes when the pipeline goes.
         jit = lambda program, *static: jax.jit(partial(program), static_argnums=static)
         self._train_step_for = steps_for(programs.value_and_grad, self._state_shapes)
         self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad, 0), jit(programs.evaluate, 0)
         self._jit_apply, self._jit_to_layers = jit(programs.apply, 0, 1), jax.jit(to_layers)
         self._jit_to_model = jax.jit(lambda cut, variables: cut.to_model(to_layers(variables)), static_argnums=0)
-        self._generator = Generator(self.planner)
+        self._jit_generate = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
@@ -214,7 +214,7 @@ class Pipeline(Tabular):
         """
         plan, key = self.planner.plan_for(batch), as_key(key)
         if not isinstance(key, Tracer):
-            self.agreement.check(batch, "init", key)
+            self.agree("init", batch, key)
             key = batches.on_all(key, self.mesh)
         with first_call("the initialisation", key) as done, notes_on_room(self.planner, key):
             return done(self._jit_init(key, ready_values(plan.layouts, plan.layers)))
@@ -245,7 +245,7 @@ class Pipeline(Tabular):
         """
         plan = self.plan if batch is None else self.planner.plan_for(batch)
         if batch is not None:
-            self.agreement.check(batch, "init")
+            self.agree("init", batch)
         return from_items(plan.model, plan.layouts, trees)
 
     def model_variables(self, variables: Variables) -> Item:
@@ -259,7 +259,7 @@ class Pipeline(Tabular):
         plan = self.plan if batch is None else self.planner.plan_for(batch)
         trees = self.planner.known_cut("from_layer_variables").from_model(tree)
         if batch is not None:
-            self.agreement.check(batch, "init")
+            self.agree("init", batch)
         return from_layers({n: at for n, at in plan.layouts.items() if n in trees[0]}, trees)
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
@@ -285,7 +285,6 @@ class Pipeline(Tabular):
         """
         key = None if key is None else as_key(key)
         run = partial(self._jit_value_and_grad, self._training_step(variables, batch, key))
-        self.agreement.check(batch, "train", key)
         (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trains=True)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
@@ -301,12 +300,14 @@ class Pipeline(Tabular):
           ValueError: it may be both; or an output has no batch axis (a mean over the batch), so that nothing can be
             joined. One that begins with an axis of 1 gives a row for each micro-batch.
         """
-        checks.check_is_variables(variables)
-        micro = self.planner.for_outputs(batch, bare)
-        checks.check_complete(self.plan, variables)
-        step, joined_along = self.planner.evaluation_step(micro, with_loss=False), self.planner.output_axes(micro)
-        self.agreement.check(batch, "bare" if micro.bare else "apply")
-        return self._run("the forward pass", partial(self._jit_apply, step, joined_along), variables, batch)
+        if (call := checks.call_of(f"apply, bare={bare}", variables, batch)) not in self._known:
+            checks.check_is_variables(variables)
+            micro = self.planner.for_outputs(batch, bare)
+            checks.check_complete(self.plan, variables)
+            step = self.planner.evaluation_step(micro, with_loss=False)
+            self._known[call] = partial(self._jit_apply, step, self.planner.output_axes(micro))
+            self.agree("bare" if micro.bare else "apply", batch)
+        return self._run("the forward pass", self._known[call], variables, batch)
 
     def generate(
         self,
@@ -327,17 +328,19 @@ class Pipeline(Tabular):
         with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
         checks.check_complete(self.plan, variables)
-        words, run, drawn_by = self._generator.asked(prompts, num_tokens, key, temperature, prefill, logits)
-        self.agreement.check(prompts, words, key)
-        return self._run("generation", run, variables, prompts, *drawn_by)
+        wanted = as_wanted(self.planner, prompts, num_tokens, key, temperature, prefill, logits)
+        self.agree(wanted.words, prompts, key)
+        run = partial(self._jit_generate, decoding=wanted.decoding, num_tokens=wanted.num_tokens)
+        return self._run("generation", run, variables, prompts, *wanted.drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
-        micro = self.planner.for_evaluation(batch)
-        checks.check_complete(self.plan, variables)
-        step = self.planner.evaluation_step(micro, with_loss=True)
-        self.agreement.check(batch, "evaluate")
-        return self._run("the loss", partial(self._jit_evaluate, step), variables, batch)
+        if (call := checks.call_of("evaluate", variables, batch)) not in self._known:
+            micro = self.planner.for_evaluation(batch)
+            checks.check_complete(self.plan, variables)
+            self._known[call] = partial(self._jit_evaluate, self.planner.evaluation_step(micro, with_loss=True))
+            self.agree("evaluate", batch)
+        return self._run("the loss", self._known[call], variables, batch)
 
     # --- training ---
 
@@ -444,7 +447,7 @@ class Pipeline(Tabular):
         checks.check_state(state)
         step = self._training_step(state.variables, batch, state.key)
         checks.check_offload(self.plan, state)
-        self.agreement.check(batch, "train")
+        checks.check_placed(batch, self.mesh)
         run, room = self._train_step_for(state.tx), notes_on_room(self.planner, state, batch, state.tx)
         with first_call("the training step", (state, batch)) as done, room:
             return done(run(step, state, batches.on_mesh(batch, self.mesh)))
@@ -452,18 +455,27 @@ class Pipeline(Tabular):
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_step_for.cache_clear()
+        self._known.clear()
         for program in [value for name, value in vars(self).items() if name.startswith("_jit_")]:
             program.clear_cache()
         self.planner.clear_cache()
-        self._generator.clear_cache()
+
+    def agree(self, what: str, batch: Batch, key: jax.Array | None = None) -> None:
+        """Checks once for the types of a batch that all processes want the same (`checks.check_agree`)."""
+        if (call := checks.call_of(what, batch)) not in self._known:
+            checks.check_agree(self.plan, what, batch, key)
+            self._known[call] = None
 
     def _training_step(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Step:
-        """The step for a batch's shapes, once all arguments are checked."""
-        micro = self.planner.for_training(batch)
-        checks.check_complete(self.plan, variables)
-        step = self.planner.training_step(micro, key)
-        checks.check_step(step, key)
-        return step
+        """The step for a batch's shapes; it is made, and all arguments are checked, once for their types."""
+        if (call := checks.call_of("train", variables, batch, key)) not in self._known:
+            micro = self.planner.for_training(batch)
+            checks.check_complete(self.plan, variables)
+            step = self.planner.training_step(micro, key)
+            checks.check_step(step, key)
+            self.agree("train", batch, key)
+            self._known[call] = step
+        return self._known[call]
 
     def _state_shapes(self, tx: optax.GradientTransformation, key: jax.Array | None = None) -> TrainState:
         """Shapes, dtypes and shardings of a state of this plan."""
@@ -471,6 +483,8 @@ class Pipeline(Tabular):
 
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, trains: bool = False) -> PyTree:
         """Calls a jitted program, and returns its results."""
+        checks.check_alive("variables", variables)
+        checks.check_placed(given[0], self.mesh)
         arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done, notes_on_room(self.planner, arguments, given[0] if trains else None):
             return done(jitted(*arguments))

@@ -245,7 +245,7 @@ class Checkpointer:
         about = files.if_all_can(lambda: files.read_about(directory))
         keys = {name: on_all(_key_from_json(key), pipe.mesh) for name, key in about["random_keys"].items()}
         state = pipe.abstract_state(batch, tx, keys["key"])
-        pipe.agreement.check(batch, "init")
+        pipe.agree("init", batch)
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         if difference := first_difference(about, contents.description()):
             kind = "layer" if pipe.plan.cut is None else "model"

@@ -23,7 +23,7 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
 from jpipe.model.traced_layer import TracedLayer
 from jpipe.planning.costs import NEGLIGIBLE, Cost, layer_costs
-from jpipe.planning.partition import UNITS, Partition, cut_layers, unit_of, unmeasured_costs
+from jpipe.planning.partition import Partition, cut_layers, unit_of, unmeasured_costs
 from jpipe.planning.request import Request
 from jpipe.processes.progress import warn_user
 from jpipe.types import Shapes
@@ -114,16 +114,6 @@ class Plan:
                 raise ValueError(f"{fault}, and would have other variables; give batches of the same features")
             if old.indices != new.indices:
                 raise ValueError(f"{fault}, and equals other layers than then; cast the batch to the first's dtypes")
-
-
-def early_partition(request: Request) -> Partition | None:
-    """The cuts, or None if they depend on shapes.
-
-    For layer counts and "even" every layer's cost is given as 1.0, since costs aren't known.
-    """
-    if request.balance in UNITS or not request.layers:
-        return None
-    return cut_layers(request.balance, unmeasured_costs(request.balance, len(request.layers)), request.schedule)
 
 
 def make_plan(

@@ -13,12 +13,12 @@ order of its residuals in a TPU's memory, and finding the rates of running avera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, wraps
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -53,8 +53,8 @@ from jpipe.partitioner.axes import AXIS, shapes_only
 from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard
 from jpipe.partitioner.splits import Splits
 from jpipe.partitioner.users_mesh import check_context
-from jpipe.planning.partition import Partition, as_balance, unit_of
-from jpipe.planning.plan import Plan, early_partition, make_plan
+from jpipe.planning.partition import UNITS, Partition, as_balance, cut_layers, unit_of, unmeasured_costs
+from jpipe.planning.plan import Plan, make_plan
 from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.processes.progress import task, warn_once
@@ -108,7 +108,7 @@ class Planner:
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan; other planners keep what they have in common."""
-        self.known: dict[tuple[object, ...], Any] = {}
+        self.known: dict = {}
         self._step = cache(self._make_step)
 
     @contextmanager
@@ -152,7 +152,10 @@ class Planner:
             raise TypeError(f"bare={bare!r} is no bool; pass True for the model's inputs, False for a whole batch")
         bare = bool(is_bare(batch, seen.batch, seen.inputs, self.request.read_inputs, bare))
         if bare and self.cut is None:
-            check_reads_nothing(self.request.layers)
+            for index, layer in enumerate(self.request.layers):
+                if layer.reads_batch:
+                    name = f"layer {index} ({layer.name})"
+                    raise ValueError(f"{name} reads a side input; pass the whole batch, not its inputs")
         check_no_example(batch, seen.inputs if bare else seen.batch)
         return cut_for_evaluation(batch, *self._sizes, bare=bare)
 
@@ -187,32 +190,39 @@ class Planner:
 
     @property
     def _whole_arrays(self) -> tuple[object, ...]:
-        """What traces on whole arrays follow from: the size of the mesh, since equations hold one of as many devices,
-        and the sizes of its axes but `stage` and the data axes."""
+        """All that decides traces on whole arrays: the mesh's size, since equations hold a mesh of as many devices, and
+        the sizes of its axes but `stage` and the data axes."""
         mesh, names = self.request.mesh, (AXIS, *self.request.splits.batch_axes)
         return self.cut, mesh.size, tuple(pair for pair in mesh.shape.items() if pair[0] not in names)
 
-    @property
-    def _remat(self) -> tuple[bool, int]:
-        """The choice of residuals; a policy of the user's may have no hash."""
-        return self.request.remat.keep_inputs, id(self.request.remat.policy)
-
     @once("request.splits", "cut")
     def examples(self, micro: MicroBatch) -> ExamplesInLayers:
-        """What the layers do to a micro-batch's examples."""
+        """Says what the layers do to a micro-batch's examples."""
         return follow_examples(self.model(micro))
 
     @once("request.splits", "cut")
     def outputs_lie(self, micro: MicroBatch) -> list[AxisSharding]:
-        """How a micro-batch lies in each leaf of the outputs of all of them, replicated where examples have no axis."""
-        found, lying = self.examples(micro), self._lying(micro)
-        if not any(map(_is_number, lying, found.follows)):
-            return lying
-        twice = None if (doubled := self._doubled(micro)) is None else follow_examples(doubled)
-        return [
-            self._of_number(found, twice, i) if _is_number(at, follows) else at
-            for i, (at, follows) in enumerate(zip(lying, found.follows, strict=True))
-        ]
+        """How a micro-batch lies in each leaf of the outputs of all of them, replicated where examples have no axis.
+
+        Micro-batches have a number of the model's own as parts of a sum or of a mean.
+
+        Raises:
+          ValueError: it is neither, or the model can't be traced for twice as many examples, which would tell.
+        """
+        found, lying = self.examples(micro), list(self._lying(micro))
+        for leaf, (at, follows) in enumerate(zip(lying, found.follows, strict=True)):
+            if isinstance(at, Shard) or not follows:
+                continue
+            is_sum = False  # if it couples examples, as its layer is marked to
+            if found.outputs[leaf] == PARTIAL:
+                doubled = self._doubled(micro)
+                is_sum = doubled and found.is_sum(follow_examples(doubled), leaf)
+            if is_sum is None:
+                raise ValueError(
+                    f"leaf {leaf} of the outputs has no examples, and is neither their sum nor mean; return it for each"
+                )
+            lying[leaf] = PARTIAL if is_sum else AVERAGED
+        return lying
 
     def _lying(self, micro: MicroBatch) -> list[AxisSharding]:
         """How examples lie in each leaf of the outputs, by the layers' operations, or by shapes where these couple."""
@@ -221,21 +231,6 @@ class Planner:
             return found.outputs
         doubled = self._doubled(micro)
         return lying_by_shapes(last.gives, doubled and doubled.groups[-1], found.outputs, micro.size)
-
-    def _of_number(self, found: ExamplesInLayers, twice: ExamplesInLayers | None, leaf: int) -> AxisSharding:
-        """How micro-batches have a number of the model's own: parts of a sum or of a mean.
-
-        Raises:
-          ValueError: it is neither, or the model can't be traced for twice as many examples, which would tell.
-        """
-        if found.outputs[leaf] != PARTIAL:  # it couples examples, as its layer is marked to
-            return AVERAGED
-        is_sum = twice and found.is_sum(twice, leaf)
-        if is_sum is None:
-            raise ValueError(
-                f"leaf {leaf} of the outputs has no examples, and is neither their sum nor mean; return it for each"
-            )
-        return PARTIAL if is_sum else AVERAGED
 
     @once("request.splits", "cut")
     def output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
@@ -279,22 +274,25 @@ class Planner:
             training.check_same(found)
         return found
 
-    @once("request.splits", "cut", "_remat")
     def layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         """The layers of each group in training, for a type of random keys."""
+        remat = self.request.remat.keep_inputs, id(self.request.remat.policy)  # a policy of the user's may have no hash
+        place = self.request.splits, self.cut, remat, micro, key
+        if place in self.known:
+            return self.known[place]
         functions, layers = self._functions(micro, key, with_loss=True), []
         with (
             self.tracing(),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                place = "layer", self._whole_arrays, self._remat, micro, key, function.group.indices
-                layer = self.known.get(place) or trace_layer(function)
+                alone = self._whole_arrays, remat, micro, key, function.group.indices
+                layer = self.known.get(alone) or trace_layer(function)
                 if not _has_parts(layer.forward, layer.backward):
-                    self.known[place] = layer
+                    self.known[alone] = layer
                 layers.append(replace(layer, function=function))
                 advance()
-        return tuple(layers)
+        return self.known.setdefault(place, tuple(layers))
 
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
@@ -312,12 +310,12 @@ class Planner:
         Raises:
           ValueError: the costs follow from shapes, and no batch was seen yet.
         """
-        partition = early_partition(self.request) if self.plan is None else self.plan.partition
-        if partition is None:
-            raise ValueError(
-                f"balance={self.request.balance!r} follows from the batch's shapes; call pipe.init(key, batch) first"
-            )
-        return partition
+        if self.plan is not None:
+            return self.plan.partition
+        balance, layers = self.request.balance, self.request.layers
+        if balance in UNITS or not layers:
+            raise ValueError(f"balance={balance!r} follows from the batch's shapes; call pipe.init(key, batch) first")
+        return cut_layers(balance, unmeasured_costs(balance, len(layers)), self.request.schedule)
 
     def known_plan(self) -> Plan:
         """The plan, which a batch has to have decided already."""
@@ -336,14 +334,11 @@ class Planner:
     def plan_for(self, batch: Batch) -> Plan:
         """The plan; made from this batch's shapes, if it is the first one. Of other batches nothing is looked at."""
         check_context(self.request.mesh)
-        if self.plan is None:
-            cut = cut_for_evaluation if self.request.loss_fn is None else cut_for_training
-            self._make_plan(cut(batch, *self._sizes))
-        return self.known_plan()
-
-    def _make_plan(self, micro: MicroBatch) -> None:
-        """Plans for the first batch, under Flax's logical axis rules of now."""
-        self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})
+        if self.plan is not None:
+            return self.plan
+        self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})  # Flax's of now
+        cut = cut_for_evaluation if self.request.loss_fn is None else cut_for_training
+        micro = cut(batch, *self._sizes)
         try:
             self.plan = self._first_plan(micro)
             if self.request.shares_ends and self.request.loss_fn is not None:
@@ -352,6 +347,7 @@ class Planner:
             self.plan = self.cut = None
             self.clear_cache()  # what was traced before the error may be traced under other rules next time
             raise
+        return self.plan
 
     @once("request.mesh")
     def _whole(self, micro: MicroBatch) -> tuple[WholeModel, Modes]:
@@ -444,19 +440,3 @@ class Planner:
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:
     """Whether jaxprs on whole arrays hold others on one device's parts, whose shapes follow from the mesh."""
     return any(one.primitive.name == "shard_map" for closed in jaxprs for one in equations_in(closed.jaxpr.eqns))
-
-
-def _is_number(at: AxisSharding, follows: bool) -> bool:
-    """Whether an output follows from examples, and isn't split over them."""
-    return follows and not isinstance(at, Shard)
-
-
-def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
-    """Checks that no layer has a side input, where there is no batch but only the model's inputs.
-
-    Raises:
-      ValueError: naming the first layer that has one.
-    """
-    for index, layer in enumerate(layers):
-        if layer.reads_batch:
-            raise ValueError(f"layer {index} ({layer.name}) reads a side input; pass the whole batch, not its inputs")

@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from jpipe.memory.batches import cut_batch
-from jpipe.planning.plan import early_partition, make_plan
+from jpipe.planning.plan import make_plan
 
 BATCH = np.ones((8, 16), np.float32)
 
@@ -33,7 +33,7 @@ def plan(found):
 def test_cuts_that_follow_from_no_shapes(balance, early, measured):
     """Of layers that the user counted out, FLOPs are shown."""
     found = planner(balance)
-    assert early_partition(found.request).counts == early
+    assert found.partition.counts == early
     assert plan(found).partition.counts == early
     assert len(plan(found).costs) == measured
 

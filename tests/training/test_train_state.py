@@ -186,7 +186,7 @@ def test_nothing_that_was_compiled_is_forgotten():
     run = lambda: (pipe.value_and_grad(variables, x), pipe.evaluate(variables, x), pipe.apply(variables, x))
     run(), pipe.model_variables(variables), pipe.init(jax.random.key(0), x)
     programs = {name: value for name, value in vars(pipe).items() if hasattr(value, "clear_cache")}
-    programs.pop("planner"), programs.pop("_generator")
+    programs.pop("planner")
     used = {name for name, program in programs.items() if program._cache_size()}
     assert used >= {"_jit_to_model", "_jit_init", "_jit_apply", "_jit_evaluate", "_jit_value_and_grad"}
     pipe.clear_cache()
