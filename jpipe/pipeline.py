@@ -214,7 +214,7 @@ class Pipeline(Tabular):
         """
         plan, key = self.planner.plan_for(batch), as_key(key)
         if not isinstance(key, Tracer):
-            self.agree("init", batch, key)
+            checks.check_agree(plan, "init", batch, key)
             key = batches.on_all(key, self.mesh)
         with first_call("the initialisation", key) as done, notes_on_room(self.planner, key):
             return done(self._jit_init(key, ready_values(plan.layouts, plan.layers)))
@@ -243,9 +243,7 @@ class Pipeline(Tabular):
             metadata boxes or without; on the host or on devices of this mesh; no tracers.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
-        plan = self.plan if batch is None else self.planner.plan_for(batch)
-        if batch is not None:
-            self.agree("init", batch)
+        plan = self._plan_with(batch)
         return from_items(plan.model, plan.layouts, trees)
 
     def model_variables(self, variables: Variables) -> Item:
@@ -256,10 +254,8 @@ class Pipeline(Tabular):
 
     def from_model_variables(self, tree: Item, batch: Batch = None) -> Variables:
         """The inverse of `model_variables`, under this pipeline's layout; arguments as of `from_layer_variables`."""
-        plan = self.plan if batch is None else self.planner.plan_for(batch)
+        plan = self._plan_with(batch)
         trees = self.planner.known_cut("from_layer_variables").from_model(tree)
-        if batch is not None:
-            self.agree("init", batch)
         return from_layers({n: at for n, at in plan.layouts.items() if n in trees[0]}, trees)
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
@@ -284,8 +280,9 @@ class Pipeline(Tabular):
           `((loss, updates), grads)`: the new collections other than "params"; gradients like `variables["params"]`.
         """
         key = None if key is None else as_key(key)
-        run = partial(self._jit_value_and_grad, self._training_step(variables, batch, key))
-        (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trains=True)
+        step = self._training_step(variables, batch, key)
+        run = partial(self._jit_value_and_grad, step)
+        (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trained=step.batch)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
     def apply(self, variables: Variables, batch: Batch, *, bare: bool | None = None) -> PyTree:
@@ -306,7 +303,7 @@ class Pipeline(Tabular):
             checks.check_complete(self.plan, variables)
             step = self.planner.evaluation_step(micro, with_loss=False)
             self._known[call] = partial(self._jit_apply, step, self.planner.output_axes(micro))
-            self.agree("bare" if micro.bare else "apply", batch)
+            checks.check_agree(self.plan, "bare" if micro.bare else "apply", batch)
         return self._run("the forward pass", self._known[call], variables, batch)
 
     def generate(
@@ -329,9 +326,10 @@ class Pipeline(Tabular):
         """
         checks.check_complete(self.plan, variables)
         wanted = as_wanted(self.planner, prompts, num_tokens, key, temperature, prefill, logits)
-        self.agree(wanted.words, prompts, key)
-        run = partial(self._jit_generate, decoding=wanted.decoding, num_tokens=wanted.num_tokens)
-        return self._run("generation", run, variables, prompts, *wanted.drawn_by)
+        if (call := checks.call_of(wanted.words, prompts)) not in self._known:
+            checks.check_agree(self.plan, wanted.words, prompts, key)
+            self._known[call] = partial(self._jit_generate, decoding=wanted.decoding, num_tokens=wanted.num_tokens)
+        return self._run("generation", self._known[call], variables, prompts, *wanted.drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
@@ -339,7 +337,7 @@ class Pipeline(Tabular):
             micro = self.planner.for_evaluation(batch)
             checks.check_complete(self.plan, variables)
             self._known[call] = partial(self._jit_evaluate, self.planner.evaluation_step(micro, with_loss=True))
-            self.agree("evaluate", batch)
+            checks.check_agree(self.plan, "evaluate", batch)
         return self._run("the loss", self._known[call], variables, batch)
 
     # --- training ---
@@ -448,7 +446,7 @@ class Pipeline(Tabular):
         step = self._training_step(state.variables, batch, state.key)
         checks.check_offload(self.plan, state)
         checks.check_placed(batch, self.mesh)
-        run, room = self._train_step_for(state.tx), notes_on_room(self.planner, state, batch, state.tx)
+        run, room = self._train_step_for(state.tx), notes_on_room(self.planner, (state, batch), step.batch, state.tx)
         with first_call("the training step", (state, batch)) as done, room:
             return done(run(step, state, batches.on_mesh(batch, self.mesh)))
 
@@ -460,11 +458,11 @@ class Pipeline(Tabular):
             program.clear_cache()
         self.planner.clear_cache()
 
-    def agree(self, what: str, batch: Batch, key: jax.Array | None = None) -> None:
-        """Checks once for the types of a batch that all processes want the same (`checks.check_agree`)."""
-        if (call := checks.call_of(what, batch)) not in self._known:
-            checks.check_agree(self.plan, what, batch, key)
-            self._known[call] = None
+    def _plan_with(self, batch: Batch) -> Plan:
+        """The plan, of all processes; it is made for this batch, if it is the first one, and not None."""
+        if batch is not None:
+            checks.check_agree(self.planner.plan_for(batch), "init", batch)
+        return self.plan
 
     def _training_step(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Step:
         """The step for a batch's shapes; it is made, and all arguments are checked, once for their types."""
@@ -473,7 +471,7 @@ class Pipeline(Tabular):
             checks.check_complete(self.plan, variables)
             step = self.planner.training_step(micro, key)
             checks.check_step(step, key)
-            self.agree("train", batch, key)
+            checks.check_agree(self.plan, "train", batch, key)
             self._known[call] = step
         return self._known[call]
 
@@ -481,12 +479,12 @@ class Pipeline(Tabular):
         """Shapes, dtypes and shardings of a state of this plan."""
         return abstract_state(self.plan.shapes, tx, key_shape(key), self.plan.known_loss().of_batch)
 
-    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, trains: bool = False) -> PyTree:
+    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, trained: Batch = None) -> PyTree:
         """Calls a jitted program, and returns its results."""
         checks.check_alive("variables", variables)
         checks.check_placed(given[0], self.mesh)
         arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
-        with first_call(what, arguments) as done, notes_on_room(self.planner, arguments, given[0] if trains else None):
+        with first_call(what, arguments) as done, notes_on_room(self.planner, arguments, trained):
             return done(jitted(*arguments))
 
     def _placed(self, variables: Variables) -> Variables:

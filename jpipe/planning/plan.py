@@ -59,10 +59,8 @@ class Plan:
 
     @property
     def batch(self) -> Shapes:
-        """The shapes of the first batch, of all its micro-batches together."""
-        count = self.request.schedule.num_microbatches
-        whole = lambda a: jax.ShapeDtypeStruct((a.shape[0] * count, *a.shape[1:]), a.dtype)
-        return jax.tree.map(whole, self.model.batch)
+        """The shapes of the first batch."""
+        return whole_batch(self.model, self.request.schedule.num_microbatches)
 
     @cached_property
     def at_work(self) -> dict[str, WorkLayout]:
@@ -114,6 +112,12 @@ class Plan:
                 raise ValueError(f"{fault}, and would have other variables; give batches of the same features")
             if old.indices != new.indices:
                 raise ValueError(f"{fault}, and equals other layers than then; cast the batch to the first's dtypes")
+
+
+def whole_batch(model: Model, count: int) -> Shapes:
+    """The shapes of a batch of so many micro-batches."""
+    whole = lambda a: jax.ShapeDtypeStruct((a.shape[0] * count, *a.shape[1:]), a.dtype)
+    return jax.tree.map(whole, model.batch)
 
 
 def make_plan(
