@@ -36,7 +36,6 @@ from jpipe.processes.runtime import shared_store, wait_for
 from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, Leaf, PyTree
-from jpipe.users_numbers import integer_or_none
 
 
 def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
@@ -123,20 +122,6 @@ def check_trains(schedule: Schedule) -> None:
     """Checks that a schedule has backward actions."""
     if not schedule.trains:
         raise ValueError(f"schedule {schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
-
-
-def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
-    """Checks that every virtual stage gets a layer.
-
-    Raises:
-      ValueError: there are too few.
-    """
-    stages, chunks = integer_or_none(num_stages) or 0, integer_or_none(num_chunks) or 0
-    if min(stages, chunks) > 0 and stages * chunks > num_layers:
-        raise ValueError(
-            f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {num_layers} layers; use "
-            f"num_stages * num_chunks <= {num_layers}, or cut the model into more layers"
-        )
 
 
 def check_state(state: object) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jpipe import checks
 from jpipe.execution import programs
 from jpipe.execution.decoding import PickLogits
-from jpipe.execution.generator import as_wanted, generate
+from jpipe.execution.generator import as_asked, generate
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
 from jpipe.memory import batches
@@ -28,7 +28,7 @@ from jpipe.model.remat import Policy, as_remat
 from jpipe.partitioner.axes import BATCH_AXES
 from jpipe.partitioner.splits import make_splits
 from jpipe.partitioner.users_mesh import as_mesh
-from jpipe.planning.partition import Partition, as_balance
+from jpipe.planning.partition import Partition, as_balance, check_sizes
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request, as_offload
@@ -125,7 +125,7 @@ class Pipeline(Tabular):
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         if whole is None:
-            checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
+            check_sizes(num_stages, num_chunks, len(layers))  # before a schedule of so many is made
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         num_stages, num_chunks = self.schedule.num_stages, self.schedule.num_chunks
         checks.check_trains(self.schedule)
@@ -263,8 +263,10 @@ class Pipeline(Tabular):
 
         It is called with what the layer itself takes: `(x, kept, side)` if it pops and reads.
         """
-        layers, items = self.planner.request.known_layers(), self.layer_variables(variables)
-        return [layer.bind(item) for layer, item in zip(layers, items, strict=True)]
+        if (whole := self.planner.request.whole) is not None:
+            raise ValueError(f"{whole.name} is one module; call it with pipe.model_variables(variables)")
+        items = self.layer_variables(variables)
+        return [layer.bind(item) for layer, item in zip(self.plan.layers, items, strict=True)]
 
     # --- computing ---
 
@@ -325,11 +327,13 @@ class Pipeline(Tabular):
         with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
         checks.check_complete(self.plan, variables)
-        wanted = as_wanted(self.planner, prompts, num_tokens, key, temperature, prefill, logits)
-        if (call := checks.call_of(wanted.words, prompts)) not in self._known:
-            checks.check_agree(self.plan, wanted.words, prompts, key)
-            self._known[call] = partial(self._jit_generate, decoding=wanted.decoding, num_tokens=wanted.num_tokens)
-        return self._run("generation", self._known[call], variables, prompts, *wanted.drawn_by)
+        asked = as_asked(self.planner, prompts, num_tokens, key, temperature, prefill, logits)
+        words, decoding, num_tokens, drawn_by = asked
+        if (call := checks.call_of(words, prompts)) not in self._known:
+            checks.check_agree(self.plan, words, prompts, key)
+            self._known[call] = None
+        run = partial(self._jit_generate, decoding=decoding, num_tokens=num_tokens)
+        return self._run("generation", run, variables, prompts, *drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""

@@ -197,23 +197,7 @@ def sample(key: jax.Array | None, rows: jax.Array, place: Index, logits: jax.Arr
     return jax.vmap(jax.random.categorical)(keys, logits)
 
 
-class Wanted(NamedTuple):
-    """The arguments of `Pipeline.generate`, checked.
-
-    Attributes:
-      words: the numbers, by which processes compare what they want.
-      decoding: how the layers decode such prompts.
-      num_tokens: to add to each of them.
-      drawn_by: the key and the temperature by which tokens are drawn; None and None to take the likeliest.
-    """
-
-    words: str
-    decoding: Decoding
-    num_tokens: int
-    drawn_by: tuple[jax.Array | None, jax.Array | None]
-
-
-def as_wanted(
+def as_asked(
     planner: Planner,
     prompts: Leaf,
     num_tokens: int,
@@ -221,8 +205,12 @@ def as_wanted(
     temperature: float,
     prefill: int,
     logits: PickLogits | None,
-) -> Wanted:
+) -> tuple[str, Decoding, int, tuple[jax.Array | None, jax.Array | None]]:
     """Checks the arguments of `Pipeline.generate`, and lays out once how the layers decode such prompts.
+
+    Returns:
+      (the numbers in words, by which processes compare what they want; how layers decode; how many tokens to add; the
+      key and the temperature by which tokens are drawn, None and None to take the likeliest).
 
     Raises:
       TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a temperature
@@ -245,7 +233,7 @@ def as_wanted(
     with planner.tracing(), task(f"tracing {plan.model.num_layers} layers in decode mode"):
         decoding = planner.known.get(layout) or planner.known.setdefault(layout, make_decoding(*layout))
     drawn_by = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
-    return Wanted(f"generate {num_tokens} tokens at {temperature}, prefill {fed}", decoding, num_tokens, drawn_by)
+    return f"generate {num_tokens} tokens at {temperature}, prefill {fed}", decoding, num_tokens, drawn_by
 
 
 def _check_prompts(prompts: Leaf, stages: int) -> None:
