@@ -340,7 +340,7 @@ def _check_item(what: str, variables: Mapping[str, PyTree], expected: Mapping[st
 
 
 def _check_tied(model: Model, trees: LayerTrees) -> None:
-    """Checks that layers which share their parameters were given the same ones, of which this process has all.
+    """Checks that layers which share their parameters were given the same ones.
 
     Raises:
       ValueError: naming the first two that differ.
@@ -348,8 +348,18 @@ def _check_tied(model: Model, trees: LayerTrees) -> None:
     for first, *others in (users for one in model.variable_sets for users in one.users):
         for other in others:
             pairs = zip(*(jax.tree.leaves(trees[index].get("params")) for index in (first, other)), strict=True)
-            if any(a is not b and is_whole(a) and is_whole(b) and not np.array_equal(a, b) for a, b in pairs):
+            if not all(a is b or _are_equal(a, b) for a, b in pairs):
                 raise ValueError(f"trees[{first}] and trees[{other}] differ, but share parameters; give both the same")
+
+
+def _are_equal(a: Leaf, b: Leaf) -> bool:
+    """`np.array_equal`, also of arrays that are split over processes; all of these get the same answer."""
+    if is_whole(a) and is_whole(b):
+        return np.array_equal(a, b)
+    sharding = next(x.sharding for x in (a, b) if not is_whole(x))
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    scattered = ScatteredLeaf(jax.ShapeDtypeStruct(a.shape, a.dtype), PartitionSpec(), sharding.mesh)
+    return bool(jax.jit(jnp.array_equal, out_shardings=everywhere)(scattered.put(a), scattered.put(b)))
 
 
 def as_auto(tree: PyTree) -> PyTree:
