@@ -447,12 +447,13 @@ class Pipeline(Tabular):
           (`optax.apply_if_finite`), state other than parameters stays as it was too; `step` counts on.
         """
         checks.check_state(state)
+        checks.check_placed(batch, self.mesh)
         step = self._training_step(state.variables, batch, state.key)
         checks.check_offload(self.plan, state)
-        checks.check_placed(batch, self.mesh)
+        batch = batches.on_mesh(batch, self.mesh)
         run, room = self._train_step_for(state.tx), notes_on_room(self.planner, (state, batch), step.batch, state.tx)
         with first_call("the training step", (state, batch)) as done, room:
-            return done(run(step, state, batches.on_mesh(batch, self.mesh)))
+            return done(run(step, state, batch))
 
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""

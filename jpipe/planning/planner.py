@@ -175,15 +175,15 @@ class Planner:
         return model
 
     def _traced(self, micro: MicroBatch, splits: Splits) -> Model:
-        asked = self.request
-        with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
-            layers = asked.layers if self.cut is None else self._pieces(micro)
-            like = None if self.plan is None else self.plan.model
-            known = self.known.setdefault(("calls", self._whole_arrays, micro), {})
-            traces = dict(known)
-            model = trace_model(layers, self._read(micro), micro.shapes, splits, asked.rules, like, traces)
-            known.update({i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)})
-            return model
+        rules, like = self.request.rules, None if self.plan is None else self.plan.model
+        known = self.known.setdefault(("calls", self._whole_arrays, micro), {})
+        traces = dict(known)
+        with self.tracing():
+            layers = self.request.layers if self.cut is None else self._pieces(micro)
+            with task(f"tracing {len(layers)} layers"):
+                model = trace_model(layers, self._read(micro), micro.shapes, splits, rules, like, traces)
+        known.update({i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)})
+        return model
 
     def _read(self, micro: MicroBatch) -> Callable[[Batch], PyTree]:
         return (lambda inputs: inputs) if micro.bare else self.request.read_inputs
@@ -277,7 +277,7 @@ class Planner:
     def layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         """The layers of each group in training, for a type of random keys."""
         remat = self.request.remat.keep_inputs, id(self.request.remat.policy)  # a policy of the user's may have no hash
-        place = self.request.splits, self.cut, remat, micro, key
+        place = "layers", self.request.splits, self.cut, remat, micro, key
         if place in self.known:
             return self.known[place]
         functions, layers = self._functions(micro, key, with_loss=True), []
@@ -286,7 +286,7 @@ class Planner:
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                alone = self._whole_arrays, remat, micro, key, function.group.indices
+                alone = "layer", self._whole_arrays, remat, micro, key, function.group.indices
                 layer = self.known.get(alone) or trace_layer(function)
                 if not _has_parts(layer.forward, layer.backward):
                     self.known[alone] = layer
@@ -297,9 +297,9 @@ class Planner:
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
         model, remat = self.model(micro), self.request.remat
-        in_mode = {} if key is not None else {"train": False}
-        loss = lambda g: self.loss(micro, **in_mode) if with_loss and g == model.last else None
-        return [LayerFunction(group, key, remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
+        loss = (self.loss(micro) if key is not None else self.loss(micro, train=False)) if with_loss else None
+        of = lambda g: loss if g == model.last else None
+        return [LayerFunction(group, key, remat, model.batch, of(g)) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---
 
