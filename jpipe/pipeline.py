@@ -19,7 +19,7 @@ from jpipe.execution.generator import as_asked, generate
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
 from jpipe.memory import batches
-from jpipe.memory.layout import StageTree, variables_to_place
+from jpipe.memory.layout import StageTree
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
@@ -494,9 +494,10 @@ class Pipeline(Tabular):
 
     def _placed(self, variables: Variables) -> Variables:
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
-        return batches.placed(*variables_to_place(variables, self.plan.layouts), self.mesh)
+        plan = self.plan
+        own = {name: StageTree(tree, plan.layouts[name]) for name, tree in variables.items()}
+        return batches.placed(own, {name: plan.shardings[name] for name in own}, self.mesh)
 
     @cached_property
     def _jit_init(self) -> Callable:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.plan.shapes)
-        return jax.jit(partial(programs.init_variables, self.plan), out_shardings=shardings)
+        return jax.jit(partial(programs.init_variables, self.plan), out_shardings=self.plan.shardings)

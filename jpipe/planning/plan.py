@@ -26,7 +26,7 @@ from jpipe.planning.costs import NEGLIGIBLE, Cost, layer_costs
 from jpipe.planning.partition import Partition, cut_layers, unit_of, unmeasured_costs
 from jpipe.planning.request import Request
 from jpipe.processes.progress import warn_user
-from jpipe.types import Shapes
+from jpipe.types import PyTree, Shapes
 
 TOLERATED_SHARE = 1.1
 """How many times the mean cost of a stage a single layer may have without a warning."""
@@ -91,6 +91,11 @@ class Plan:
     def shapes(self) -> dict[str, StageTree]:
         """Shapes, dtypes and shardings of all variables, by collection."""
         return {name: layout.shapes for name, layout in self.layouts.items()}
+
+    @cached_property
+    def shardings(self) -> dict[str, PyTree]:
+        """The shardings of all variables, by collection."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.shapes)
 
     def known_loss(self) -> TracedLoss:
         """The loss; without one a ValueError."""
