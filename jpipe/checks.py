@@ -26,14 +26,12 @@ from jpipe.jax.in_place import is_apart
 from jpipe.jax.trees import check_same_shapes, named_leaves
 from jpipe.layers.base import describe
 from jpipe.memory.layout import NOT_SAVED, StageTree, laid_out
-from jpipe.model.groups import Model
-from jpipe.model.loss import TracedLoss, loss_name
+from jpipe.model.loss import loss_name
 from jpipe.model.remat import MODES, Remat
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
 from jpipe.processes.progress import followed, task, warn_once
 from jpipe.processes.runtime import shared_store, wait_for
-from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, Leaf, PyTree
 
@@ -99,29 +97,11 @@ def check_complete(plan: Plan, variables: dict[str, StageTree]) -> None:
         raise ValueError(f"variables lack the collection {missing[0]!r}; pass what pipe.init returned")
 
 
-def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> None:
-    """Checks that there is a key if a layer or the loss draws random numbers.
-
-    Raises:
-      ValueError: naming the first that does.
-    """
-    needy = [group.in_words for group in model.groups if group.needs_key]
-    needy += [f"loss_fn {loss_name(loss.function)}"] if loss is not None and loss.needs_key else []
-    if key is None and needy:
-        raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
-
-
 def check_callable(**functions: object) -> None:
     """Checks that arguments are functions."""
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name}={function!r} is not callable; pass a function")
-
-
-def check_trains(schedule: Schedule) -> None:
-    """Checks that a schedule has backward actions."""
-    if not schedule.trains:
-        raise ValueError(f"schedule {schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
 
 
 def check_state(state: object) -> None:
@@ -154,9 +134,12 @@ def check_step(step: Step, key: jax.Array | None) -> None:
     """Checks that a step has its key, and says once that nothing moves to the hosts on CPUs, if something is to.
 
     Raises:
-      ValueError: as `check_key`.
+      ValueError: a layer or the loss draws random numbers, and there is no key; the first that does is named.
     """
-    check_key(step.model, step.loss, key)
+    needy = [group.in_words for group in step.model.groups if group.needs_key]
+    needy += [f"loss_fn {loss_name(step.loss.function)}"] if step.loss is not None and step.loss.needs_key else []
+    if key is None and needy:
+        raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
     request = step.plan.request
     if (step.kept.away or request.offload.optimizer) and not is_apart(request.mesh):
         warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")

@@ -128,7 +128,6 @@ class Pipeline(Tabular):
             check_sizes(num_stages, num_chunks, len(layers))  # before a schedule of so many is made
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         num_stages, num_chunks = self.schedule.num_stages, self.schedule.num_chunks
-        checks.check_trains(self.schedule)
         self.mesh = as_mesh(mesh, num_stages)
         request = Request(
             layers=layers,
@@ -327,12 +326,11 @@ class Pipeline(Tabular):
         with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
         checks.check_complete(self.plan, variables)
-        asked = as_asked(self.planner, prompts, num_tokens, key, temperature, prefill, logits)
-        words, decoding, num_tokens, drawn_by = asked
+        words, options, drawn_by = as_asked(self.planner, prompts, num_tokens, key, temperature, prefill, logits)
         if (call := checks.call_of(words, prompts)) not in self._known:
             checks.check_agree(self.plan, words, prompts, key)
             self._known[call] = None
-        run = partial(self._jit_generate, decoding=decoding, num_tokens=num_tokens)
+        run = partial(self._jit_generate, **options)
         return self._run("generation", run, variables, prompts, *drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
@@ -494,9 +492,8 @@ class Pipeline(Tabular):
 
     def _placed(self, variables: Variables) -> Variables:
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
-        plan = self.plan
-        own = {name: StageTree(tree, plan.layouts[name]) for name, tree in variables.items()}
-        return batches.placed(own, {name: plan.shardings[name] for name in own}, self.mesh)
+        own = {name: StageTree(tree, self.plan.layouts[name]) for name, tree in variables.items()}
+        return batches.placed(own, {name: self.plan.shardings[name] for name in own}, self.mesh)
 
     @cached_property
     def _jit_init(self) -> Callable:

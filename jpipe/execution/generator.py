@@ -205,12 +205,12 @@ def as_asked(
     temperature: float,
     prefill: int,
     logits: PickLogits | None,
-) -> tuple[str, Decoding, int, tuple[jax.Array | None, jax.Array | None]]:
+) -> tuple[str, dict[str, Decoding | int], tuple[jax.Array | None, jax.Array | None]]:
     """Checks the arguments of `Pipeline.generate`, and lays out once how the layers decode such prompts.
 
     Returns:
-      (the numbers in words, by which processes compare what they want; how layers decode; how many tokens to add; the
-      key and the temperature by which tokens are drawn, None and None to take the likeliest).
+      (the numbers in words, by which processes compare what they want; the options of `generate`; the key and the
+      temperature by which tokens are drawn, None and None to take the likeliest).
 
     Raises:
       TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a temperature
@@ -233,7 +233,8 @@ def as_asked(
     with planner.tracing(), task(f"tracing {plan.model.num_layers} layers in decode mode"):
         decoding = planner.known.get(layout) or planner.known.setdefault(layout, make_decoding(*layout))
     drawn_by = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
-    return f"generate {num_tokens} tokens at {temperature}, prefill {fed}", decoding, num_tokens, drawn_by
+    words = f"generate {num_tokens} tokens at {temperature}, prefill {fed}"
+    return words, {"decoding": decoding, "num_tokens": num_tokens}, drawn_by
 
 
 def _check_prompts(prompts: Leaf, stages: int) -> None:

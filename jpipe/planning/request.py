@@ -86,8 +86,8 @@ class Request:
       loss_over: what a loss of one number is taken over (`jpipe.model.loss.OVER`).
 
     Raises:
-      ValueError: an unknown word; a split backward of which nothing is kept, an R where all is; shared ends with a
-        schedule that doesn't suit them.
+      ValueError: an unknown word; a schedule that doesn't train; a split backward of which nothing is kept, an R where
+        all is; shared ends with a schedule that doesn't suit them.
     """
 
     layers: tuple[AnyLayer, ...]
@@ -105,6 +105,8 @@ class Request:
     loss_over: str | None
 
     def __post_init__(self) -> None:
+        if not self.schedule.trains:
+            raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
         if self.ends not in ENDS:
             raise ValueError(f"ends={self.ends!r} is unknown; use one of {list(ENDS)}")
         if self.loss_over not in OVER:
