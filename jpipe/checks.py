@@ -3,8 +3,8 @@
 Every error names the offender, its value, what was expected and what to do.
 
 Two processes with other programs would wait for each other's transfers for ever. So they compare all that decides which
-program a step is (`Agreement`): they exchange texts through the key-value store of `jax.distributed`, which runs beside
-the devices, so that a process waits only for some time, and nothing is compiled.
+program a step is (`check_agree`): they exchange texts through the key-value store of `jax.distributed`, which runs
+beside the devices, so that a process waits only for some time, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -20,23 +20,20 @@ import jax
 import numpy as np
 from flax import serialization
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from jpipe.jax.in_place import is_apart
 from jpipe.jax.trees import check_same_shapes, named_leaves
 from jpipe.layers.base import describe
 from jpipe.memory.layout import NOT_SAVED, StageTree, laid_out
-from jpipe.model.groups import Model
-from jpipe.model.loss import TracedLoss, loss_name
+from jpipe.model.loss import loss_name
 from jpipe.model.remat import MODES, Remat
 from jpipe.planning.plan import Plan
-from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.processes.progress import followed, task, warn_once
 from jpipe.processes.runtime import shared_store, wait_for
-from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, Leaf, PyTree
-from jpipe.users_numbers import integer_or_none
 
 
 def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
@@ -100,43 +97,11 @@ def check_complete(plan: Plan, variables: dict[str, StageTree]) -> None:
         raise ValueError(f"variables lack the collection {missing[0]!r}; pass what pipe.init returned")
 
 
-def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> None:
-    """Checks that there is a key if a layer or the loss draws random numbers.
-
-    Raises:
-      ValueError: naming the first that does.
-    """
-    needy = [group.in_words for group in model.groups if group.needs_key]
-    needy += [f"loss_fn {loss_name(loss.function)}"] if loss is not None and loss.needs_key else []
-    if key is None and needy:
-        raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
-
-
 def check_callable(**functions: object) -> None:
     """Checks that arguments are functions."""
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name}={function!r} is not callable; pass a function")
-
-
-def check_trains(schedule: Schedule) -> None:
-    """Checks that a schedule has backward actions."""
-    if not schedule.trains:
-        raise ValueError(f"schedule {schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
-
-
-def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
-    """Checks that every virtual stage gets a layer.
-
-    Raises:
-      ValueError: there are too few.
-    """
-    stages, chunks = integer_or_none(num_stages) or 0, integer_or_none(num_chunks) or 0
-    if min(stages, chunks) > 0 and stages * chunks > num_layers:
-        raise ValueError(
-            f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {num_layers} layers; use "
-            f"num_stages * num_chunks <= {num_layers}, or cut the model into more layers"
-        )
 
 
 def check_state(state: object) -> None:
@@ -169,9 +134,12 @@ def check_step(step: Step, key: jax.Array | None) -> None:
     """Checks that a step has its key, and says once that nothing moves to the hosts on CPUs, if something is to.
 
     Raises:
-      ValueError: as `check_key`.
+      ValueError: a layer or the loss draws random numbers, and there is no key; the first that does is named.
     """
-    check_key(step.model, step.loss, key)
+    needy = [group.in_words for group in step.model.groups if group.needs_key]
+    needy += [f"loss_fn {loss_name(step.loss.function)}"] if step.loss is not None and step.loss.needs_key else []
+    if key is None and needy:
+        raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
     request = step.plan.request
     if (step.kept.away or request.offload.optimizer) and not is_apart(request.mesh):
         warn_once("offload= moves nothing on CPUs, which have no memory besides their host's; steps are the same")
@@ -212,6 +180,13 @@ def check_alive(what: str, tree: PyTree) -> None:
             )
 
 
+def call_of(what: str, *arguments: PyTree) -> tuple[object, ...]:
+    """The key of a call: what it does, the types of its arguments, the mesh in context, how wide numbers may be."""
+    leaves, structure = jax.tree.flatten(arguments)
+    types = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
+    return what, structure, *types, jax.sharding.get_abstract_mesh(), jax.dtypes.canonicalize_dtype(float)
+
+
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
@@ -232,48 +207,35 @@ def refuse_serialization() -> None:
 # --- processes that compute together ----------------------------------------------------------------------------------
 
 
-class Agreement:
-    """Checks that all processes agree, before the first step of each kind and shape.
+def check_agree(plan: Plan, what: str, batch: Batch, key: jax.Array | None = None) -> None:
+    """Compares this process's configuration with the others'; with one process it does nothing.
 
     Args:
-      planner: of the pipeline.
+      plan: the pipeline's.
+      what: what it is for; values of the batch don't matter for "init".
+      batch: `[B, ...]`.
+      key: the random key, if there is one that the others should have, too.
+
+    Raises:
+      ValueError: an array of the batch is on devices of this process alone, or the processes disagree.
+      RuntimeError: others don't come.
     """
-
-    def __init__(self, planner: Planner):
-        self._planner, self._known = planner, set()
-
-    def check(self, batch: Batch, what: str, key: jax.Array | None = None) -> None:
-        """Compares this process's configuration with the others'; with one process it does nothing.
-
-        Args:
-          batch: `[B, ...]`.
-          what: what it is for; values of the batch don't matter for "init".
-          key: the random key, if there is one that the others should have, too.
-
-        Raises:
-          ValueError: an array of the batch is on devices of this process alone, or the processes disagree.
-          RuntimeError: others don't come.
-        """
-        mesh = self._planner.request.mesh
-        if jax.process_count() == 1 or not mesh.is_multi_process:
-            return
-        check_placed(batch)
-        step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
-        if step not in self._known:
-            agreed = facts(self._planner.known_plan(), batch, values=what != "init", key=key)
-            words = "configurations with the other processes"
-            with task(f"comparing {words}"), followed(f"the comparison of {words}", batch):
-                check_agreement({"call": what, **agreed}, sorted({d.process_index for d in mesh.devices.flat}))
-            self._known.add(step)
+    mesh = plan.request.mesh
+    if jax.process_count() == 1 or not mesh.is_multi_process:
+        return
+    check_placed(batch, mesh)
+    agreed, words = facts(plan, batch, values=what != "init", key=key), "configurations with the other processes"
+    with task(f"comparing {words}"), followed(f"the comparison of {words}", batch):
+        check_agreement({"call": what, **agreed}, sorted({d.process_index for d in mesh.devices.flat}))
 
 
-def check_placed(batch: Batch) -> None:
+def check_placed(batch: Batch, mesh: Mesh) -> None:
     """Checks, where the mesh has devices of several processes, that no array of a batch is on some of one of them.
 
     Raises:
       ValueError: naming the first that is.
     """
-    for name, leaf in named_leaves("batch", batch):
+    for name, leaf in named_leaves("batch", batch) if mesh.is_multi_process else ():
         if _is_on_own_devices(leaf) and leaf.committed:
             raise ValueError(
                 f"{name} is on devices of process {jax.process_index()} alone, but the mesh has those of several; give "

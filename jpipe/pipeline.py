@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jpipe import checks
 from jpipe.execution import programs
 from jpipe.execution.decoding import PickLogits
-from jpipe.execution.generator import Generator
+from jpipe.execution.generator import as_asked, generate
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
 from jpipe.memory import batches
-from jpipe.memory.layout import StageTree, variables_to_place
+from jpipe.memory.layout import StageTree
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
@@ -28,7 +28,7 @@ from jpipe.model.remat import Policy, as_remat
 from jpipe.partitioner.axes import BATCH_AXES
 from jpipe.partitioner.splits import make_splits
 from jpipe.partitioner.users_mesh import as_mesh
-from jpipe.planning.partition import Partition, as_balance
+from jpipe.planning.partition import Partition, as_balance, check_sizes
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request, as_offload
@@ -125,10 +125,9 @@ class Pipeline(Tabular):
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         if whole is None:
-            checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
+            check_sizes(num_stages, num_chunks, len(layers))  # before a schedule of so many is made
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         num_stages, num_chunks = self.schedule.num_stages, self.schedule.num_chunks
-        checks.check_trains(self.schedule)
         self.mesh = as_mesh(mesh, num_stages)
         request = Request(
             layers=layers,
@@ -146,19 +145,22 @@ class Pipeline(Tabular):
             loss_over=loss_over,
         )
         self.planner = Planner(request)
-        self.agreement = checks.Agreement(self.planner)
+        self._known: dict = {}  # what a call runs, by `checks.call_of`
         # A function of this pipeline's own: what was compiled of it goes when the pipeline goes.
         jit = lambda program, *static: jax.jit(partial(program), static_argnums=static)
         self._train_step_for = steps_for(programs.value_and_grad, self._state_shapes)
         self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad, 0), jit(programs.evaluate, 0)
         self._jit_apply, self._jit_to_layers = jit(programs.apply, 0, 1), jax.jit(to_layers)
         self._jit_to_model = jax.jit(lambda cut, variables: cut.to_model(to_layers(variables)), static_argnums=0)
-        self._generator = Generator(self.planner)
+        self._jit_generate = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
-        of = f"{self.planner.request.in_words}, {sizes}, schedule={self.schedule.name!r}"
-        return f"Pipeline({of}, mesh={dict(self.mesh.shape)})"
+        request, plan = self.planner.request, self.planner.plan
+        layers = f"{len((plan or request).layers)} layers"
+        if request.whole is not None:
+            layers = f"{request.whole.name}: {layers if plan else 'cut at the first batch'}"
+        return f"Pipeline({layers}, {sizes}, schedule={self.schedule.name!r}, mesh={dict(self.mesh.shape)})"
 
     def _table(self) -> Table:
         return summarize(repr(self), self.planner)
@@ -211,10 +213,10 @@ class Pipeline(Tabular):
         """
         plan, key = self.planner.plan_for(batch), as_key(key)
         if not isinstance(key, Tracer):
-            self.agreement.check(batch, "init", key)
+            checks.check_agree(plan, "init", batch, key)
             key = batches.on_all(key, self.mesh)
         with first_call("the initialisation", key) as done, notes_on_room(self.planner, key):
-            return done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
+            return done(self._jit_init(key, ready_values(plan.layouts, plan.layers)))
 
     def layer_variables(self, variables: Variables) -> list[Item]:
         """Each layer's own variables, in layer order.
@@ -240,9 +242,7 @@ class Pipeline(Tabular):
             metadata boxes or without; on the host or on devices of this mesh; no tracers.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
-        plan = self.plan if batch is None else self.planner.plan_for(batch)
-        if batch is not None:
-            self.agreement.check(batch, "init")
+        plan = self._plan_with(batch)
         return from_items(plan.model, plan.layouts, trees)
 
     def model_variables(self, variables: Variables) -> Item:
@@ -253,10 +253,8 @@ class Pipeline(Tabular):
 
     def from_model_variables(self, tree: Item, batch: Batch = None) -> Variables:
         """The inverse of `model_variables`, under this pipeline's layout; arguments as of `from_layer_variables`."""
-        plan = self.plan if batch is None else self.planner.plan_for(batch)
+        plan = self._plan_with(batch)
         trees = self.planner.known_cut("from_layer_variables").from_model(tree)
-        if batch is not None:
-            self.agreement.check(batch, "init")
         return from_layers({n: at for n, at in plan.layouts.items() if n in trees[0]}, trees)
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
@@ -264,8 +262,10 @@ class Pipeline(Tabular):
 
         It is called with what the layer itself takes: `(x, kept, side)` if it pops and reads.
         """
-        layers, items = self.planner.request.known_layers(), self.layer_variables(variables)
-        return [layer.bind(item) for layer, item in zip(layers, items, strict=True)]
+        if (whole := self.planner.request.whole) is not None:
+            raise ValueError(f"{whole.name} is one module; call it with pipe.model_variables(variables)")
+        items = self.layer_variables(variables)
+        return [layer.bind(item) for layer, item in zip(self.plan.layers, items, strict=True)]
 
     # --- computing ---
 
@@ -281,9 +281,9 @@ class Pipeline(Tabular):
           `((loss, updates), grads)`: the new collections other than "params"; gradients like `variables["params"]`.
         """
         key = None if key is None else as_key(key)
-        run = partial(self._jit_value_and_grad, self._training_step(variables, batch, key))
-        self.agreement.check(batch, "train", key)
-        (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trains=True)
+        step = self._training_step(variables, batch, key)
+        run = partial(self._jit_value_and_grad, step)
+        (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trained=step.batch)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
     def apply(self, variables: Variables, batch: Batch, *, bare: bool | None = None) -> PyTree:
@@ -298,12 +298,14 @@ class Pipeline(Tabular):
           ValueError: it may be both; or an output has no batch axis (a mean over the batch), so that nothing can be
             joined. One that begins with an axis of 1 gives a row for each micro-batch.
         """
-        checks.check_is_variables(variables)
-        micro = self.planner.for_outputs(batch, bare)
-        checks.check_complete(self.plan, variables)
-        step, joined_along = self.planner.evaluation_step(micro, with_loss=False), self.planner.output_axes(micro)
-        self.agreement.check(batch, "bare" if micro.bare else "apply")
-        return self._run("the forward pass", partial(self._jit_apply, step, joined_along), variables, batch)
+        if (call := checks.call_of(f"apply, bare={bare}", variables, batch)) not in self._known:
+            checks.check_is_variables(variables)
+            micro = self.planner.for_outputs(batch, bare)
+            checks.check_complete(self.plan, variables)
+            step = self.planner.evaluation_step(micro, with_loss=False)
+            self._known[call] = partial(self._jit_apply, step, self.planner.output_axes(micro))
+            checks.check_agree(self.plan, "bare" if micro.bare else "apply", batch)
+        return self._run("the forward pass", self._known[call], variables, batch)
 
     def generate(
         self,
@@ -324,17 +326,21 @@ class Pipeline(Tabular):
         with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
         checks.check_complete(self.plan, variables)
-        words, run, drawn_by = self._generator.asked(prompts, num_tokens, key, temperature, prefill, logits)
-        self.agreement.check(prompts, words, key)
+        words, options, drawn_by = as_asked(self.planner, prompts, num_tokens, key, temperature, prefill, logits)
+        if (call := checks.call_of(words, prompts)) not in self._known:
+            checks.check_agree(self.plan, words, prompts, key)
+            self._known[call] = None
+        run = partial(self._jit_generate, **options)
         return self._run("generation", run, variables, prompts, *drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
-        micro = self.planner.for_evaluation(batch)
-        checks.check_complete(self.plan, variables)
-        step = self.planner.evaluation_step(micro, with_loss=True)
-        self.agreement.check(batch, "evaluate")
-        return self._run("the loss", partial(self._jit_evaluate, step), variables, batch)
+        if (call := checks.call_of("evaluate", variables, batch)) not in self._known:
+            micro = self.planner.for_evaluation(batch)
+            checks.check_complete(self.plan, variables)
+            self._known[call] = partial(self._jit_evaluate, self.planner.evaluation_step(micro, with_loss=True))
+            checks.check_agree(self.plan, "evaluate", batch)
+        return self._run("the loss", self._known[call], variables, batch)
 
     # --- training ---
 
@@ -439,44 +445,56 @@ class Pipeline(Tabular):
           (`optax.apply_if_finite`), state other than parameters stays as it was too; `step` counts on.
         """
         checks.check_state(state)
+        checks.check_placed(batch, self.mesh)
         step = self._training_step(state.variables, batch, state.key)
         checks.check_offload(self.plan, state)
-        self.agreement.check(batch, "train")
-        run, room = self._train_step_for(state.tx), notes_on_room(self.planner, state, batch, state.tx)
+        batch = batches.on_mesh(batch, self.mesh)
+        run, room = self._train_step_for(state.tx), notes_on_room(self.planner, (state, batch), step.batch, state.tx)
         with first_call("the training step", (state, batch)) as done, room:
-            return done(run(step, state, batches.on_mesh(batch, self.mesh)))
+            return done(run(step, state, batch))
 
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_step_for.cache_clear()
+        self._known.clear()
         for program in [value for name, value in vars(self).items() if name.startswith("_jit_")]:
             program.clear_cache()
         self.planner.clear_cache()
-        self._generator.clear_cache()
+
+    def _plan_with(self, batch: Batch) -> Plan:
+        """The plan, of all processes; it is made for this batch, if it is the first one, and not None."""
+        if batch is not None:
+            checks.check_agree(self.planner.plan_for(batch), "init", batch)
+        return self.plan
 
     def _training_step(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Step:
-        """The step for a batch's shapes, once all arguments are checked."""
-        micro = self.planner.for_training(batch)
-        checks.check_complete(self.plan, variables)
-        step = self.planner.training_step(micro, key)
-        checks.check_step(step, key)
-        return step
+        """The step for a batch's shapes; it is made, and all arguments are checked, once for their types."""
+        if (call := checks.call_of("train", variables, batch, key)) not in self._known:
+            micro = self.planner.for_training(batch)
+            checks.check_complete(self.plan, variables)
+            step = self.planner.training_step(micro, key)
+            checks.check_step(step, key)
+            checks.check_agree(self.plan, "train", batch, key)
+            self._known[call] = step
+        return self._known[call]
 
     def _state_shapes(self, tx: optax.GradientTransformation, key: jax.Array | None = None) -> TrainState:
         """Shapes, dtypes and shardings of a state of this plan."""
         return abstract_state(self.plan.shapes, tx, key_shape(key), self.plan.known_loss().of_batch)
 
-    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, trains: bool = False) -> PyTree:
+    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, trained: Batch = None) -> PyTree:
         """Calls a jitted program, and returns its results."""
+        checks.check_alive("variables", variables)
+        checks.check_placed(given[0], self.mesh)
         arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
-        with first_call(what, arguments) as done, notes_on_room(self.planner, arguments, given[0] if trains else None):
+        with first_call(what, arguments) as done, notes_on_room(self.planner, arguments, trained):
             return done(jitted(*arguments))
 
     def _placed(self, variables: Variables) -> Variables:
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
-        return batches.placed(*variables_to_place(variables, self.plan.layouts), self.mesh)
+        own = {name: StageTree(tree, self.plan.layouts[name]) for name, tree in variables.items()}
+        return batches.placed(own, {name: self.plan.shardings[name] for name in own}, self.mesh)
 
     @cached_property
     def _jit_init(self) -> Callable:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.plan.shapes)
-        return jax.jit(partial(programs.init_variables, self.plan), out_shardings=shardings)
+        return jax.jit(partial(programs.init_variables, self.plan), out_shardings=self.plan.shardings)

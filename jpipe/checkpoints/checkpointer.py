@@ -22,7 +22,7 @@ from jpipe import __version__
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import LAYERS, MODEL, Contents, Json, first_difference, from_json, own_trees, to_json
 from jpipe.checkpoints.files import read_all, take_all
-from jpipe.checks import check_state, check_variables
+from jpipe.checks import check_agree, check_state, check_variables
 from jpipe.memory.batches import on_all
 from jpipe.pipeline import Pipeline
 from jpipe.processes.progress import task, warn_user
@@ -242,7 +242,7 @@ class Checkpointer:
         about = files.if_all_can(lambda: files.read_about(directory))
         keys = {name: on_all(_key_from_json(key), pipe.mesh) for name, key in about["random_keys"].items()}
         state = pipe.abstract_state(batch, tx, keys["key"])
-        pipe.agreement.check(batch, "init")
+        check_agree(pipe.plan, "init", batch)
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         if difference := first_difference(about, contents.description()):
             kind = "layer" if pipe.plan.cut is None else "model"

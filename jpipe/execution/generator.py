@@ -1,4 +1,4 @@
-"""`Generator`: checks what `Pipeline.generate` is asked for, keeps what was compiled for it, and sends tokens round.
+"""Checks what `Pipeline.generate` is asked for, and sends tokens round.
 
 Tokens go round the stages and are drawn on the last; K micro-batches in flight keep all at work. A micro-batch is one
 token of each of its sequences. It takes a tick on each virtual stage. The last stage chooses the next token and sends
@@ -16,9 +16,8 @@ time (prefill), these go round first, as one "token" here; the token that follow
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -198,70 +197,44 @@ def sample(key: jax.Array | None, rows: jax.Array, place: Index, logits: jax.Arr
     return jax.vmap(jax.random.categorical)(keys, logits)
 
 
-class Generator:
-    """Continues prompts by the layers of a pipeline; keeps what it traced and compiled.
+def as_asked(
+    planner: Planner,
+    prompts: Leaf,
+    num_tokens: int,
+    key: jax.Array | None,
+    temperature: float,
+    prefill: int,
+    logits: PickLogits | None,
+) -> tuple[str, dict[str, Decoding | int], tuple[jax.Array | None, jax.Array | None]]:
+    """Checks the arguments of `Pipeline.generate`, and lays out once how the layers decode such prompts.
 
-    Args:
-      planner: the pipeline's.
+    Returns:
+      (the numbers in words, by which processes compare what they want; the options of `generate`; the key and the
+      temperature by which tokens are drawn, None and None to take the likeliest).
 
-    Attributes:
-      decoding: b, the longest sequence, tokens of a prompt at a time, which output is the logits -> how the layers
-        decode; each is laid out once.
-      program: `generate`, jitted.
+    Raises:
+      TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a temperature
+        that is no number from 0 on, or one without a key; prompts aren't fed in equal parts; as `find_logits` and
+        `make_decoding`.
     """
-
-    def __init__(self, planner: Planner):
-        self._planner = planner
-        self.decoding = cache(self._decoding)
-        # A `partial` is a function of its own, so that `clear_cache` drops what this pipeline compiled alone.
-        self.program = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
-
-    def clear_cache(self) -> None:
-        """Forgets what was traced, laid out and compiled."""
-        self.decoding.cache_clear()
-        self.program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def asked(
-        self,
-        prompts: Leaf,
-        num_tokens: int,
-        key: jax.Array | None,
-        temperature: float,
-        prefill: int,
-        logits: PickLogits | None,
-    ) -> tuple[str, Callable[..., jax.Array], tuple[jax.Array | None, jax.Array | None]]:
-        """Checks the arguments of `Pipeline.generate`, and lays out how the layers decode such prompts.
-
-        Returns:
-          (the numbers in words, by which processes compare what they want; `generate`, jitted, for these numbers; the
-          key and the temperature by which tokens are drawn, None and None to take the likeliest).
-
-        Raises:
-          TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a
-            temperature that is no number from 0 on, or one without a key; prompts aren't fed in equal parts; as
-            `find_logits` and `make_decoding`.
-        """
-        request = self._planner.request
-        stages, shards = request.schedule.num_stages, request.splits.num_shards
-        _check_prompts(prompts, stages)
-        if isinstance(temperature, Tracer) or isinstance(num_tokens, Tracer):
-            raise TypeError("temperature or num_tokens is traced; pass numbers, static arguments of your jax.jit")
-        temperature = _as_temperature(temperature, key)
-        num_tokens = as_integer("num_tokens", num_tokens, "ask for at least one token")
-        count, length = prompts.shape
-        sizes = [n for n in range(1, length + 1) if length % n == 0]
-        if (fed := integer_or_none(prefill)) not in sizes:
-            raise ValueError(f"prefill={prefill!r} is no part of prompts of {length} tokens; feed {sizes} at a time")
-        size = -(-count // (stages * shards)) * shards  # of a micro-batch, which data axes split evenly
-        decoding = self.decoding(size, length + num_tokens - 1, fed, find_logits(self._planner.known_plan(), logits))
-        words = f"generate {num_tokens} tokens at {temperature}, prefill {fed}"
-        drawn_by = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
-        return words, partial(self.program, decoding=decoding, num_tokens=num_tokens), drawn_by
-
-    def _decoding(self, size: int, length: int, prefill: int, logits: int = 0) -> Decoding:
-        planner = self._planner
-        with planner.tracing(), task(f"tracing {len(planner.request.layers)} layers in decode mode"):
-            return make_decoding(planner.known_plan(), size, length, prefill, logits)
+    plan, request = planner.known_plan(), planner.request
+    stages, shards = request.schedule.num_stages, request.splits.num_shards
+    _check_prompts(prompts, stages)
+    if isinstance(temperature, Tracer) or isinstance(num_tokens, Tracer):
+        raise TypeError("temperature or num_tokens is traced; pass numbers, static arguments of your jax.jit")
+    temperature = _as_temperature(temperature, key)
+    num_tokens = as_integer("num_tokens", num_tokens, "ask for at least one token")
+    count, length = prompts.shape
+    sizes = [n for n in range(1, length + 1) if length % n == 0]
+    if (fed := integer_or_none(prefill)) not in sizes:
+        raise ValueError(f"prefill={prefill!r} is no part of prompts of {length} tokens; feed {sizes} at a time")
+    size = -(-count // (stages * shards)) * shards  # of a micro-batch, which data axes split evenly
+    layout = plan, size, length + num_tokens - 1, fed, find_logits(plan, logits)
+    with planner.tracing(), task(f"tracing {plan.model.num_layers} layers in decode mode"):
+        decoding = planner.known.get(layout) or planner.known.setdefault(layout, make_decoding(*layout))
+    drawn_by = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
+    words = f"generate {num_tokens} tokens at {temperature}, prefill {fed}"
+    return words, {"decoding": decoding, "num_tokens": num_tokens}, drawn_by
 
 
 def _check_prompts(prompts: Leaf, stages: int) -> None:

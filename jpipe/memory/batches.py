@@ -146,8 +146,8 @@ def check_like(batch: Batch, expected: Shapes) -> None:
     Raises:
       ValueError: it has another structure, or is a single example.
     """
-    check_same_structure("batch", batch, expected)
     check_no_example(batch, expected)
+    check_same_structure("batch", batch, expected)
 
 
 def check_no_example(batch: Batch, expected: Shapes) -> None:

@@ -354,13 +354,6 @@ def laid_out(tree: PyTree, *, state_on_hosts: bool) -> PyTree:
     return jax.tree.map(of_node, tree, is_leaf=lambda node: isinstance(node, StageTree))
 
 
-def variables_to_place(variables: Mapping[str, PyTree], layouts: Mapping[str, Layout]) -> tuple[PyTree, PyTree]:
-    """Variables by collection as these layouts lay them out, and the shardings at which they lie then."""
-    shapes = {name: layouts[name].shapes for name in variables}
-    own = {name: StageTree(tree, shapes[name].layout) for name, tree in variables.items()}
-    return own, jax.tree.map(lambda leaf: leaf.sharding, shapes)
-
-
 def make_layouts(
     model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, ends: str
 ) -> dict[str, Layout]:

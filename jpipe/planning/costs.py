@@ -79,7 +79,8 @@ def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Me
     """
     if unit == "time":
         return timed_costs(model, [layers], mesh)[0]
-    return _by_layer(model, list(map(_counted, layers)))
+    costs = list(map(_counted, layers))
+    return [costs[g] for g in model.group_of]
 
 
 def timed_costs(model: Model, variants: Sequence[Sequence[TracedLayer]], mesh: Mesh) -> list[list[Cost]]:
@@ -103,12 +104,8 @@ def timed_costs(model: Model, variants: Sequence[Sequence[TracedLayer]], mesh: M
     cost = lambda layer, times: Cost(times[0], times[1], *_bytes(layer))
     of_first = multihost_utils.process_allgather(np.asarray(seconds))[0].tolist()  # [groups, variants, 2]
     by_variant = zip(variants, zip(*of_first, strict=True), strict=True)
-    return [_by_layer(model, list(map(cost, layers, times))) for layers, times in by_variant]
-
-
-def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
-    """`[N]`, each layer's cost, from those of the groups."""
-    return [by_group[g] for g in model.group_of]
+    costs = [list(map(cost, layers, times)) for layers, times in by_variant]
+    return [[of_groups[g] for g in model.group_of] for of_groups in costs]
 
 
 def _counted(layer: TracedLayer) -> Cost:

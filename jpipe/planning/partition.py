@@ -145,7 +145,7 @@ def partition(
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown; use one of {', '.join(map(repr, OBJECTIVES))}")
     layer_costs = checked_costs(costs, "costs")
-    num_stages, num_chunks = _checked_sizes(num_stages, num_chunks, len(layer_costs))
+    num_stages, num_chunks = check_sizes(num_stages, num_chunks, len(layer_costs))
     num_parts = num_stages * num_chunks
     weights = layer_costs if any(layer_costs) else (1.0,) * len(layer_costs)  # all of them nothing: all alike
     # Scaled by a power of two, which is exact, so that no square overflows.
@@ -188,7 +188,13 @@ def checked_costs(costs: Sequence[SupportsFloat], name: str) -> tuple[float, ...
     return checked
 
 
-def _checked_sizes(num_stages: int, num_chunks: int, num_layers: int) -> tuple[int, int]:
+def check_sizes(num_stages: int, num_chunks: int, num_layers: int) -> tuple[int, int]:
+    """K and V as ints, checked to give every virtual stage a layer.
+
+    Raises:
+      TypeError: one is no integer.
+      ValueError: one is less than 1, or there are too few layers.
+    """
     num_stages = as_integer("num_stages", num_stages, f"use 1 to {num_layers}")
     num_chunks = as_integer("num_chunks", num_chunks, "use 1 or more")
     if num_stages > num_layers:
@@ -267,13 +273,12 @@ def as_balance(balance: object, num_layers: int | None, num_parts: int) -> Balan
         values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
     if any(not isinstance(value, float) and integer_or_none(value) is None for value in values):
         raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
-    if num_layers is None:
-        return values
     if any(isinstance(value, float) for value in values):
-        if len(values) != num_layers:
+        if num_layers not in (None, len(values)):
             raise ValueError(f"balance has {len(values)} costs but there are {num_layers} layers; give one a layer")
         return checked_costs(values, "balance")
-    _check_counts(values, num_layers, num_parts)
+    if num_layers is not None:
+        _check_counts(values, num_layers, num_parts)
     return values
 
 

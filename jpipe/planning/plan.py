@@ -23,10 +23,10 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
 from jpipe.model.traced_layer import TracedLayer
 from jpipe.planning.costs import NEGLIGIBLE, Cost, layer_costs
-from jpipe.planning.partition import UNITS, Partition, cut_layers, unit_of, unmeasured_costs
+from jpipe.planning.partition import Partition, cut_layers, unit_of, unmeasured_costs
 from jpipe.planning.request import Request
 from jpipe.processes.progress import warn_user
-from jpipe.types import Shapes
+from jpipe.types import PyTree, Shapes
 
 TOLERATED_SHARE = 1.1
 """How many times the mean cost of a stage a single layer may have without a warning."""
@@ -38,6 +38,7 @@ class Plan:
 
     Attributes:
       request: what they were made for.
+      layers: those of the user's list, or the pieces of a model that is one module, for the first batch.
       model: the layers, traced at the shapes of one micro-batch of the first batch.
       loss: what follows them; None if the pipeline only applies and generates.
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
@@ -48,6 +49,7 @@ class Plan:
     """
 
     request: Request
+    layers: tuple[AnyLayer, ...]
     model: Model
     loss: TracedLoss | None
     partition: Partition
@@ -57,10 +59,8 @@ class Plan:
 
     @property
     def batch(self) -> Shapes:
-        """The shapes of the first batch, of all its micro-batches together."""
-        count = self.request.schedule.num_microbatches
-        whole = lambda a: jax.ShapeDtypeStruct((a.shape[0] * count, *a.shape[1:]), a.dtype)
-        return jax.tree.map(whole, self.model.batch)
+        """The shapes of the first batch."""
+        return whole_batch(self.model, self.request.schedule.num_microbatches)
 
     @cached_property
     def at_work(self) -> dict[str, WorkLayout]:
@@ -92,6 +92,11 @@ class Plan:
         """Shapes, dtypes and shardings of all variables, by collection."""
         return {name: layout.shapes for name, layout in self.layouts.items()}
 
+    @cached_property
+    def shardings(self) -> dict[str, PyTree]:
+        """The shardings of all variables, by collection."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.shapes)
+
     def known_loss(self) -> TracedLoss:
         """The loss; without one a ValueError."""
         self.request.check_has_loss()
@@ -114,26 +119,28 @@ class Plan:
                 raise ValueError(f"{fault}, and equals other layers than then; cast the batch to the first's dtypes")
 
 
-def early_partition(request: Request) -> Partition | None:
-    """The cuts, or None if they depend on shapes.
-
-    For layer counts and "even" every layer's cost is given as 1.0, since costs aren't known.
-    """
-    if request.balance in UNITS or not request.layers:
-        return None
-    return cut_layers(request.balance, unmeasured_costs(request.balance, len(request.layers)), request.schedule)
+def whole_batch(model: Model, count: int) -> Shapes:
+    """The shapes of a batch of so many micro-batches."""
+    whole = lambda a: jax.ShapeDtypeStruct((a.shape[0] * count, *a.shape[1:]), a.dtype)
+    return jax.tree.map(whole, model.batch)
 
 
 def make_plan(
-    request: Request, model: Model, loss: TracedLoss | None, layers: Sequence[TracedLayer], cut: CutModel | None = None
+    request: Request,
+    layers: tuple[AnyLayer, ...],
+    model: Model,
+    loss: TracedLoss | None,
+    trained: Sequence[TracedLayer],
+    cut: CutModel | None = None,
 ) -> Plan:
     """Measures the layers and cuts the model; the layouts of its variables follow.
 
     Args:
       request: what the user asked for.
-      model: the layers, traced at the shapes of one micro-batch.
+      layers: those of the list, or the pieces of one module.
+      model: the same, traced at the shapes of one micro-batch.
       loss: what the loss function gives for it, if there is one.
-      layers: forward and backward of each group, if layers are to be measured.
+      trained: forward and backward of each group, if layers are to be measured.
       cut: of a model that is one module, where it is cut.
 
     Raises:
@@ -148,7 +155,7 @@ def make_plan(
         _check_ends(model)
     _warn_of_idle_axes(request, model, loss)
     unit = unit_of(request.balance)
-    costs = layer_costs(model, layers, unit, request.mesh) if unit else []
+    costs = layer_costs(model, trained, unit, request.mesh) if unit else []
     measured = [cost.size if request.balance == "size" else cost.total for cost in costs]
     if measured and request.shares_ends:
         measured[0] = measured[-1] = 0.0  # which stage they are cut to makes no difference
@@ -162,7 +169,7 @@ def make_plan(
         layouts["params"] = replace(layouts["params"], state_on_hosts=True)
     if cut is not None:
         layouts = {n: replace(layout, model_tree=cut.model_tree(n, layout.users)) for n, layout in layouts.items()}
-    return Plan(request, model, loss, partition, layouts, tuple(costs), cut)
+    return Plan(request, layers, model, loss, partition, layouts, tuple(costs), cut)
 
 
 def _check_ends(model: Model) -> None:

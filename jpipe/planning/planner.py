@@ -13,11 +13,12 @@ order of its residuals in a TPU's memory, and finding the rates of running avera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, lru_cache, partial
-from typing import NamedTuple
+from functools import cache, wraps
+from operator import attrgetter
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -42,7 +43,7 @@ from jpipe.memory.batches import (
     output_axes,
 )
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
-from jpipe.model.groups import LayerTrace, Model
+from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import AVERAGED, TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
@@ -52,25 +53,36 @@ from jpipe.partitioner.axes import AXIS, shapes_only
 from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard
 from jpipe.partitioner.splits import Splits
 from jpipe.partitioner.users_mesh import check_context
-from jpipe.planning.partition import Partition, as_balance, unit_of
-from jpipe.planning.plan import Plan, early_partition, make_plan
+from jpipe.planning.partition import UNITS, Partition, as_balance, cut_layers, unit_of, unmeasured_costs
+from jpipe.planning.plan import Plan, make_plan
 from jpipe.planning.request import Request
 from jpipe.planning.step import Step, build_step
 from jpipe.processes.progress import task, warn_once
 from jpipe.schedules.orders import forward_only
-from jpipe.types import Batch
+from jpipe.types import Batch, PyTree
+
+Method = TypeVar("Method", bound=Callable)
 
 
-class Traces(NamedTuple):
-    """Traces on whole arrays that are the same for other sizes of `stage` and the data axes.
+def once(*names: str) -> Callable[[Method], Method]:
+    """Has a `Planner` keep what a method makes in `known`: by its name, its arguments, and what else it follows from.
 
-    Attributes:
-      calls: by micro-batch and index, those of the layers' calls.
-      layers: by micro-batch, random key, indices and remat, those of groups' forwards and backwards.
+    Args:
+      names: the planner's attributes that decide what is made, besides the model and its loss.
     """
+    decisive = attrgetter(*names)
 
-    calls: dict[MicroBatch, dict[int, LayerTrace]]
-    layers: dict[tuple[object, ...], TracedLayer]
+    def keeping(make: Method) -> Method:
+        @wraps(make)
+        def kept(planner: Planner, *arguments: object, **options: object) -> object:
+            key = make.__name__, decisive(planner), arguments, *options.items()
+            if key not in planner.known:
+                planner.known[key] = make(planner, *arguments, **options)
+            return planner.known[key]
+
+        return cast(Method, kept)
+
+    return keeping
 
 
 class Planner:
@@ -82,16 +94,9 @@ class Planner:
     Attributes:
       plan: None until a batch was seen.
       cut: of a model that is one module, where it is cut; None until a batch was seen.
-      model: micro-batch -> the layers traced at its shapes, checked against the plan if there is one.
-      examples: micro-batch -> what the layers do to its examples.
-      outputs_lie: micro-batch -> how it lies in each leaf of the outputs of all of them.
-      loss: micro-batch -> the loss that follows them in training, checked; None if there is none.
-      loss_in_evaluation: micro-batch -> the same in evaluation, where it gets no random key.
-      pieces: micro-batch -> the pieces of a model that is one module, as layers for its shapes.
-      layers: micro-batch, type of random keys -> the layers of each group in training.
-      output_axes: micro-batch -> the batch axis of each leaf of the outputs.
-      programs: what devices run of such layers.
-      traces: what planners that trace alike share (`trace_like`); None if there are no others.
+      known: what was traced, each under a key of all that it follows from (`once`). Planners of the same layers and
+        loss may have one in common; then traces on whole arrays don't show the sizes of `stage` and of data axes,
+        unless a layer's code asks for them: it is taken as on the first mesh.
     """
 
     def __init__(self, request: Request):
@@ -99,47 +104,12 @@ class Planner:
         self.plan: Plan | None = None
         self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._whole: WholeModel | None = None
         self.clear_cache()
 
     def clear_cache(self) -> None:
-        """Forgets what was traced and laid out, but for the plan; other planners keep what they took over of it."""
-        self.model, self.output_axes = cache(self._model), cache(self._output_axes)
-        self.examples = cache(lambda micro: follow_examples(self.model(micro)))
-        self.outputs_lie, self._doubled = cache(self._outputs_lie), cache(self._twice)
-        self.loss, self.loss_in_evaluation = (cache(partial(self._loss, train=train)) for train in (True, False))
-        self.layers, self.programs = cache(self._layers), DevicePrograms()
-        self.traces: Traces | None = None
-        self._modes, self.pieces = lru_cache(maxsize=1)(self._trace_whole), cache(self._pieces)
+        """Forgets what was traced and laid out, but for the plan; other planners keep what they have in common."""
+        self.known: dict = {}
         self._step = cache(self._make_step)
-
-    def trace_like(self, other: Planner) -> None:
-        """Shares what another planner of the same layers and loss traces, as far as its own would be the same.
-
-            the same in both                               shared
-            sizes of axes but `stage` and the data axes    layers as traced on whole arrays (`Traces`)
-            the mesh                                       what devices run, too
-            splits, number of micro-batches                the traced model and loss, too
-            remat                                          the layers' backwards, too
-
-        The first line is the caller's to see to. Traces on whole arrays don't show the sizes of `stage` and of data
-        axes, unless a layer's code asks for them: then it is taken as on the first mesh.
-        """
-        mine, others = self.request, other.request
-        if mine.whole is None and mine.mesh.size == others.mesh.size:  # equations hold a mesh, of as many devices
-            self.traces = other.traces = other.traces or Traces({}, {})
-        if mine.mesh != others.mesh:
-            return
-        self.programs = other.programs
-        if mine.splits != others.splits or mine.schedule.num_microbatches != others.schedule.num_microbatches:
-            return
-        self.model, self.loss = other.model, other.loss
-        self.examples, self.outputs_lie = other.examples, other.outputs_lie
-        if mine.remat == others.remat:
-            self.layers = other.layers
-        if other.cut is not None:
-            self.cut, self.pieces = other.cut, other.pieces
-            self.request = replace(self.request, layers=other.request.layers)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -182,7 +152,10 @@ class Planner:
             raise TypeError(f"bare={bare!r} is no bool; pass True for the model's inputs, False for a whole batch")
         bare = bool(is_bare(batch, seen.batch, seen.inputs, self.request.read_inputs, bare))
         if bare and self.cut is None:
-            check_reads_nothing(self.request.layers)
+            for index, layer in enumerate(self.request.layers):
+                if layer.reads_batch:
+                    name = f"layer {index} ({layer.name})"
+                    raise ValueError(f"{name} reads a side input; pass the whole batch, not its inputs")
         check_no_example(batch, seen.inputs if bare else seen.batch)
         return cut_for_evaluation(batch, *self._sizes, bare=bare)
 
@@ -193,34 +166,63 @@ class Planner:
 
     # --- micro-batch -> model ---
 
-    def _model(self, micro: MicroBatch) -> Model:
+    @once("request.splits", "cut")
+    def model(self, micro: MicroBatch) -> Model:
+        """The layers traced at a micro-batch's shapes, checked against the plan if there is one."""
         model = self._traced(micro, self.request.splits)
         if self.plan is not None:
             self.plan.check_model(model)
         return model
 
     def _traced(self, micro: MicroBatch, splits: Splits) -> Model:
-        asked = self.request
-        read = _no_change if micro.bare else asked.read_inputs
-        with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
-            layers = asked.layers if self.cut is None else self.pieces(micro)
-            like = None if self.plan is None else self.plan.model
-            traces = {} if self.traces is None else dict(self.traces.calls.get(micro, {}))
-            model = trace_model(layers, read, micro.shapes, splits, asked.rules, like, traces)
-            if self.traces is not None:
-                self.traces.calls[micro] = {i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)}
-            return model
+        rules, like = self.request.rules, None if self.plan is None else self.plan.model
+        known = self.known.setdefault(("calls", self._whole_arrays, micro), {})
+        traces = dict(known)
+        with self.tracing():
+            layers = self.request.layers if self.cut is None else self._pieces(micro)
+            with task(f"tracing {len(layers)} layers"):
+                model = trace_model(layers, self._read(micro), micro.shapes, splits, rules, like, traces)
+        known.update({i: trace for i, trace in traces.items() if not _has_parts(trace.jaxpr)})
+        return model
 
-    def _outputs_lie(self, micro: MicroBatch) -> list[AxisSharding]:
-        """How a micro-batch lies in each leaf of the outputs of all of them, replicated where examples have no axis."""
-        found, lying = self.examples(micro), self._lying(micro)
-        if not any(map(_is_number, lying, found.follows)):
-            return lying
-        twice = None if (doubled := self._doubled(micro)) is None else follow_examples(doubled)
-        return [
-            self._of_number(found, twice, i) if _is_number(at, follows) else at
-            for i, (at, follows) in enumerate(zip(lying, found.follows, strict=True))
-        ]
+    def _read(self, micro: MicroBatch) -> Callable[[Batch], PyTree]:
+        return (lambda inputs: inputs) if micro.bare else self.request.read_inputs
+
+    @property
+    def _whole_arrays(self) -> tuple[object, ...]:
+        """All that decides traces on whole arrays: the mesh's size, since equations hold a mesh of as many devices, and
+        the sizes of its axes but `stage` and the data axes."""
+        mesh, names = self.request.mesh, (AXIS, *self.request.splits.batch_axes)
+        return self.cut, mesh.size, tuple(pair for pair in mesh.shape.items() if pair[0] not in names)
+
+    @once("request.splits", "cut")
+    def examples(self, micro: MicroBatch) -> ExamplesInLayers:
+        """Says what the layers do to a micro-batch's examples."""
+        return follow_examples(self.model(micro))
+
+    @once("request.splits", "cut")
+    def outputs_lie(self, micro: MicroBatch) -> list[AxisSharding]:
+        """How a micro-batch lies in each leaf of the outputs of all of them, replicated where examples have no axis.
+
+        Micro-batches have a number of the model's own as parts of a sum or of a mean.
+
+        Raises:
+          ValueError: it is neither, or the model can't be traced for twice as many examples, which would tell.
+        """
+        found, lying = self.examples(micro), list(self._lying(micro))
+        for leaf, (at, follows) in enumerate(zip(lying, found.follows, strict=True)):
+            if isinstance(at, Shard) or not follows:
+                continue
+            is_sum = False  # if it couples examples, as its layer is marked to
+            if found.outputs[leaf] == PARTIAL:
+                doubled = self._doubled(micro)
+                is_sum = doubled and found.is_sum(follow_examples(doubled), leaf)
+            if is_sum is None:
+                raise ValueError(
+                    f"leaf {leaf} of the outputs has no examples, and is neither their sum nor mean; return it for each"
+                )
+            lying[leaf] = PARTIAL if is_sum else AVERAGED
+        return lying
 
     def _lying(self, micro: MicroBatch) -> list[AxisSharding]:
         """How examples lie in each leaf of the outputs, by the layers' operations, or by shapes where these couple."""
@@ -230,29 +232,17 @@ class Planner:
         doubled = self._doubled(micro)
         return lying_by_shapes(last.gives, doubled and doubled.groups[-1], found.outputs, micro.size)
 
-    def _of_number(self, found: ExamplesInLayers, twice: ExamplesInLayers | None, leaf: int) -> AxisSharding:
-        """How micro-batches have a number of the model's own: parts of a sum or of a mean.
-
-        Raises:
-          ValueError: it is neither, or the model can't be traced for twice as many examples, which would tell.
-        """
-        if found.outputs[leaf] != PARTIAL:  # it couples examples, as its layer is marked to
-            return AVERAGED
-        is_sum = twice and found.is_sum(twice, leaf)
-        if is_sum is None:
-            raise ValueError(
-                f"leaf {leaf} of the outputs has no examples, and is neither their sum nor mean; return it for each"
-            )
-        return PARTIAL if is_sum else AVERAGED
-
-    def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
+    @once("request.splits", "cut")
+    def output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
+        """The batch axis of each leaf of the outputs."""
         if not self.examples(micro).is_certain and self._doubled(micro) is None:
             raise ValueError(
                 f"the model can't be traced for {2 * micro.size} examples; let it take batches of any size"
             )
         return output_axes(self.model(micro).groups[-1].gives, self._lying(micro), micro.size)
 
-    def _twice(self, micro: MicroBatch) -> Model | None:
+    @once("request.splits", "cut")
+    def _doubled(self, micro: MicroBatch) -> Model | None:
         """The model for twice as many examples, `in_halves` if that can be; None if it can't take them."""
         halves = in_halves(self.request.mesh)
         # Layers that need this mesh (`shard_map`) are traced over it, and then where halves lie isn't known. A model
@@ -266,7 +256,9 @@ class Planner:
                 return replace(model, groups=(*model.groups[:-1], replace(last, gives_at=lies))) if same else None
         return None
 
-    def _loss(self, micro: MicroBatch, *, train: bool) -> TracedLoss | None:
+    @once("request.splits", "cut")
+    def loss(self, micro: MicroBatch, *, train: bool = True) -> TracedLoss | None:
+        """The loss that follows a micro-batch, checked; None if there is none. In evaluation it gets no random key."""
         loss_fn, over, training = self.request.loss_fn, self.request.loss_over, None
         if loss_fn is None:
             return None
@@ -276,35 +268,38 @@ class Planner:
         lying = [] if micro.count == 1 or over == "microbatch" else self.outputs_lie(micro)
         with self.tracing():
             if self.cut is not None:
-                loss_fn = self.cut.loss(loss_fn, self._modes(micro).outputs, micro.shapes)
+                loss_fn = self.cut.loss(loss_fn, self._whole(micro)[1].outputs, micro.shapes)
             found = trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
         if training is not None:
             training.check_same(found)
         return found
 
-    def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
+    def layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
+        """The layers of each group in training, for a type of random keys."""
+        remat = self.request.remat.keep_inputs, id(self.request.remat.policy)  # a policy of the user's may have no hash
+        place = "layers", self.request.splits, self.cut, remat, micro, key
+        if place in self.known:
+            return self.known[place]
         functions, layers = self._functions(micro, key, with_loss=True), []
-        # Without others there is nothing to share; and a policy of the user's may have no hash.
-        shared, remat = ({}, None) if self.traces is None else (self.traces.layers, self.request.remat)
         with (
             self.tracing(),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                place = micro, key, function.group.indices, remat
-                layer = shared.get(place) or trace_layer(function)
+                alone = "layer", self._whole_arrays, remat, micro, key, function.group.indices
+                layer = self.known.get(alone) or trace_layer(function)
                 if not _has_parts(layer.forward, layer.backward):
-                    shared[place] = layer
+                    self.known[alone] = layer
                 layers.append(replace(layer, function=function))
                 advance()
-        return tuple(layers)
+        return self.known.setdefault(place, tuple(layers))
 
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
         model, remat = self.model(micro), self.request.remat
-        of_mode = self.loss if key is not None else self.loss_in_evaluation
-        loss = lambda g: of_mode(micro) if with_loss and g == model.last else None
-        return [LayerFunction(group, key, remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
+        loss = (self.loss(micro) if key is not None else self.loss(micro, train=False)) if with_loss else None
+        of = lambda g: loss if g == model.last else None
+        return [LayerFunction(group, key, remat, model.batch, of(g)) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---
 
@@ -315,12 +310,12 @@ class Planner:
         Raises:
           ValueError: the costs follow from shapes, and no batch was seen yet.
         """
-        partition = early_partition(self.request) if self.plan is None else self.plan.partition
-        if partition is None:
-            raise ValueError(
-                f"balance={self.request.balance!r} follows from the batch's shapes; call pipe.init(key, batch) first"
-            )
-        return partition
+        if self.plan is not None:
+            return self.plan.partition
+        balance, layers = self.request.balance, self.request.layers
+        if balance in UNITS or not layers:
+            raise ValueError(f"balance={balance!r} follows from the batch's shapes; call pipe.init(key, batch) first")
+        return cut_layers(balance, unmeasured_costs(balance, len(layers)), self.request.schedule)
 
     def known_plan(self) -> Plan:
         """The plan, which a batch has to have decided already."""
@@ -339,14 +334,11 @@ class Planner:
     def plan_for(self, batch: Batch) -> Plan:
         """The plan; made from this batch's shapes, if it is the first one. Of other batches nothing is looked at."""
         check_context(self.request.mesh)
-        if self.plan is None:
-            cut = cut_for_evaluation if self.request.loss_fn is None else cut_for_training
-            self._make_plan(cut(batch, *self._sizes))
-        return self.known_plan()
-
-    def _make_plan(self, micro: MicroBatch) -> None:
-        """Plans for the first batch, under Flax's logical axis rules of now."""
-        self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})
+        if self.plan is not None:
+            return self.plan
+        self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})  # Flax's of now
+        cut = cut_for_evaluation if self.request.loss_fn is None else cut_for_training
+        micro = cut(batch, *self._sizes)
         try:
             self.plan = self._first_plan(micro)
             if self.request.shares_ends and self.request.loss_fn is not None:
@@ -355,56 +347,60 @@ class Planner:
             self.plan = self.cut = None
             self.clear_cache()  # what was traced before the error may be traced under other rules next time
             raise
+        return self.plan
 
+    @once("request.mesh")
+    def _whole(self, micro: MicroBatch) -> tuple[WholeModel, Modes]:
+        """A model that is one module, and its traces; of the first batch also which outputs its loss reads."""
+        asked, read = self.request, self._read(micro)
+        if self.cut is not None:
+            return self.cut.whole, self.cut.whole.trace(read, micro.shapes)
+        assert asked.whole is not None
+        whole = make_whole(asked.whole, read, micro.shapes)
+        return whole.read_by(asked.loss_fn, whole.trace(read, micro.shapes), micro.shapes)
+
+    @once("request.mesh")
+    def _cut(self, micro: MicroBatch, wanted: int) -> CutModel:
+        """Where it is cut into so many pieces or more; the same object for all numbers that give the same pieces."""
+        cut = cut_model(*self._whole(micro), wanted)
+        return self.known.setdefault((self.request.mesh, micro, cut.cutting), cut)
+
+    @once("cut")
     def _pieces(self, micro: MicroBatch) -> tuple[AnyLayer, ...]:
         assert self.cut is not None
-        return self.cut.layers(self._modes(micro))
-
-    def _trace_whole(self, micro: MicroBatch) -> Modes:
-        assert self._whole is not None
-        modes = self._whole.trace(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
-        if self._whole.read is None:
-            self._whole, modes = self._whole.read_by(self.request.loss_fn, modes, micro.shapes)
-        return modes
-
-    def _cut_whole(self, micro: MicroBatch) -> None:
-        """Cuts a model that is one module, at the shapes of the first batch."""
-        asked = self.request
-        virtual_stages = asked.schedule.num_stages * asked.schedule.num_chunks
-        assert asked.whole is not None
-        with self.tracing(), task("cutting the model"):
-            self._whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
-            modes = self._modes(micro)
-            self.cut = cut_model(self._whole, modes, virtual_stages)
-            layers = self.pieces(micro)
-        self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
+        return self.cut.layers(self._whole(micro)[1])
 
     def _first_plan(self, micro: MicroBatch) -> Plan:
-        if self.request.whole is not None and self.cut is None:
-            self._cut_whole(micro)
-        with task(f"planning {len(self.request.layers)} layers"):
+        asked, of_module = self.request, self.request.whole is not None
+        virtual_stages = asked.schedule.num_stages * asked.schedule.num_chunks
+        with self.tracing(), task("cutting the model") if of_module else nullcontext():
+            self.cut = self._cut(micro, virtual_stages) if of_module else None
+            listed = self._pieces(micro) if of_module else asked.layers
+        as_balance(asked.balance, len(listed), virtual_stages)  # as is known only now of one module
+        with task(f"planning {len(listed)} layers"):
             model, loss = self.model(micro), self.loss(micro)
             self._check_state(micro, model)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
-            layers = self.layers(micro, key_shape()) if unit_of(self.request.balance) else ()
+            layers = self.layers(micro, key_shape()) if unit_of(asked.balance) else ()
             if loss is not None and micro.count > 1:
                 for line in self.examples(micro).in_words(model, statistics=False):
                     warn_once(f"{line}; with num_microbatches={micro.count} it sees {micro.size}, not the mini-batch")
-            return make_plan(self.request, model, loss, layers, self.cut)
+            return make_plan(asked, listed, model, loss, layers, self.cut)
 
     def _check_state(self, micro: MicroBatch, model: Model) -> None:
         """Refuses state with rows for examples, which would be merged with those of other micro-batches.
 
         So a model with state is traced for twice as many examples; one that takes no others isn't refused.
         """
-        whole, asked, twice, faults = self._whole, self.request, micro.doubled.shapes, list[str]()
+        asked, twice, faults = self.request, micro.doubled.shapes, list[str]()
         if micro.count == 1 or not any({*group.variables} - {"params", FROZEN} for group in model.groups):
             return
         named = lambda m: {f"layer {i} ({layer.name})": m.group_at(i).variables for i, layer in enumerate(asked.layers)}
         with suppress(Exception), self.tracing():
-            if whole is None:
+            if self.cut is None:
                 trees = named(model), named(trace_model(asked.layers, asked.read_inputs, twice, rules=asked.rules))
             else:
+                whole = self.cut.whole
                 trees = whole.variables, make_whole(whole.layer, asked.read_inputs, twice).variables
             pairs = zip(*(named_leaves("variables", tree) for tree in trees), strict=True)
             faults = [f"{path} is {describe(a)}, {describe(b)}" for (path, a), (_, b) in pairs if a.shape != b.shape]
@@ -435,31 +431,12 @@ class Planner:
             schedule = forward_only(**{**schedule.sizes, "num_microbatches": micro.count}, style=schedule.style)
         if loss is not None and loss.at_once is not None:
             outputs = self._step(micro, key, with_loss=False)
+        programs = self.known.setdefault(("programs", self.request.mesh), DevicePrograms())
         with self.tracing():
             plan, model = self.known_plan(), self.model(micro)
-            return build_step(plan, model, schedule, functions, layers, self.programs, outputs=outputs)
+            return build_step(plan, model, schedule, functions, layers, programs, outputs=outputs)
 
 
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:
     """Whether jaxprs on whole arrays hold others on one device's parts, whose shapes follow from the mesh."""
     return any(one.primitive.name == "shard_map" for closed in jaxprs for one in equations_in(closed.jaxpr.eqns))
-
-
-def _is_number(at: AxisSharding, follows: bool) -> bool:
-    """Whether an output follows from examples, and isn't split over them."""
-    return follows and not isinstance(at, Shard)
-
-
-def _no_change(inputs: Batch) -> Batch:
-    return inputs
-
-
-def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
-    """Checks that no layer has a side input, where there is no batch but only the model's inputs.
-
-    Raises:
-      ValueError: naming the first layer that has one.
-    """
-    for index, layer in enumerate(layers):
-        if layer.reads_batch:
-            raise ValueError(f"layer {index} ({layer.name}) reads a side input; pass the whole batch, not its inputs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from jax.sharding import Mesh
@@ -46,24 +46,18 @@ def as_offload(offload: str | Sequence[str] | Mapping[str, float]) -> Offload:
       ValueError: an unknown word, or a share that is none.
       TypeError: anything else.
     """
-    if isinstance(offload, str):
-        offload = (offload,)
-    if not isinstance(offload, Mapping):
-        if not isinstance(offload, (Sequence, set, frozenset)) or isinstance(offload, bytes):
-            raise TypeError(f"offload={offload!r} is neither a word nor several; use some of {list(WORDS)}")
-        if any(isinstance(word, Mapping) for word in offload):
-            raise TypeError(f"offload={offload!r}: give one dict, as {{'residuals': 0.5, 'optimizer': 1}}")
-        offload = dict.fromkeys(offload, 1)
-    for word, share in offload.items():
-        if not isinstance(word, str):
-            raise TypeError(f"offload={offload!r} has {word!r}, which is no word; use some of {list(WORDS)}")
+    words = (offload,) if isinstance(offload, str) else offload
+    if isinstance(words, bytes) or not isinstance(words, Iterable):
+        raise TypeError(f"offload={offload!r} is neither a word nor several; use some of {list(WORDS)}")
+    shares = dict(words.items() if isinstance(words, Mapping) else ((str(word), 1) for word in words))
+    for word, share in shares.items():
         if word not in WORDS:
-            raise ValueError(f"offload={word!r} is unknown; use some of {list(WORDS)}")
+            raise ValueError(f"offload={word!r} is unknown; use some of {list(WORDS)}, or a dict of shares by these")
         remedy = "use 0 or 1: all of it, or nothing" if word == "optimizer" else "use a share from 0 to 1"
         number = as_number(f"offload[{word!r}]", share, remedy)
         if number > 1 or (word == "optimizer" and number not in (0, 1)):
             raise ValueError(f"offload[{word!r}]={share!r}; {remedy}")
-    return Offload(**{word: float(share) for word, share in offload.items()})
+    return Offload(**{word: float(share) for word, share in shares.items()})
 
 
 ENDS = ("own", "spread", "shared")
@@ -75,9 +69,8 @@ class Request:
     """The arguments of `jpipe.Pipeline`, checked and adapted.
 
     Attributes:
-      layers: behind the one interface; of a model that is one module, the pieces that it is cut into at the first
-        batch.
-      whole: such a model as one layer.
+      layers: those of a list, behind the one interface.
+      whole: a model that is one module, as one layer; then there is no list.
       loss_fn: of a micro-batch; None of a pipeline that only applies and generates.
       read_inputs: batch -> what the first layer takes.
       remat: what a forward stores for its backward.
@@ -93,8 +86,8 @@ class Request:
       loss_over: what a loss of one number is taken over (`jpipe.model.loss.OVER`).
 
     Raises:
-      ValueError: an unknown word; a split backward of which nothing is kept, an R where all is; shared ends with a
-        schedule that doesn't suit them.
+      ValueError: an unknown word; a schedule that doesn't train; a split backward of which nothing is kept, an R where
+        all is; shared ends with a schedule that doesn't suit them.
     """
 
     layers: tuple[AnyLayer, ...]
@@ -112,6 +105,8 @@ class Request:
     loss_over: str | None
 
     def __post_init__(self) -> None:
+        if not self.schedule.trains:
+            raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
         if self.ends not in ENDS:
             raise ValueError(f"ends={self.ends!r} is unknown; use one of {list(ENDS)}")
         if self.loss_over not in OVER:
@@ -132,21 +127,9 @@ class Request:
             _check_order(self.schedule)
 
     @property
-    def in_words(self) -> str:
-        """The model in words."""
-        layers = f"{len(self.layers)} layers" if self.layers else "cut at the first batch"
-        return layers if self.whole is None else f"{self.whole.name}: {layers}"
-
-    @property
     def shares_ends(self) -> bool:
         """Whether all stages compute the first and the last layer together."""
         return self.ends == "shared" and self.schedule.num_stages > 1
-
-    def known_layers(self) -> tuple[AnyLayer, ...]:
-        """The layers of a list, which are modules of their own; for a model that is one module a ValueError."""
-        if self.whole is not None:
-            raise ValueError(f"{self.whole.name} is one module; call it with pipe.model_variables(variables)")
-        return self.layers
 
     def check_has_loss(self) -> None:
         """Checks that there is a loss; without one a ValueError."""

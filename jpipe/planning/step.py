@@ -27,10 +27,10 @@ from jpipe.planning.costs import warn_of_unsplit
 from jpipe.planning.ends import Ends, as_they_lie, check_end, make_shared_ends
 from jpipe.planning.kept import KeptStorage, lay_out_rows
 from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, plan_idle_work, warn_of_skipped
-from jpipe.planning.plan import Plan
+from jpipe.planning.plan import Plan, whole_batch
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable
-from jpipe.types import Leaf
+from jpipe.types import Leaf, Shapes
 
 
 class GradientSums(NamedTuple):
@@ -132,6 +132,11 @@ class Step:
     def loss(self) -> TracedLoss | None:
         """The loss that follows the last layer; None in a step that gives the model's outputs (`apply`, generation)."""
         return self.functions[self.model.last].loss
+
+    @property
+    def batch(self) -> Shapes:
+        """The shapes of a batch, `[B, ...]`."""
+        return whole_batch(self.model, self.schedule.num_microbatches)
 
     @property
     def storages(self) -> dict[str, Storage]:

@@ -172,7 +172,7 @@ def check_gradients(
     for i in sorted(grads):
         parts = jax.tree.leaves(cut.trees[i]["params"]) if cut else ()
         paths = [cut.parameter_names(i)[part] for part in parts] if cut else parameter_paths(grads[i])
-        names += [(f"{i} ({planner.request.layers[i].name})", path) for path in paths]
+        names += [(f"{i} ({planner.known_plan().layers[i].name})", path) for path in paths]
     of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip(names, sizes, strict=True)]
     return GradientCheck(title, of_loss, tuple(leaves), narrowest, couples)
 

@@ -366,7 +366,7 @@ class Search:
     options: Mapping[str, object]
     devices: Sequence[Device] = ()
     _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
-    _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
+    _known: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
     _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
     _refusal: Exception | None = field(default=None, init=False)
 
@@ -415,7 +415,7 @@ class Search:
         named = {name for group in groups for name in group.asked_axes | group.constrained}
         names = ({*axes} or named) - {AXIS}
         data = planner.request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
-        others, num_layers = tuple(sorted(names.difference(data))), len(planner.request.layers)
+        others, num_layers = tuple(sorted(names.difference(data))), len(planner.known_plan().layers)
         return Space(num_devices, data, others, batch_size(self.batch), num_layers, pinned_by(self.options))
 
     def _improve(self, choice: Choice, best: Choice, space: Space) -> Choice:
@@ -473,28 +473,16 @@ class Search:
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""
-        alike = *_alike(setting), setting.ends
+        alike = setting.axes, setting.num_microbatches, setting.shard_over, setting.remat, setting.ends
         if alike not in self._costs:
             with warnings.catch_warnings(action="ignore"):  # of another cut
                 self._costs[alike] = layer_seconds(self._like_others(setting, "flops").planner, self.batch, self.chip)
         return self._costs[alike]
 
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:
-        """The pipeline of a setting, on devices that aren't there.
-
-        It takes over what pipelines of similar settings traced, first of the least similar.
-        """
+        """The pipeline of a setting, on devices that aren't there; what it traces, all of the search have in common."""
         axes, devices = dict(setting.axes), self.devices
         mesh = make_mesh(devices=devices, axis_types=None, **axes) if devices else mesh_of_nowhere(axes)
         pipe = self.make(mesh=mesh, balance=balance, **setting.options)
-        of_examples = AXIS, *pipe.planner.request.splits.batch_axes
-        splitting = tuple(pair for pair in setting.axes if pair[0] not in of_examples)
-        on_mesh = setting.axes, setting.num_microbatches
-        for alike in (splitting, on_mesh, (*on_mesh, setting.shard_over), _alike(setting)):
-            pipe.planner.trace_like(self._traced.setdefault(alike, pipe).planner)
+        pipe.planner.known = self._known
         return pipe
-
-
-def _alike(setting: Setting) -> tuple[object, ...]:
-    """The arguments that decide what is traced: sizes, where weights lie, and remat, which forwards don't depend on."""
-    return setting.axes, setting.num_microbatches, setting.shard_over, setting.remat

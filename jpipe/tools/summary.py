@@ -48,7 +48,8 @@ def summarize(title: str, planner: Planner) -> Table:
         notes.append(f"the layers are cut when a batch is seen (balance={planner.request.balance!r})")
     else:
         columns["layers"] = partition.ranges
-        columns["what"] = [in_words([layer.name for layer in planner.request.layers[a:b]]) for a, b in partition.bounds]
+        names = [layer.name for layer in (plan or planner.request).layers]
+        columns["what"] = [in_words(names[a:b]) for a, b in partition.bounds]
         total = math.fsum(partition.costs)
         if plan is not None and total:
             columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]

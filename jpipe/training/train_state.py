@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -132,14 +131,11 @@ MOST_TRAIN_STEPS = 8
 """How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
 
 Metrics = dict[str, jax.Array]
-StepT = TypeVar("StepT")
-"""The type of a step as plain data, which is only handed on here."""
-ValueAndGrad = Callable[[StepT, Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
-"""`(step, variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""
-CompiledStep = Callable[[StepT, TrainState, Batch], tuple[TrainState, Metrics]]
+ValueAndGrad = Callable[..., tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
+"""`(step, variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`, of a step as plain data."""
 
 
-def train_step(run: ValueAndGrad[StepT], step: StepT, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def train_step(run: ValueAndGrad, step: object, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Does one step: (the state after it, the metrics); to be traced."""
     (loss, updates, metrics), grads = run(step, state.variables, batch, jax.random.fold_in(state.key, state.step))
     with jax.named_scope("update"):
@@ -163,7 +159,7 @@ def apply_update(
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
 
 
-def steps_for(run: ValueAndGrad[StepT], shapes: Callable[[optax.GradientTransformation], TrainState]):
+def steps_for(run: ValueAndGrad, shapes: Callable[[optax.GradientTransformation], TrainState]):
     """`tx` -> `train_step` for this optimiser, jitted, which donates the state; the newest few are kept.
 
     Args:
@@ -171,7 +167,7 @@ def steps_for(run: ValueAndGrad[StepT], shapes: Callable[[optax.GradientTransfor
       shapes: `tx` -> the state as shapes with shardings.
     """
 
-    def step_for(tx: optax.GradientTransformation) -> CompiledStep[StepT]:
+    def step_for(tx: optax.GradientTransformation) -> Callable[..., tuple[TrainState, Metrics]]:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes(tx))
         step, out_shardings = partial(train_step, run), (shardings, shardings.step)
         return jax.jit(step, static_argnums=0, donate_argnums=1, out_shardings=out_shardings)

@@ -26,7 +26,7 @@ from decoders import (
     sequential,
     without_cache,
 )
-from jpipe.execution.generator import Generator
+from jpipe.execution.decoding import make_decoding
 
 TOKENS = np.zeros((4, 5), np.int32)
 
@@ -80,7 +80,8 @@ def ask(layers, **options):
     """Has a pipeline look at its layers as for two tokens; of what has no tokens only the cache is asked for."""
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=1, num_microbatches=2, balance="even", **options)
     pipe.init(jax.random.key(0), batch_of(4))
-    Generator(pipe.planner).decoding(2, 4, 1)
+    with pipe.planner.tracing():
+        make_decoding(pipe.plan, 2, 4, 1, 0)
 
 
 def around(layer):

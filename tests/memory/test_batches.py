@@ -37,7 +37,7 @@ def test_one_process_feeds_all_rows(make_mesh, shape, axes):
     placed = place_rows(batch, mesh, axes[1:])["x"]
     np.testing.assert_array_equal(placed, batch["x"])
     assert {shard.data.shape for shard in placed.addressable_shards} == {(8 // (mesh.size // mesh.shape["stage"]), 2)}
-    check_placed(batch)
+    check_placed(batch, mesh)
 
 
 def test_rows_that_can_not_be_placed(make_mesh):

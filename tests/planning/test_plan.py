@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from jpipe.memory.batches import cut_batch
-from jpipe.planning.plan import early_partition, make_plan
+from jpipe.planning.plan import make_plan
 
 BATCH = np.ones((8, 16), np.float32)
 
@@ -24,7 +24,7 @@ def plan(found):
     micro = cut_batch(BATCH, 2)
     model, loss = found.model(micro), found.loss(micro)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return make_plan(found.request, model, loss, found.layers(micro, key))
+    return make_plan(found.request, found.request.layers, model, loss, found.layers(micro, key))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def plan(found):
 def test_cuts_that_follow_from_no_shapes(balance, early, measured):
     """Of layers that the user counted out, FLOPs are shown."""
     found = planner(balance)
-    assert early_partition(found.request).counts == early
+    assert found.partition.counts == early
     assert plan(found).partition.counts == early
     assert len(plan(found).costs) == measured
 

@@ -11,7 +11,6 @@ import pytest
 
 import jpipe
 from cases import compilations
-from jpipe.planning.planner import check_reads_nothing
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
@@ -95,7 +94,6 @@ def test_outputs_of_a_batch_or_of_bare_inputs():
         planner.for_outputs(BATCH["inputs"])
     with pytest.raises(TypeError, match="bare=1 is no bool"):
         planner.for_outputs(BATCH, bare=1)
-    check_reads_nothing(planner.request.layers[:1])
 
 
 def test_what_needs_a_loss_says_so():

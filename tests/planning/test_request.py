@@ -23,7 +23,7 @@ def test_words_and_shares():
         ({"offload": {"optimizer": 0.5}}, r"offload\['optimizer'\]=0.5; use 0 or 1"),
         ({"offload": "residuals", "remat": "full"}, 'remat="stage" or "full" leaves no residuals or boundaries'),
         ({"offload": b"residuals"}, "offload=b'residuals' is neither a word nor several"),
-        ({"offload": ({"residuals": 0.5}, "optimizer")}, r"give one dict, as {'residuals': 0.5, 'optimizer': 1}"),
+        ({"offload": ({"residuals": 0.5}, "optimizer")}, '0.5}" is unknown; .*, or a dict of shares by these'),
         ({"offload": {"residuals": "all"}}, r"offload\['residuals'\]='all' is no number"),
         ({"ends": "half"}, r"ends='half' is unknown; use one of \['own', 'spread', 'shared'\]"),
     ],
