@@ -1,26 +1,17 @@
 """Rows of values that wait: the lowest that is free, and with several routes a buffer for each."""
 
-import numpy as np
-
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import lower
-from jpipe.schedules.waiting import WaitingValues
-
-
-def values(*spans):
-    """Values of one stage, of each (first, last) slot time."""
-    first, last = np.array(spans).T
-    return WaitingValues(np.zeros_like(first), first, last[:, None], np.zeros_like(first), np.zeros_like(first))
+from jpipe.schedules.waiting import Rows, Value
 
 
 def test_a_value_has_the_lowest_row_that_is_free():
-    some = values((0, 4), (1, 2), (3, 5), (5, 6))
-    assert some.row.tolist() == [0, 1, 1, 0]
-    assert some.column((7, 1))[:, 0].tolist() == [-1, -1, 1, -1, 0, 1, 0]
-    taken_until = some.free((7, 1), some.first, some.last + 1)[:, 0].tolist()
-    assert taken_until == [1, 2, 2, 2, 2, 2, 1], "2: one more row than there are"
+    some = Rows([Value(0, *span) for span in ((0, 4), (1, 2), (3, 5), (5, 6))], (7, 1))
+    assert some.row == [0, 1, 1, 0]
+    assert some.column(lambda value: [value.last])[:, 0].tolist() == [-1, -1, 1, -1, 0, 1, 0]
+    assert some.free[:, 0].tolist() == [1, 2, 2, 2, 2, 2, 1, 0], "2: one more row than there are"
 
 
 def counts(table):
