@@ -39,7 +39,6 @@ from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry
 from jpipe.execution.sweep import Job
 from jpipe.jax.in_place import Carry, Index, when
 from jpipe.jax.trees import is_float
-from jpipe.memory.storage import Buffers
 from jpipe.partitioner.axes import AXIS
 from jpipe.planning.ends import Turns
 from jpipe.planning.kept import Kept
@@ -160,23 +159,7 @@ def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Arra
     return [jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype) for a in leaves]
 
 
-# --- in an action -----------------------------------------------------------------------------------------------------
-
-
-def with_end(step: Step, name: str, job: Job, buffers: Buffers, carry: TickCarry) -> Buffers:
-    """Boundary buffers in which a virtual stage beside an end finds what this gave in its turn.
-
-    The first one finds the "activation" that the first layer gave, the last one the "cotangent" that the last gave.
-    """
-    boundaries, leaves, boundary, user = step.activations, carry.entered, 0, 0
-    if name == "cotangent":
-        boundaries, leaves, boundary = step.cotangents, carry.left, step.model.num_layers - 2
-        user = step.schedule.placement.num_virtual_stages - 1
-    mine = job.virtual_stage == user
-    if not leaves:
-        return buffers
-    old = boundaries.read(buffers, boundary, 0)
-    return boundaries.write(buffers, boundary, 0, [jnp.where(mine, *pair) for pair in zip(leaves, old, strict=True)])
+# --- rows that go to the host ---------------------------------------------------------------------------------------
 
 
 def rows_back(

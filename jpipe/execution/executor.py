@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial, reduce
 from operator import or_
 
@@ -46,18 +45,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.execution import beside_slots
-from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry, sum_shared_gradients
-from jpipe.execution.sweep import Counts, Job
+from jpipe.execution.stage import ACTIONS, BackwardWork, ForwardWork, Now, Stage, TickCarry, sum_shared_gradients
+from jpipe.execution.sweep import Counts
 from jpipe.jax.in_place import Index, put_row, take_row, when
 from jpipe.jax.trees import accumulator_dtype
-from jpipe.memory.storage import Boundaries, Buffers, Row
+from jpipe.memory.storage import Buffers
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS, crosses_beside
-from jpipe.schedules.ticks import ROWS, Run, Slot, SlotTable
+from jpipe.schedules.ticks import Run, SlotTable
 from jpipe.types import Leaf
 
 Arrivals = dict[int, dict[int, Buffers]]
@@ -65,12 +64,6 @@ Arrivals = dict[int, dict[int, Buffers]]
 
 SENT = {+1: "activation", -1: "cotangent"}
 """What is sent along each flow."""
-
-
-_COLUMNS = [field.name for field in fields(Slot) if field.name != "kinds"]
-jax.tree_util.register_dataclass(Slot, _COLUMNS, ["kinds"])
-Now = Slot[Index]
-"""A slot's entries for this device in one tick, integer scalars."""
 
 
 # --- the two programs -------------------------------------------------------------------------------------------------
@@ -157,61 +150,56 @@ def _run_ticks(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> Ti
     table, runs = jnp.asarray(list(map(jax.tree.leaves, slots))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
         num_ticks = only.shape[1]
-        table = table[:, :, :num_ticks].at[:, _COLUMNS.index("kind")].multiply(only)
+        table = table[:, :, :num_ticks].at[:, 0].multiply(only)
         runs = (Run(0, num_ticks, ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
     for run in runs:
         ticks = slice(run.start, run.stop)
         turns = [Turns(*(jnp.asarray(column[ticks]) for column in of_slot)) for of_slot in step.ends.turns]
-
-        def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
-            row, turns = entries
-            for i, slot in enumerate(slots):
-                now = jax.tree.unflatten(jax.tree.structure(slot), [row[i, j] for j in range(table.shape[1])])
-                carry = _run_slot(stage, run, i, now, turns, carry)
-            return carry, None
-
         with jax.named_scope("ticks"):
-            carry = jax.lax.scan(tick, carry, (mine[ticks], turns))[0]
+            carry = jax.lax.scan(partial(_run_tick, stage, run), carry, (mine[ticks], turns))[0]
     return carry
 
 
-def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carry: TickCarry) -> TickCarry:
-    """Runs one slot of a tick of this device.
+def _run_tick(
+    stage: Stage, run: Run, carry: TickCarry, entries: tuple[jax.Array, list[Turns]]
+) -> tuple[TickCarry, None]:
+    """Runs the slots of a tick of this device.
 
     Args:
       stage: this device.
       run: the ticks to which this one belongs.
-      i: the slot's index.
-      now: this device's entries of the table in this slot.
-      turns: for each slot its `Turns` in this tick, scalars, the same on all stages; none if each end runs on its own
-        stage.
-      carry: as the slot before left it.
+      carry: as the tick before left it.
+      entries: this device's entries of the table, `[slots, columns]`; for each slot its `Turns` in this tick, scalars,
+        the same on all stages, or none if each end runs on its own stage.
     """
-    slot = stage.step.table.slots[i]
-    # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
-    #    is the last one of the tick before, whose results are in the carry.)
-    crossing = _crossing(stage, run, i - 1, carry, beside=True)
-    coming, carry = beside_slots.rows_back(stage, slot, now.away, carry)
-    carry = beside_slots.before_slot(stage, run, turns, i, carry)
-    # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
-    #    the carry.
-    for kind in run.together[i] or slot.kinds:
-        with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
-            if run.together[i]:
-                carry = ACTIONS[kind](stage, _counts(run, slot, kind, now), now, carry)
-            elif (slot.kind[run.start : run.stop] == slot.code(kind)).any() or stage.only is not None:
-                carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
-    carry = beside_slots.after_slot(stage, run, turns, i, carry)
-    if any(crossing.values()) and stage.step.model.axes:
-        crossing, carry = _held(crossing, carry, together=bool(run.together[i]))
-    crossing, carry = beside_slots.send_rows(stage, slot, now.away, (coming, crossing), carry)
-    # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is in
-    #    `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow crosses
-    #    beside a slot that sends along it.
-    crossing |= _crossing(stage, run, i, carry, beside=False)
-    # 4. Arrivals are written last: the action has read its row by then, so they may take it.
-    return _receive(stage, slot, now, crossing, carry)
+    (rows, turns), slots = entries, stage.step.table.slots
+    for i, slot in enumerate(slots):
+        now = jax.tree.unflatten(jax.tree.structure(slot), [rows[i, j] for j in range(rows.shape[1])])
+        # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
+        #    is the last one of the tick before, whose results are in the carry.)
+        crossing = _crossing(stage, run, i - 1, carry, beside=True)
+        coming, carry = beside_slots.rows_back(stage, slot, now.away, carry)
+        carry = beside_slots.before_slot(stage, run, turns, i, carry)
+        # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
+        #    the carry.
+        for kind in run.together[i] or slot.kinds:
+            with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
+                if run.together[i]:
+                    carry = ACTIONS[kind](stage, _counts(run, slot, kind, now), now, carry)
+                elif (slot.kind[run.start : run.stop] == slot.code(kind)).any() or stage.only is not None:
+                    carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
+        carry = beside_slots.after_slot(stage, run, turns, i, carry)
+        if any(crossing.values()) and stage.step.model.axes:
+            crossing, carry = _held(crossing, carry, together=bool(run.together[i]))
+        crossing, carry = beside_slots.send_rows(stage, slot, now.away, (coming, crossing), carry)
+        # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
+        #    in `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow
+        #    crosses beside a slot that sends along it.
+        crossing |= _crossing(stage, run, i, carry, beside=False)
+        # 4. Arrivals are written last: the action has read its row by then, so they may take it.
+        carry = _receive(stage, slot, now, crossing, carry)
+    return carry, None
 
 
 def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
@@ -250,7 +238,7 @@ def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool)
     step, slots, crossing = stage.step, stage.step.table.slots, Arrivals()
     for flow in _flows(slots, run, i):
         if crosses_beside(step.schedule.slots, flow, i) == beside:
-            boundaries, left = _at_boundary(step, SENT[flow], carry)
+            boundaries, left = stage.at_boundary(SENT[flow], carry)
             sent, columns = boundaries.crossing(left), getattr(slots[(i + beside) % len(slots)], f"{SENT[flow]}_in")
             routes = enumerate(step.schedule.placement.routes(flow))
             crossing[flow] = {r: moved(sent, route, stage.device) for r, route in routes if (columns[r] >= 0).any()}
@@ -263,13 +251,6 @@ def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
     codes = np.unique(slot.kind[max(0, run.start - earlier) : run.stop - earlier])
     kinds = {slot.kinds[code - 1] for code in codes if code}
     return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]
-
-
-def _at_boundary(step: Step, name: str, carry: TickCarry) -> tuple[Boundaries, Buffers]:
-    """The format of "activation"s or "cotangent"s, and the buffers with what this device's last action left there."""
-    if name == "activation":
-        return step.activations, carry.forward.activation
-    return step.cotangents, carry.backward.cotangent
 
 
 def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
@@ -316,83 +297,3 @@ def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Arrivals, carry:
             waiting[i] = when(writes, (rows[route] - numbers[i].start, values), put, waiting[i])
         carry = carry._replace(waiting=carry.waiting | {name: waiting})
     return carry
-
-
-# --- actions ----------------------------------------------------------------------------------------------------------
-
-
-def _forward(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
-    """F: runs the layers forward, and keeps residuals unless a backward is to recompute them."""
-    job = _job(stage, counts, now, keeps=stage.step.stores_residuals)
-    activation = _received(stage, "activation", job, now, carry)
-    return carry._replace(forward=stage.forward(job, carry.forward._replace(activation=activation)))
-
-
-def _recompute(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
-    """R: runs the layers forward again for their residuals alone; the state and the results have been counted by F."""
-    job = _job(stage, counts, now)
-    activation = _received(stage, "activation", job, now, carry)
-    work = ForwardWork(activation, carry.forward.kept, state={}, results=[])
-    return carry._replace(forward=carry.forward._replace(kept=stage.forward(job, work).kept))
-
-
-def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole: bool = True) -> TickCarry:
-    """B, or I if it isn't `whole`: runs the layers backwards, from the cotangent that has arrived or the loss."""
-    step, job = stage.step, _job(stage, counts, now)
-    if not step.stores_residuals:
-        # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
-        recomputes = "R" not in step.schedule.kinds or now.anew > 0
-        carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
-    work = carry.backward._replace(cotangent=_received(stage, "cotangent", job, now, carry))
-    backward, kept = stage.backward(job, work, carry.forward.kept, carry.back, whole=whole)
-    # What is kept is handed back so that the next action writes into the same memory.
-    return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
-
-
-def _backward_weights(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
-    """W: adds up the gradients that I has left."""
-    job, kept = _job(stage, counts, now), carry.forward.kept
-    return carry._replace(backward=stage.weight_gradients(job, carry.backward, kept, carry.back))
-
-
-ACTIONS = {"F": _forward, "R": _recompute, "B": _backward, "I": partial(_backward, whole=False), "W": _backward_weights}
-"""The function that carries out each kind of action; `counts` is False where the stage idles, and works along."""
-
-
-def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
-    """The action in this slot; its virtual stage is a Python integer if there is only one.
-
-    A row of -1 is never used: its action neither reads nor writes such values. Only a stage that idles and works along
-    may read there, so it reads row 0.
-    """
-    only_one = stage.step.schedule.placement.num_virtual_stages == 1
-    virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
-    at = {name: Row(getattr(now, name), stage.device) for name in ROWS}
-    chooses = stage.step.plan.request.splits.on_gpu  # on others `rows_back` has chosen before
-    at |= {name: Row(away.row, 0, away.stays if chooses else None) for name, away in now.away.items()}
-    if counts is not True:
-        at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
-    rows = {name: at[name] for name in stage.step.kept.storages} if keeps else {}
-    return Job(now.microbatch, rows, counts, virtual_stage)
-
-
-def _received(stage: Stage, name: str, job: Job, now: Now, carry: TickCarry) -> Buffers:
-    """Boundary buffers with the "activation" or "cotangent" that an action receives: from its row, or a shared end.
-
-    The rest of the buffers is only memory to write into: the stage's layers write each inner boundary before they read
-    it. A row of -1 gives values of no use on the first or last virtual stage. With a buffer for each route it changes
-    nothing: on other virtual stages what the action reads is there already.
-    """
-    boundaries, buffers = _at_boundary(stage.step, name, carry)
-    numbers, row = stage.step.table.waiting[name], getattr(now, name)
-
-    def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
-        row, rows = at
-        return boundaries.with_crossed(buffers, jax.tree.map(lambda a: take_row(a, row), rows))
-
-    for own, rows in zip(numbers, carry.waiting[name], strict=True):
-        if len(numbers) == 1 and len(own):
-            buffers = take((jnp.maximum(row, 0), rows), buffers)
-        elif len(own):
-            buffers = when((row >= own.start) & (row < own.stop), (row - own.start, rows), take, buffers)
-    return beside_slots.with_end(stage.step, name, job, buffers, carry)

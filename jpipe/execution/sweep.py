@@ -13,8 +13,6 @@ from jpipe.memory.storage import Row
 from jpipe.planning.step import Step
 
 Reads = TypeVar("Reads")
-T = TypeVar("T")
-Written = TypeVar("Written")
 Counts = jax.Array | bool
 """True, or a traced bool: whether what a stage computes counts. It doesn't where the stage only computes along."""
 
@@ -44,17 +42,9 @@ class Job(NamedTuple):
         """(The layer's group, its position there)."""
         return self.g, self.position
 
-    def chosen(self, new: T, old: T) -> T:
-        """`new` if the job counts, else `old`, of the same structure."""
-        return new if self.counts is True else jax.tree.map(lambda a, b: jnp.where(self.counts, a, b), new, old)
-
-    def chosen_for(self, buffers: Written, new: T, old: T) -> tuple[T, Written]:
-        """`chosen`, and the buffers that `old` was read from, to be written into.
-
-        All of `old` is read before. A compiler copies the buffers if it may read one leaf after another is written.
-        """
-        old, buffers = jax.lax.optimization_barrier((old, buffers))
-        return self.chosen(new, old), buffers
+    def chosen(self, new: jax.Array, old: jax.Array) -> jax.Array:
+        """`new` if the job counts, else `old`."""
+        return new if self.counts is True else jnp.where(self.counts, new, old)
 
     def or_zeros(self, array: jax.Array) -> jax.Array:
         """`array` if the job counts, else zeros."""
@@ -134,7 +124,8 @@ def _run_group(
     def of_layer(position: Index, tied: tuple[Index, dict[str, Row]], counts: Counts = True) -> Job:
         return Job(*tied, counts, g=g, position=0 if is_alone else position)
 
-    def run_layer(layer: Job, carry: Carry) -> Carry:
+    def run_layer(position: Index, tied: tuple[Index, dict[str, Row]], carry: Carry, counts: Counts = True) -> Carry:
+        layer = of_layer(position, tied, counts)
         return visit(layer, reads(layer, carry), carry)
 
     if trips := step.idle_work.trips.get(g):
@@ -143,18 +134,17 @@ def _run_group(
             counts, position = job.counts, start + (trips - 1 - i if reverse else i)
             if g in step.idle_work.uneven:  # a layer counts if the job does, and the virtual stage has it
                 counts = counts & (jnp.asarray(stop) > position)
-            return run_layer(of_layer(position, tied, counts), carry)
+            return run_layer(position, tied, carry, counts)
 
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
         return along(0, carry) if trips == 1 else jax.lax.fori_loop(0, trips, along, carry)
     if ranges.num_passes == 1 and ranges.always_one[0, g] and job.counts is True:
-        return run_layer(of_layer(start, tied), carry)
+        return run_layer(start, tied, carry)
     if job.counts is not True:
         stop = jnp.where(job.counts, stop, start)
     if ranges.most[g] > 1:  # the trip is the position, which selects what is read
-        body = lambda position, tied, carry: run_layer(of_layer(position, tied), carry)
-        return each(start, stop, tied, body, carry, reverse=reverse)
+        return each(start, stop, tied, run_layer, carry, reverse=reverse)
     # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
     read = lambda position, tied, carry: (tied, reads(of_layer(position, tied), carry))
     body = lambda position, read, carry: visit(of_layer(position, read[0]), read[1], carry)

@@ -20,7 +20,7 @@ that lies on the host, what is read is brought to the device, and what is writte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,19 @@ def put_row(array: jax.Array, value: jax.Array, row: Index) -> jax.Array:
 def _start(array: jax.Array, index: Sequence[Index]) -> list[jax.Array]:
     """One start index a dimension, all of one type: 64-bit mode would mix them."""
     return [jnp.asarray(i, jnp.int32) for i in (*index, *([0] * (array.ndim - len(index))))]
+
+
+Where: TypeAlias = bool | jax.Array
+"""Whether something is written, or what was there stays; may be traced."""
+
+
+def chosen(where: Where, new: Sequence[Leaf], old: Sequence[Leaf], arrays: PyTree) -> tuple[list[Leaf], PyTree]:
+    """(`new` if `where` holds, else `old`; the arrays that `old` was read from, to write the choice into).
+
+    All of `old` is read before. A compiler copies the arrays if it may read one leaf after another is written.
+    """
+    old, arrays = jax.lax.optimization_barrier((old, arrays))
+    return [a if where is True else jnp.where(where, a, b) for a, b in zip(new, old, strict=True)], arrays
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------

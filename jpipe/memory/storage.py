@@ -47,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.jax.in_place import Carry, Index, each, look_up, look_up_once, put_slice, take_slice
+from jpipe.jax.in_place import Carry, Index, Where, chosen, each, look_up, look_up_once, put_slice, take_slice
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, Order, StackedBuffer, largest_first
 from jpipe.partitioner.axes import on_all_stages
@@ -136,11 +136,22 @@ class Storage:
         value = self.buffers[name].take(arrays[name], entry, self.record_types[t].leaves[leaf].shape)
         return value.transpose(np.argsort(order))
 
-    def write(self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf], at: Row | None = None) -> Buffers:
+    def write(
+        self,
+        arrays: Buffers,
+        t: int,
+        record: Index,
+        leaves: Sequence[Leaf],
+        at: Row | None = None,
+        where: Where | None = None,
+    ) -> Buffers:
         """The arrays with a record's leaves replaced, cast to the arrays' dtype; in a loop this happens in place.
 
-        It is called on the device that has the record: on another it overwrites what lies there.
+        It is called on the device that has the record: on another it overwrites what lies there, unless `where` is
+        False.
         """
+        if where is not None:
+            leaves, arrays = chosen(where, leaves, self.read(arrays, t, record, at), arrays)
         for leaf, value in enumerate(leaves):
             arrays = self.write_leaf(arrays, t, leaf, record, value, at)
         return arrays
