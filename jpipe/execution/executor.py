@@ -30,13 +30,13 @@ With the schedule "v" all that arrives may be written by the transfer itself, si
 gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
-With `ends="shared"`, `beside_slots` adds work before and after slots; with `offload=` it moves rows beside them.
+With `ends="shared"`, all stages compute the ends before and after slots; with `offload=`, rows move beside them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import or_
 
@@ -44,20 +44,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution import beside_slots
 from jpipe.execution.stage import ACTIONS, BackwardWork, ForwardWork, Now, Stage, TickCarry, sum_shared_gradients
-from jpipe.execution.sweep import Counts
-from jpipe.jax.in_place import Index, put_row, take_row, when
-from jpipe.jax.trees import accumulator_dtype
+from jpipe.execution.sweep import Counts, Job
+from jpipe.jax.in_place import Carry, Index, put_row, take_row, when
+from jpipe.jax.trees import accumulator_dtype, is_float
 from jpipe.memory.storage import Buffers
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
+from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS, crosses_beside
 from jpipe.schedules.ticks import Run, SlotTable
-from jpipe.types import Leaf
+from jpipe.types import Leaf, PyTree
 
 Arrivals = dict[int, dict[int, Buffers]]
 """The values that arrive beside a slot, by flow and route."""
@@ -143,10 +143,26 @@ def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
 # --- ticks ------------------------------------------------------------------------------------------------------------
 
 
+def _first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
+    """The carry before the first tick: nothing waits yet, so that waiting values, ends and hosts have any values."""
+    crossing = {"activation": step.activations.crossing(forward.activation)}
+    crossing["cotangent"] = step.cotangents.crossing(backward.cotangent) if step.schedule.trains else {}
+    rows = lambda count, arrays: jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), arrays)
+    waiting = {name: [rows(len(one), crossing[name]) for one in step.table.waiting[name]] for name in crossing}
+    away, entered, left = step.kept.away, [], []
+    if step.ends.shared:
+        given, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+        made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        entered, left = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
+    back = {name: away[name].empty_row() for name in _returning(step, step.table.slots[-1])}
+    host = {name: storage.empty_host() for name, storage in away.items()}
+    return TickCarry(forward, backward, waiting=waiting, entered=entered, left=left, back=back, host=host)
+
+
 def _run_ticks(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
     """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
     step, only, slots = stage.step, stage.only, stage.step.table.slots
-    carry = beside_slots.first_carry(step, forward, backward)
+    carry = _first_carry(step, forward, backward)
     table, runs = jnp.asarray(list(map(jax.tree.leaves, slots))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
         num_ticks = only.shape[1]
@@ -179,8 +195,8 @@ def _run_tick(
         # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
         #    is the last one of the tick before, whose results are in the carry.)
         crossing = _crossing(stage, run, i - 1, carry, beside=True)
-        coming, carry = beside_slots.rows_back(stage, slot, now.away, carry)
-        carry = beside_slots.before_slot(stage, run, turns, i, carry)
+        coming, carry = _rows_back(stage, slot, now, carry)
+        carry = carry._replace(entered=_turn(stage, run, i, "enter", turns, carry.entered))
         # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
         #    the carry.
         for kind in run.together[i] or slot.kinds:
@@ -189,10 +205,11 @@ def _run_tick(
                     carry = ACTIONS[kind](stage, _counts(run, slot, kind, now), now, carry)
                 elif (slot.kind[run.start : run.stop] == slot.code(kind)).any() or stage.only is not None:
                     carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
-        carry = beside_slots.after_slot(stage, run, turns, i, carry)
+        for name in ("leave", "back"):
+            carry = _turn(stage, run, i, name, turns, carry)
         if any(crossing.values()) and stage.step.model.axes:
             crossing, carry = _held(crossing, carry, together=bool(run.together[i]))
-        crossing, carry = beside_slots.send_rows(stage, slot, now.away, (coming, crossing), carry)
+        crossing, carry = _send_rows(stage, slot, now, (coming, crossing), carry)
         # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
         #    in `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow
         #    crosses beside a slot that sends along it.
@@ -222,12 +239,10 @@ def _held(crossing: Arrivals, carry: TickCarry, *, together: bool) -> tuple[Arri
     left: else a loop over layers may still be placed first. What waits is behind the first one: it is read before
     anything is written there, else a TPU's compiler copies it all.
     """
-    left = carry.forward.activation, carry.backward.cotangent
-    left, waiting = jax.lax.optimization_barrier((left, carry.waiting if together else {}))
+    left, waiting = jax.lax.optimization_barrier((_left(carry), carry.waiting if together else {}))
     if together:
         crossing, left = jax.lax.optimization_barrier((crossing, left))
-    forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
-    return crossing, carry._replace(forward=forward, backward=backward, waiting=waiting or carry.waiting)
+    return crossing, _with_left(carry, left)._replace(waiting=waiting or carry.waiting)
 
 
 def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Arrivals:
@@ -297,3 +312,147 @@ def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Arrivals, carry:
             waiting[i] = when(writes, (rows[route] - numbers[i].start, values), put, waiting[i])
         carry = carry._replace(waiting=carry.waiting | {name: waiting})
     return carry
+
+
+# --- ends that all stages compute together ----------------------------------------------------------------------------
+#
+# In a turn of the ends all stages compute the first or the last layer together, of the same micro-batch at the same
+# time, so a turn may hold collectives along `stage`. `jpipe.planning.ends` says which micro-batch has its turn when. If
+# each end runs on its own stage, `Step.ends` has no turns, and nothing here is done.
+
+
+def _turn(stage: Stage, run: Run, i: int, name: str, turns: list[Turns], carry: Carry) -> Carry:
+    """The carry after a turn of the ends around slot `i`, if there is one of this name in any tick of the run.
+
+    A turn reads (`TURNS`) what the layers between have left in the carry, right on one stage alone. It doesn't change
+    in the loop: if the body read it, a compiler would compute all that follows from it ahead of the loop, and so in
+    every tick. Where idle stages work along, a turn that most ticks of the run have is computed in the others too, and
+    doesn't count there.
+    """
+    step = stage.step
+    taken = getattr(step.ends.turns[i], name)[run.start : run.stop] >= 0 if step.ends.shared else np.zeros(0)
+    if not taken.any():
+        return carry
+    (least_share, reads, body), g = TURNS[name], step.model.last if name == "leave" else 0
+    m = jnp.asarray(getattr(turns[i], name))
+    with jax.named_scope(name):
+        if g in step.idle_work.safe and taken.mean() >= least_share:
+            job = Job(jnp.maximum(m, 0), {}, True if taken.all() else m >= 0, g=g)
+            return body(stage, job, reads(step, carry) if reads else [], carry)
+        counted = lambda read, carry: body(stage, Job(read[0], {}, g=g), read[1], carry)
+        return when(m >= 0, (m, []), counted, carry, reads=reads and (lambda at, carry: (at[0], reads(step, carry))))
+
+
+def _enter(stage: Stage, job: Job, _: list[Leaf], entered: list[Leaf]) -> list[Leaf]:
+    """The first layer's outputs, on all stages; those that don't count are overwritten before they are read."""
+    return stage.step.forwards[0](stage.arguments(job, stage.batch_of(job)), [])[0].outputs
+
+
+def _leave(stage: Stage, job: Job, x: list[Leaf], carry: TickCarry) -> TickCarry:
+    """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`.
+
+    It is never taken where it doesn't count (`TURNS`).
+    """
+    step, last = stage.step, job.g
+    arguments, mine = stage.arguments(job, stage.batch_of(job)), stage.device == step.schedule.placement.ends[1]
+    x = _from_stage(mine, x)
+    backward, cotangents = carry.backward, []
+    if step.schedule.trains:
+        values, residuals = step.layers[last].forward(arguments, x)
+        gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss())
+        backward = stage.add_gradients(job, backward, gradients)
+    else:
+        values, _ = step.forwards[last](arguments, x)
+    # All stages have the same outputs, and results are summed over stages at the end: one stage's are counted.
+    outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in values.outputs]
+    results = stage.collected(job, carry.forward.results, outputs)
+    return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
+
+
+def _back(stage: Stage, job: Job, cotangents: list[Leaf], carry: TickCarry) -> TickCarry:
+    """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
+    step = stage.step
+    cotangents = _from_stage(stage.device == step.schedule.placement.ends[0], cotangents)
+    arguments = stage.arguments(job, stage.batch_of(job))
+    _, residuals = step.layers[0].forward(arguments, [])
+    gradients = step.layers[0].backward(arguments, residuals, cotangents).params
+    return carry._replace(backward=stage.add_gradients(job, carry.backward, gradients))
+
+
+def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Array]:
+    """Arrays of one stage, on all of them."""
+    return [jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype) for a in leaves]
+
+
+TURNS: dict[str, tuple[float, Callable[..., list[Leaf]] | None, Callable[..., PyTree]]] = {
+    "enter": (0.5, None, _enter),
+    "leave": (1.0, lambda step, at: step.activations.read(at.forward.activation, step.model.num_layers - 2, 0), _leave),
+    "back": (0.5, lambda step, at: step.cotangents.read(at.backward.cotangent, 0, 0), _back),
+}
+"""For each turn: if at least this share of a run's ticks has it, the others compute it too (the last layer takes
+longest); what it reads from the carry; and what it does, (stage, job, what it reads, carry) -> the carry."""
+
+
+# --- rows that go to the host -----------------------------------------------------------------------------------------
+#
+# Here is a stage's part in two ticks of 1F1B; micro-batch 3 goes forward as 1 goes backward, then 4 and 2:
+#
+#     slot            F3              B1              F4              B2
+#     comes back      1 -----------|                  2 -----------|
+#     leaves                          3 -----------|                  4 -----------|
+#
+# A row starts to come back before a slot and has to be there after it, and so with one that leaves. A compiler may wait
+# for it before the slot's work. So at the end of a slot all that moved beside it, activations and cotangents too, is
+# tied to what the slot left: nothing can ask for it before. Only then the slot's own row is sent: else a GPU's
+# compiler, which sees an array on the host read and written at once, copies it whole.
+
+
+def _rows_back(stage: Stage, slot: SlotTable, now: Now, carry: TickCarry) -> tuple[Kept, TickCarry]:
+    """The rows that come back beside this slot, for the next one; and the carry with this slot's own row in `back`.
+
+    That row is copied there if it has stayed. Only stages that have it copy, by a loop of one trip. On GPUs such a loop
+    would stop the host, and slices are copied anyway: there layers choose between the two as they read
+    (`AwayStorage.read_back`).
+    """
+    away, back, names = stage.step.kept.away, dict(carry.back), _returning(stage.step, slot)
+    coming = {name: away[name].fetched(carry.host[name], now.away[name].returns) for name in names}
+    for name in () if stage.step.plan.request.splits.on_gpu else back:
+        if slot.away[name].stays.any():
+            copy = lambda at, _, of=away[name]: of.leaving(*at)
+            at = carry.forward.kept[name], now.away[name].row
+            back[name] = when(now.away[name].stays > 0, at, copy, back[name])
+    return coming, carry._replace(back=back)
+
+
+def _send_rows(
+    stage: Stage, slot: SlotTable, now: Now, moved: tuple[Kept, Arrivals], carry: TickCarry
+) -> tuple[Arrivals, TickCarry]:
+    """Ends what moved beside a slot, the rows that come back and what crosses between stages; sends the slot's own row.
+
+    Returns:
+      What crossed, and the carry with the row on its way to the host, and what came back in `back`.
+    """
+    away = stage.step.kept.away
+    if not away:
+        return moved[1], carry
+    names = [name for name in away if (slot.away[name].sent_to >= 0).any()]
+    leaving = {name: away[name].leaving(carry.forward.kept[name], now.away[name].row) for name in names}
+    (back, crossed), host, leaving, left = jax.lax.optimization_barrier((moved, carry.host, leaving, _left(carry)))
+    host |= {name: away[name].sent(host[name], leaving[name], now.away[name].sent_to) for name in names}
+    return crossed, _with_left(carry, left)._replace(back=back, host=host)
+
+
+def _returning(step: Step, slot: SlotTable) -> list[str]:
+    """The names of the buffers from which a row comes back beside this slot."""
+    return [name for name in step.kept.away if (slot.away[name].returns >= 0).any()]
+
+
+def _left(carry: TickCarry) -> tuple[Buffers, Buffers]:
+    """What a slot's action has left at its boundaries."""
+    return carry.forward.activation, carry.backward.cotangent
+
+
+def _with_left(carry: TickCarry, left: tuple[Buffers, Buffers]) -> TickCarry:
+    """The carry with that in its place."""
+    forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
+    return carry._replace(forward=forward, backward=backward)

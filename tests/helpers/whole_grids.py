@@ -33,7 +33,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         *("own-1f1b", "own-zero_bubble", "own-interleaved", "shared-1f1b", "shared-interleaved", "shared-v"),
     ),
     # A program for TPUs and one for GPUs stay; on CPUs nothing is moved.
-    "test_beside_slots.py::test_a_step_is_the_same_to_the_bit": (
+    "test_executor.py::test_a_step_is_the_same_to_the_bit": (
         "linen-case3-none-offload3-gpu",
         "linen-case0-none-residuals-cpu",
     ),
@@ -90,7 +90,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     # The optimiser's arrays are read as the layers' are.
     "test_checkpointer.py::test_a_damaged_checkpoint_is_passed_over_and_set_aside": ("optimizer-truncate",),
     # Mixed layers and a chain of one kind stay.
-    "test_beside_slots.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
+    "test_executor.py::test_equals_the_sequential_model": ("tied-4-4-options1-axes1",),
     "test_peers.py::test_pipelines_train_that_model": ("layer,zero_bubble",),
     # The narrowest type stays: 4-uint8.
     "test_decoding.py::test_prompts_of_any_integers": ("1-uint8", "1-int16", "4-int64", "1-int64", "4-int16"),
