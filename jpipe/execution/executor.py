@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution.stage import ACTIONS, BackwardWork, ForwardWork, Now, Stage, TickCarry, sum_shared_gradients
+from jpipe.execution.stage import ACTIONS, BackwardWork, ForwardWork, Now, Stage, TickCarry, from_stage
 from jpipe.execution.sweep import Counts, Job
 from jpipe.jax.in_place import Carry, Index, put_row, take_row, when
 from jpipe.jax.trees import accumulator_dtype, is_float
@@ -116,7 +116,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
         # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
         # compiler, which would drop the code after the ticks, though its time is to be measured.
         carry = jax.lax.optimization_barrier(carry)
-    gradients = sum_shared_gradients(stage, carry.backward)
+    gradients = stage.summed_gradients(carry.backward)
     # A maximum starts from -inf. Where it is still -inf no layer owns the place: such places hold zeros.
     filled = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
     new = {name: jax.tree.map(filled, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
@@ -355,7 +355,7 @@ def _leave(stage: Stage, job: Job, x: list[Leaf], carry: TickCarry) -> TickCarry
     """
     step, last = stage.step, job.g
     arguments, mine = stage.arguments(job, stage.batch_of(job)), stage.device == step.schedule.placement.ends[1]
-    x = _from_stage(mine, x)
+    x = [from_stage(mine, a) for a in x]
     backward, cotangents = carry.backward, []
     if step.schedule.trains:
         values, residuals = step.layers[last].forward(arguments, x)
@@ -372,16 +372,12 @@ def _leave(stage: Stage, job: Job, x: list[Leaf], carry: TickCarry) -> TickCarry
 def _back(stage: Stage, job: Job, cotangents: list[Leaf], carry: TickCarry) -> TickCarry:
     """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
     step = stage.step
-    cotangents = _from_stage(stage.device == step.schedule.placement.ends[0], cotangents)
+    mine = stage.device == step.schedule.placement.ends[0]
+    cotangents = [from_stage(mine, a) for a in cotangents]
     arguments = stage.arguments(job, stage.batch_of(job))
     _, residuals = step.layers[0].forward(arguments, [])
     gradients = step.layers[0].backward(arguments, residuals, cotangents).params
     return carry._replace(backward=stage.add_gradients(job, carry.backward, gradients))
-
-
-def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Array]:
-    """Arrays of one stage, on all of them."""
-    return [jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype) for a in leaves]
 
 
 TURNS: dict[str, tuple[float, Callable[..., list[Leaf]] | None, Callable[..., PyTree]]] = {
@@ -448,11 +444,11 @@ def _returning(step: Step, slot: SlotTable) -> list[str]:
 
 
 def _left(carry: TickCarry) -> tuple[Buffers, Buffers]:
-    """What a slot's action has left at its boundaries."""
+    """The boundary buffers that a slot's action has left."""
     return carry.forward.activation, carry.backward.cotangent
 
 
 def _with_left(carry: TickCarry, left: tuple[Buffers, Buffers]) -> TickCarry:
-    """The carry with that in its place."""
+    """The carry with others in their place."""
     forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
     return carry._replace(forward=forward, backward=backward)

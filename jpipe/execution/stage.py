@@ -293,7 +293,7 @@ class Stage:
 
     # --- one layer ---
 
-    def _where(self, job: Job) -> Where | None:
+    def _where(self, job: Job) -> Where:
         """Whether the stage has the layer, where stages have unequally many of its group; None elsewhere."""
         return job.counts if job.g in self.step.idle_work.uneven else None
 
@@ -383,7 +383,17 @@ class Stage:
         parts = self.step.functions[self.step.model.last].differentiated(self.step.outputs)
         return [jnp.ones((), part.dtype) for part in parts]
 
-    # --- state ---
+    # --- after the ticks ---
+
+    def summed_gradients(self, work: BackwardWork) -> Buffers:
+        """This device's buffers of gradients, with those of the shared parameters that it holds, over all stages."""
+        gradients, storage = work.gradients, self.step.storages["params"]
+        for v, leaves in work.shared_gradients.items():
+            total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
+            mine = storage.record_types[v].devices[0] == self.device
+            add = lambda total, buffers, v=v: storage.add(buffers, v, 0, total)
+            gradients = when(mine, total, add, gradients)
+        return gradients
 
     def merged_state(self, totals: dict[str, Buffers]) -> dict[str, Buffers]:
         """New buffers of the collections that aren't parameters, from the totals that `forward` added up.
@@ -441,7 +451,7 @@ def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dic
     """Weights that several stages use, by set of variables and collection, as layers use them.
 
     The stage of a shared layer's first use holds its parameters. Each stage adds gradients of its own uses up in an
-    accumulator of its own; in `sum_shared_gradients` these meet, by one `psum` over the stages for each leaf.
+    accumulator of its own; in `Stage.summed_gradients` these meet, by one `psum` over the stages for each leaf.
     The stage that holds them sends them to all; of those that all stages compute with together, each has its part.
     """
 
@@ -449,25 +459,12 @@ def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dic
         storage = step.storages[collection]
         known, leaves = storage.record_types[v], storage.read(variables[collection], v, 0)
         mine = known.devices[0] == device  # such a set has one instance
-        # JAX sums bools as integers, so they are cast back.
-        to_all = lambda a: jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype)
-        return [a if on_all_stages(spec) else to_all(a) for a, spec in zip(leaves, known.specs, strict=True)]
+        return [a if on_all_stages(spec) else from_stage(mine, a) for a, spec in zip(leaves, known.specs, strict=True)]
 
     shared = [v for v, known in enumerate(step.model.variable_sets) if known.shared or v in step.ends.sets]
     return {v: {name: sent(name, v) for name in step.collections(*WEIGHTS)} for v in shared}
 
 
-def sum_shared_gradients(stage: Stage, work: BackwardWork) -> Buffers:
-    """This device's buffers of gradients, with those of the shared parameters that it holds, summed over the stages.
-
-    Args:
-      stage: this device.
-      work: its sums of gradients, and those of its uses of shared parameters.
-    """
-    gradients, storage = work.gradients, stage.step.storages["params"]
-    for v, leaves in work.shared_gradients.items():
-        total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
-        mine = storage.record_types[v].devices[0] == stage.device
-        add = lambda total, buffers, v=v: storage.add(buffers, v, 0, total)
-        gradients = when(mine, total, add, gradients)
-    return gradients
+def from_stage(mine: jax.Array | bool, array: jax.Array) -> jax.Array:
+    """An array of one stage, on all of them. JAX sums bools as integers, so they are cast back."""
+    return jax.lax.psum(jnp.where(mine, array, jnp.zeros_like(array)), AXIS).astype(array.dtype)

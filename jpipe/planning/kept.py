@@ -197,11 +197,10 @@ class KeptStorage:
         leaves: Sequence[Leaf],
         rows: dict[str, Row],
         names: Sequence[str],
-        where: Where | None = None,
+        where: Where = None,
     ) -> Kept:
         """The inverse of `read`, on the device; what lies there stays if `where` is False."""
-        if where is not None:
-            leaves, kept = chosen(where, leaves, self.read(kept, at, rows, names), kept)
+        leaves, kept = chosen(where, leaves, lambda kept: self.read(kept, at, rows, names), kept)
         own = self._names(at, names)
         for name in filter(own.__contains__, self.storages):
             of_name = [leaf for leaf, rows_of in zip(leaves, own, strict=True) if rows_of == name]

@@ -34,6 +34,9 @@ Times: TypeAlias = dict[tuple[int, int, int], int]
 """The slot times of some kind of action by (stage, micro-batch, chunk), in order."""
 
 
+ArrivalRows: TypeAlias = tuple[np.ndarray, list[np.ndarray], tuple[range, ...]]
+
+
 class Value(NamedTuple):
     """A value that waits on a stage.
 
@@ -113,20 +116,6 @@ class Rows:
 # --- what arrives over boundaries -------------------------------------------------------------------------------------
 
 
-class ArrivalRows(NamedTuple):
-    """Where values wait that have arrived over boundaries.
-
-    Attributes:
-      read: a column, the rows that are read (`SlotTable.activation`).
-      written: for each route a column, the rows that are written (`SlotTable.activation_in`).
-      buffers: the numbers of the rows of each buffer (`TickTable.waiting`).
-    """
-
-    read: np.ndarray
-    written: list[np.ndarray]
-    buffers: tuple[range, ...]
-
-
 def arrival_rows(orders: Orders, flow: int, later: Times, shape: Shape, *, always: bool) -> ArrivalRows:
     """Gives rows to the values that arrive over boundaries.
 
@@ -141,6 +130,10 @@ def arrival_rows(orders: Orders, flow: int, later: Times, shape: Shape, *, alway
       later: the times of actions that read the values again. If there are any, all values are in one buffer.
       shape: of a column.
       always: have one buffer, and write in each tick what arrives by several routes, though it takes copies.
+
+    Returns:
+      A column of the rows that are read (`SlotTable.activation`); for each route a column of those that are written
+      (`SlotTable.activation_in`); the numbers of the rows of each buffer (`TickTable.waiting`).
     """
     routes, width = orders.placement.routes(flow), len(orders.slots)
     values = _arriving(orders, flow, later, shape)
@@ -149,7 +142,7 @@ def arrival_rows(orders: Orders, flow: int, later: Times, shape: Shape, *, alway
         return in_one
     crosses = {(r,): route[0][0] != route[0][1] for r, route in enumerate(routes)}
     by_route = _in_buffers([value for value in values if not value.in_place], crosses, shape, width, always=False)
-    return by_route if by_route.buffers[-1].stop <= in_one.buffers[-1].stop + 1 else in_one
+    return by_route if by_route[-1][-1].stop <= in_one[-1][-1].stop + 1 else in_one
 
 
 def _arriving(orders: Orders, flow: int, later: Times, shape: Shape) -> list[Value]:
@@ -206,7 +199,7 @@ def _in_buffers(
         column = rows.column(lambda value: value.reads)
         read = np.maximum(read, np.where(column >= 0, start + column, -1))
         numbers.append(range(start, start + count))
-    return ArrivalRows(read, written, tuple(numbers))
+    return read, written, tuple(numbers)
 
 
 # --- what stages keep for themselves ----------------------------------------------------------------------------------
