@@ -1,9 +1,9 @@
 """Lowers orders of actions to a table of ticks and buffer rows, which the executor runs.
 
 All devices run the same code. So it must be data what a device does in a slot, and where its inputs lie. `lower` makes
-this data, a `TickTable`, from orders of actions. It looks up when each action runs (`Orders.slot_times`). And it gives
-every value that waits for an action (an activation, a cotangent, a forward's residuals) a row of a buffer while it is
-live, so that no more memory is held than the orders need. A *row* here is the part of a buffer for one value.
+this data, a `TickTable`, from orders of actions. It looks up when each action runs (`Orders.slot_times`), and lists the
+values that wait for actions; `jpipe.schedules.waiting` gives each a row of a buffer while it is live, so that no more
+memory is held than the orders need. A *row* here is the part of a buffer for one value.
 
 Arrays are NumPy's, int32. K stages, M micro-batches, V chunks a stage; T ticks of `width` slots each. Slot time tau is
 slot `tau % width` of tick `tau // width`. While the table is made, a *column* is `[T * width, K]`, a line for each slot
@@ -41,15 +41,11 @@ class Slot(Generic[Column]):
       microbatch: the action's micro-batch; 0 where the stage idles.
       chunk: the action's chunk; 0 where the stage idles.
       anew: 1 where the action computes a forward anew: R, and with `keep_inputs` those B or I for which no R did.
-      activation: row of the activation buffer with the boundary input of this action's virtual stage, for F, and with
-        `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle), or
-        where it is still where the stage's last action left it (where the chain of a "v" turns).
-      cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B and I; -1 where there is
-        none (last virtual stage, other kinds, idle), or where it is still where the stage's last action left it.
-      residual: row of the residuals that F writes, or with `keep_inputs` what computes it anew, and B or I reads; -1
-        where idle, and in forward-only schedules.
-      late_residual: row of those residuals that F writes and W (or B) reads last; -1 everywhere without W.
-      w_input: row of what I writes for W; -1 for other kinds.
+      activation: row of the activation that the action reads: F, and with `keep_inputs` what computes a forward anew;
+        -1 if it reads none, or what is still where the stage's last action left it (where the chain of a "v" turns).
+      cotangent: the same of the cotangent that B or I reads.
+      residual, late_residual, w_input: row of what the action writes or reads of that name (`KEEPS`); -1 if nothing.
+        With `keep_inputs` what computes a forward anew writes in the place of F.
       away: by name (`AWAY`), where values that go to the host are; those alone of which some wait long enough to leave.
         Empty unless `lower` is to look for some.
       activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes the

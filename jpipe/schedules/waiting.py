@@ -35,6 +35,7 @@ Times: TypeAlias = dict[tuple[int, int, int], int]
 
 
 ArrivalRows: TypeAlias = tuple[np.ndarray, list[np.ndarray], tuple[range, ...]]
+"""What `arrival_rows` returns."""
 
 
 class Value(NamedTuple):
