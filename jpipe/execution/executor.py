@@ -30,14 +30,13 @@ With the schedule "v" all that arrives may be written by the transfer itself, si
 gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
-With `ends="shared"`, `beside_slots` adds work before and after slots; with `offload=` it moves rows beside them.
+With `ends="shared"`, all stages compute the ends before and after slots; with `offload=`, rows move beside them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import or_
 
@@ -45,32 +44,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution import beside_slots
-from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, TickCarry, sum_shared_gradients
+from jpipe.execution.stage import ACTIONS, BackwardWork, ForwardWork, Now, Stage, TickCarry, from_stage
 from jpipe.execution.sweep import Counts, Job
-from jpipe.jax.in_place import Index, put_row, take_row, when
-from jpipe.jax.trees import accumulator_dtype
-from jpipe.memory.storage import Boundaries, Buffers, Row
+from jpipe.jax.in_place import Carry, Index, put_row, take_row, when
+from jpipe.jax.trees import accumulator_dtype, is_float
+from jpipe.memory.storage import Buffers
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.planning.ends import Turns
+from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS, crosses_beside
-from jpipe.schedules.ticks import ROWS, Run, Slot, SlotTable
-from jpipe.types import Leaf
+from jpipe.schedules.ticks import Run, SlotTable
+from jpipe.types import Leaf, PyTree
 
 Arrivals = dict[int, dict[int, Buffers]]
 """The values that arrive beside a slot, by flow and route."""
 
 SENT = {+1: "activation", -1: "cotangent"}
 """What is sent along each flow."""
-
-
-_COLUMNS = [field.name for field in fields(Slot) if field.name != "kinds"]
-jax.tree_util.register_dataclass(Slot, _COLUMNS, ["kinds"])
-Now = Slot[Index]
-"""A slot's entries for this device in one tick, integer scalars."""
 
 
 # --- the two programs -------------------------------------------------------------------------------------------------
@@ -123,7 +116,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
         # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
         # compiler, which would drop the code after the ticks, though its time is to be measured.
         carry = jax.lax.optimization_barrier(carry)
-    gradients = sum_shared_gradients(stage, carry.backward)
+    gradients = stage.summed_gradients(carry.backward)
     # A maximum starts from -inf. Where it is still -inf no layer owns the place: such places hold zeros.
     filled = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
     new = {name: jax.tree.map(filled, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
@@ -150,68 +143,80 @@ def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
 # --- ticks ------------------------------------------------------------------------------------------------------------
 
 
+def _first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
+    """The carry before the first tick: nothing waits yet, so that waiting values, ends and hosts have any values."""
+    crossing = {"activation": step.activations.crossing(forward.activation)}
+    crossing["cotangent"] = step.cotangents.crossing(backward.cotangent) if step.schedule.trains else {}
+    rows = lambda count, arrays: jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), arrays)
+    waiting = {name: [rows(len(one), crossing[name]) for one in step.table.waiting[name]] for name in crossing}
+    away, entered, left = step.kept.away, [], []
+    if step.ends.shared:
+        given, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+        made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        entered, left = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
+    back = {name: away[name].empty_row() for name in _returning(step, step.table.slots[-1])}
+    host = {name: storage.empty_host() for name, storage in away.items()}
+    return TickCarry(forward, backward, waiting=waiting, entered=entered, left=left, back=back, host=host)
+
+
 def _run_ticks(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
     """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
     step, only, slots = stage.step, stage.only, stage.step.table.slots
-    carry = beside_slots.first_carry(step, forward, backward)
+    carry = _first_carry(step, forward, backward)
     table, runs = jnp.asarray(list(map(jax.tree.leaves, slots))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
         num_ticks = only.shape[1]
-        table = table[:, :, :num_ticks].at[:, _COLUMNS.index("kind")].multiply(only)
+        table = table[:, :, :num_ticks].at[:, 0].multiply(only)
         runs = (Run(0, num_ticks, ("",) * len(slots)),)  # stages idle that have an action in the table
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
     for run in runs:
         ticks = slice(run.start, run.stop)
         turns = [Turns(*(jnp.asarray(column[ticks]) for column in of_slot)) for of_slot in step.ends.turns]
-
-        def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]], run: Run = run) -> tuple[TickCarry, None]:
-            row, turns = entries
-            for i, slot in enumerate(slots):
-                now = jax.tree.unflatten(jax.tree.structure(slot), [row[i, j] for j in range(table.shape[1])])
-                carry = _run_slot(stage, run, i, now, turns, carry)
-            return carry, None
-
         with jax.named_scope("ticks"):
-            carry = jax.lax.scan(tick, carry, (mine[ticks], turns))[0]
+            carry = jax.lax.scan(partial(_run_tick, stage, run), carry, (mine[ticks], turns))[0]
     return carry
 
 
-def _run_slot(stage: Stage, run: Run, i: int, now: Now, turns: list[Turns], carry: TickCarry) -> TickCarry:
-    """Runs one slot of a tick of this device.
+def _run_tick(
+    stage: Stage, run: Run, carry: TickCarry, entries: tuple[jax.Array, list[Turns]]
+) -> tuple[TickCarry, None]:
+    """Runs the slots of a tick of this device.
 
     Args:
       stage: this device.
       run: the ticks to which this one belongs.
-      i: the slot's index.
-      now: this device's entries of the table in this slot.
-      turns: for each slot its `Turns` in this tick, scalars, the same on all stages; none if each end runs on its own
-        stage.
-      carry: as the slot before left it.
+      carry: as the tick before left it.
+      entries: this device's entries of the table, `[slots, columns]`; for each slot its `Turns` in this tick, scalars,
+        the same on all stages, or none if each end runs on its own stage.
     """
-    slot = stage.step.table.slots[i]
-    # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
-    #    is the last one of the tick before, whose results are in the carry.)
-    crossing = _crossing(stage, run, i - 1, carry, beside=True)
-    coming, carry = beside_slots.rows_back(stage, slot, now.away, carry)
-    carry = beside_slots.before_slot(stage, run, turns, i, carry)
-    # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
-    #    the carry.
-    for kind in run.together[i] or slot.kinds:
-        with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
-            if run.together[i]:
-                carry = ACTIONS[kind](stage, _counts(run, slot, kind, now), now, carry)
-            elif (slot.kind[run.start : run.stop] == slot.code(kind)).any() or stage.only is not None:
-                carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
-    carry = beside_slots.after_slot(stage, run, turns, i, carry)
-    if any(crossing.values()) and stage.step.model.axes:
-        crossing, carry = _held(crossing, carry, together=bool(run.together[i]))
-    crossing, carry = beside_slots.send_rows(stage, slot, now.away, (coming, crossing), carry)
-    # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is in
-    #    `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow crosses
-    #    beside a slot that sends along it.
-    crossing |= _crossing(stage, run, i, carry, beside=False)
-    # 4. Arrivals are written last: the action has read its row by then, so they may take it.
-    return _receive(stage, slot, now, crossing, carry)
+    (rows, turns), slots = entries, stage.step.table.slots
+    for i, slot in enumerate(slots):
+        now = jax.tree.unflatten(jax.tree.structure(slot), [rows[i, j] for j in range(rows.shape[1])])
+        # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
+        #    is the last one of the tick before, whose results are in the carry.)
+        crossing = _crossing(stage, run, i - 1, carry, beside=True)
+        coming, carry = _rows_back(stage, slot, now, carry)
+        carry = carry._replace(entered=_turn(stage, run, i, "enter", turns, carry.entered))
+        # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
+        #    the carry.
+        for kind in run.together[i] or slot.kinds:
+            with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
+                if run.together[i]:
+                    carry = ACTIONS[kind](stage, _counts(run, slot, kind, now), now, carry)
+                elif (slot.kind[run.start : run.stop] == slot.code(kind)).any() or stage.only is not None:
+                    carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
+        for name in ("leave", "back"):
+            carry = _turn(stage, run, i, name, turns, carry)
+        if any(crossing.values()) and stage.step.model.axes:
+            crossing, carry = _held(crossing, carry, together=bool(run.together[i]))
+        crossing, carry = _send_rows(stage, slot, now, (coming, crossing), carry)
+        # 3. What it left is sent at once, where the next slot admits an action that receives along its flow. No flow is
+        #    in `crossing` already: the kinds that send along a flow also receive along it, so nothing of that flow
+        #    crosses beside a slot that sends along it.
+        crossing |= _crossing(stage, run, i, carry, beside=False)
+        # 4. Arrivals are written last: the action has read its row by then, so they may take it.
+        carry = _receive(stage, slot, now, crossing, carry)
+    return carry, None
 
 
 def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
@@ -234,12 +239,10 @@ def _held(crossing: Arrivals, carry: TickCarry, *, together: bool) -> tuple[Arri
     left: else a loop over layers may still be placed first. What waits is behind the first one: it is read before
     anything is written there, else a TPU's compiler copies it all.
     """
-    left = carry.forward.activation, carry.backward.cotangent
-    left, waiting = jax.lax.optimization_barrier((left, carry.waiting if together else {}))
+    left, waiting = jax.lax.optimization_barrier((_left(carry), carry.waiting if together else {}))
     if together:
         crossing, left = jax.lax.optimization_barrier((crossing, left))
-    forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
-    return crossing, carry._replace(forward=forward, backward=backward, waiting=waiting or carry.waiting)
+    return crossing, _with_left(carry, left)._replace(waiting=waiting or carry.waiting)
 
 
 def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Arrivals:
@@ -250,7 +253,7 @@ def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool)
     step, slots, crossing = stage.step, stage.step.table.slots, Arrivals()
     for flow in _flows(slots, run, i):
         if crosses_beside(step.schedule.slots, flow, i) == beside:
-            boundaries, left = _at_boundary(step, SENT[flow], carry)
+            boundaries, left = stage.at_boundary(SENT[flow], carry)
             sent, columns = boundaries.crossing(left), getattr(slots[(i + beside) % len(slots)], f"{SENT[flow]}_in")
             routes = enumerate(step.schedule.placement.routes(flow))
             crossing[flow] = {r: moved(sent, route, stage.device) for r, route in routes if (columns[r] >= 0).any()}
@@ -263,13 +266,6 @@ def _flows(slots: Sequence[SlotTable], run: Run, i: int) -> list[int]:
     codes = np.unique(slot.kind[max(0, run.start - earlier) : run.stop - earlier])
     kinds = {slot.kinds[code - 1] for code in codes if code}
     return [flow for flow, sending in FLOWS.items() if kinds & {*sending}]
-
-
-def _at_boundary(step: Step, name: str, carry: TickCarry) -> tuple[Boundaries, Buffers]:
-    """The format of "activation"s or "cotangent"s, and the buffers with what this device's last action left there."""
-    if name == "activation":
-        return step.activations, carry.forward.activation
-    return step.cotangents, carry.backward.cotangent
 
 
 def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
@@ -318,81 +314,141 @@ def _receive(stage: Stage, slot: SlotTable, now: Now, crossing: Arrivals, carry:
     return carry
 
 
-# --- actions ----------------------------------------------------------------------------------------------------------
+# --- ends that all stages compute together ----------------------------------------------------------------------------
+#
+# In a turn of the ends all stages compute the first or the last layer together, of the same micro-batch at the same
+# time, so a turn may hold collectives along `stage`. `jpipe.planning.ends` says which micro-batch has its turn when. If
+# each end runs on its own stage, `Step.ends` has no turns, and nothing here is done.
 
 
-def _forward(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
-    """F: runs the layers forward, and keeps residuals unless a backward is to recompute them."""
-    job = _job(stage, counts, now, keeps=stage.step.stores_residuals)
-    activation = _received(stage, "activation", job, now, carry)
-    return carry._replace(forward=stage.forward(job, carry.forward._replace(activation=activation)))
+def _turn(stage: Stage, run: Run, i: int, name: str, turns: list[Turns], carry: Carry) -> Carry:
+    """The carry after a turn of the ends around slot `i`, if there is one of this name in any tick of the run.
 
-
-def _recompute(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
-    """R: runs the layers forward again for their residuals alone; the state and the results have been counted by F."""
-    job = _job(stage, counts, now)
-    activation = _received(stage, "activation", job, now, carry)
-    work = ForwardWork(activation, carry.forward.kept, state={}, results=[])
-    return carry._replace(forward=carry.forward._replace(kept=stage.forward(job, work).kept))
-
-
-def _backward(stage: Stage, counts: Counts, now: Now, carry: TickCarry, *, whole: bool = True) -> TickCarry:
-    """B, or I if it isn't `whole`: runs the layers backwards, from the cotangent that has arrived or the loss."""
-    step, job = stage.step, _job(stage, counts, now)
-    if not step.stores_residuals:
-        # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
-        recomputes = "R" not in step.schedule.kinds or now.anew > 0
-        carry = when(recomputes, now, partial(_recompute, stage, counts), carry)
-    work = carry.backward._replace(cotangent=_received(stage, "cotangent", job, now, carry))
-    backward, kept = stage.backward(job, work, carry.forward.kept, carry.back, whole=whole)
-    # What is kept is handed back so that the next action writes into the same memory.
-    return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
-
-
-def _backward_weights(stage: Stage, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
-    """W: adds up the gradients that I has left."""
-    job, kept = _job(stage, counts, now), carry.forward.kept
-    return carry._replace(backward=stage.weight_gradients(job, carry.backward, kept, carry.back))
-
-
-ACTIONS = {"F": _forward, "R": _recompute, "B": _backward, "I": partial(_backward, whole=False), "W": _backward_weights}
-"""The function that carries out each kind of action; `counts` is False where the stage idles, and works along."""
-
-
-def _job(stage: Stage, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
-    """The action in this slot; its virtual stage is a Python integer if there is only one.
-
-    A row of -1 is never used: its action neither reads nor writes such values. Only a stage that idles and works along
-    may read there, so it reads row 0.
+    A turn reads (`TURNS`) what the layers between have left in the carry, right on one stage alone. It doesn't change
+    in the loop: if the body read it, a compiler would compute all that follows from it ahead of the loop, and so in
+    every tick. Where idle stages work along, a turn that most ticks of the run have is computed in the others too, and
+    doesn't count there.
     """
-    only_one = stage.step.schedule.placement.num_virtual_stages == 1
-    virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
-    at = {name: Row(getattr(now, name), stage.device) for name in ROWS}
-    chooses = stage.step.plan.request.splits.on_gpu  # on others `rows_back` has chosen before
-    at |= {name: Row(away.row, 0, away.stays if chooses else None) for name, away in now.away.items()}
-    if counts is not True:
-        at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
-    rows = {name: at[name] for name in stage.step.kept.storages} if keeps else {}
-    return Job(now.microbatch, rows, counts, virtual_stage)
+    step = stage.step
+    taken = getattr(step.ends.turns[i], name)[run.start : run.stop] >= 0 if step.ends.shared else np.zeros(0)
+    if not taken.any():
+        return carry
+    (least_share, reads, body), g = TURNS[name], step.model.last if name == "leave" else 0
+    m = jnp.asarray(getattr(turns[i], name))
+    with jax.named_scope(name):
+        if g in step.idle_work.safe and taken.mean() >= least_share:
+            job = Job(jnp.maximum(m, 0), {}, True if taken.all() else m >= 0, g=g)
+            return body(stage, job, reads(step, carry) if reads else [], carry)
+        counted = lambda read, carry: body(stage, Job(read[0], {}, g=g), read[1], carry)
+        return when(m >= 0, (m, []), counted, carry, reads=reads and (lambda at, carry: (at[0], reads(step, carry))))
 
 
-def _received(stage: Stage, name: str, job: Job, now: Now, carry: TickCarry) -> Buffers:
-    """Boundary buffers with the "activation" or "cotangent" that an action receives: from its row, or a shared end.
+def _enter(stage: Stage, job: Job, _: list[Leaf], entered: list[Leaf]) -> list[Leaf]:
+    """The first layer's outputs, on all stages; those that don't count are overwritten before they are read."""
+    return stage.step.forwards[0](stage.arguments(job, stage.batch_of(job)), [])[0].outputs
 
-    The rest of the buffers is only memory to write into: the stage's layers write each inner boundary before they read
-    it. A row of -1 gives values of no use on the first or last virtual stage. With a buffer for each route it changes
-    nothing: on other virtual stages what the action reads is there already.
+
+def _leave(stage: Stage, job: Job, x: list[Leaf], carry: TickCarry) -> TickCarry:
+    """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`.
+
+    It is never taken where it doesn't count (`TURNS`).
     """
-    boundaries, buffers = _at_boundary(stage.step, name, carry)
-    numbers, row = stage.step.table.waiting[name], getattr(now, name)
+    step, last = stage.step, job.g
+    arguments, mine = stage.arguments(job, stage.batch_of(job)), stage.device == step.schedule.placement.ends[1]
+    x = [from_stage(mine, a) for a in x]
+    backward, cotangents = carry.backward, []
+    if step.schedule.trains:
+        values, residuals = step.layers[last].forward(arguments, x)
+        gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss())
+        backward = stage.add_gradients(job, backward, gradients)
+    else:
+        values, _ = step.forwards[last](arguments, x)
+    # All stages have the same outputs, and results are summed over stages at the end: one stage's are counted.
+    outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in values.outputs]
+    results = stage.collected(job, carry.forward.results, outputs)
+    return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
 
-    def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
-        row, rows = at
-        return boundaries.with_crossed(buffers, jax.tree.map(lambda a: take_row(a, row), rows))
 
-    for own, rows in zip(numbers, carry.waiting[name], strict=True):
-        if len(numbers) == 1 and len(own):
-            buffers = take((jnp.maximum(row, 0), rows), buffers)
-        elif len(own):
-            buffers = when((row >= own.start) & (row < own.stop), (row - own.start, rows), take, buffers)
-    return beside_slots.with_end(stage.step, name, job, buffers, carry)
+def _back(stage: Stage, job: Job, cotangents: list[Leaf], carry: TickCarry) -> TickCarry:
+    """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
+    step = stage.step
+    mine = stage.device == step.schedule.placement.ends[0]
+    cotangents = [from_stage(mine, a) for a in cotangents]
+    arguments = stage.arguments(job, stage.batch_of(job))
+    _, residuals = step.layers[0].forward(arguments, [])
+    gradients = step.layers[0].backward(arguments, residuals, cotangents).params
+    return carry._replace(backward=stage.add_gradients(job, carry.backward, gradients))
+
+
+TURNS: dict[str, tuple[float, Callable[..., list[Leaf]] | None, Callable[..., PyTree]]] = {
+    "enter": (0.5, None, _enter),
+    "leave": (1.0, lambda step, at: step.activations.read(at.forward.activation, step.model.num_layers - 2, 0), _leave),
+    "back": (0.5, lambda step, at: step.cotangents.read(at.backward.cotangent, 0, 0), _back),
+}
+"""For each turn: if at least this share of a run's ticks has it, the others compute it too (the last layer takes
+longest); what it reads from the carry; and what it does, (stage, job, what it reads, carry) -> the carry."""
+
+
+# --- rows that go to the host -----------------------------------------------------------------------------------------
+#
+# Here is a stage's part in two ticks of 1F1B; micro-batch 3 goes forward as 1 goes backward, then 4 and 2:
+#
+#     slot            F3              B1              F4              B2
+#     comes back      1 -----------|                  2 -----------|
+#     leaves                          3 -----------|                  4 -----------|
+#
+# A row starts to come back before a slot and has to be there after it, and so with one that leaves. A compiler may wait
+# for it before the slot's work. So at the end of a slot all that moved beside it, activations and cotangents too, is
+# tied to what the slot left: nothing can ask for it before. Only then the slot's own row is sent: else a GPU's
+# compiler, which sees an array on the host read and written at once, copies it whole.
+
+
+def _rows_back(stage: Stage, slot: SlotTable, now: Now, carry: TickCarry) -> tuple[Kept, TickCarry]:
+    """The rows that come back beside this slot, for the next one; and the carry with this slot's own row in `back`.
+
+    That row is copied there if it has stayed. Only stages that have it copy, by a loop of one trip. On GPUs such a loop
+    would stop the host, and slices are copied anyway: there layers choose between the two as they read
+    (`AwayStorage.read_back`).
+    """
+    away, back, names = stage.step.kept.away, dict(carry.back), _returning(stage.step, slot)
+    coming = {name: away[name].fetched(carry.host[name], now.away[name].returns) for name in names}
+    for name in () if stage.step.plan.request.splits.on_gpu else back:
+        if slot.away[name].stays.any():
+            copy = lambda at, _, of=away[name]: of.leaving(*at)
+            at = carry.forward.kept[name], now.away[name].row
+            back[name] = when(now.away[name].stays > 0, at, copy, back[name])
+    return coming, carry._replace(back=back)
+
+
+def _send_rows(
+    stage: Stage, slot: SlotTable, now: Now, moved: tuple[Kept, Arrivals], carry: TickCarry
+) -> tuple[Arrivals, TickCarry]:
+    """Ends what moved beside a slot, the rows that come back and what crosses between stages; sends the slot's own row.
+
+    Returns:
+      What crossed, and the carry with the row on its way to the host, and what came back in `back`.
+    """
+    away = stage.step.kept.away
+    if not away:
+        return moved[1], carry
+    names = [name for name in away if (slot.away[name].sent_to >= 0).any()]
+    leaving = {name: away[name].leaving(carry.forward.kept[name], now.away[name].row) for name in names}
+    (back, crossed), host, leaving, left = jax.lax.optimization_barrier((moved, carry.host, leaving, _left(carry)))
+    host |= {name: away[name].sent(host[name], leaving[name], now.away[name].sent_to) for name in names}
+    return crossed, _with_left(carry, left)._replace(back=back, host=host)
+
+
+def _returning(step: Step, slot: SlotTable) -> list[str]:
+    """The names of the buffers from which a row comes back beside this slot."""
+    return [name for name in step.kept.away if (slot.away[name].returns >= 0).any()]
+
+
+def _left(carry: TickCarry) -> tuple[Buffers, Buffers]:
+    """The boundary buffers that a slot's action has left."""
+    return carry.forward.activation, carry.backward.cotangent
+
+
+def _with_left(carry: TickCarry, left: tuple[Buffers, Buffers]) -> TickCarry:
+    """The carry with others in their place."""
+    forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
+    return carry._replace(forward=forward, backward=backward)

@@ -5,7 +5,8 @@ loop bounds (`LayerRanges`), which are read from a table by the index of the vir
 are compiled once, wherever they lie, and a layer that a stage doesn't have is a loop of no trips. A `lax.cond` would do
 as well, but it copies the buffers that it hands through; a loop updates them in place (`jpipe.jax.in_place`).
 
-The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I) and `Stage.weight_gradients` (W).
+`ACTIONS` has the function that carries out each kind of action: what an action reads is in rows, which the table of
+ticks names in its `Now`, and so is what it keeps for later actions of its stage.
 
 `g` is the index of a group, `position` that of a layer in it (the first and the last layer are each alone in theirs);
 `v` is the index of a set of variables, and `instance` that of a record in it.
@@ -13,25 +14,30 @@ The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.sweep import Job, sweep
-from jpipe.jax.in_place import Index, look_up, put_row, take_row, when
+from jpipe.execution.sweep import Counts, Job, sweep
+from jpipe.jax.in_place import Index, Where, look_up, put_row, take_row, when
 from jpipe.memory.buffers import compact_order, in_order
-from jpipe.memory.storage import Boundaries, Buffers
+from jpipe.memory.storage import Boundaries, Buffers, Row
 from jpipe.model.groups import WEIGHTS
 from jpipe.model.layer_function import LayerArguments
 from jpipe.model.random_keys import Key, layer_key
 from jpipe.partitioner.axes import AXIS, on_all_stages
-from jpipe.planning.kept import Kept
+from jpipe.planning.kept import RESIDUALS, Kept
 from jpipe.planning.step import Step
+from jpipe.schedules.ticks import ROWS, Slot
 from jpipe.types import Batch, Leaf
 
+jax.tree_util.register_dataclass(Slot, [one.name for one in fields(Slot) if one.name != "kinds"], ["kinds"])
+Now = Slot[Index]
+"""A slot's entries for this device in one tick, integer scalars."""
 LayerInputs = tuple[Batch, list[Leaf]]
 """What a layer reads besides its activation: a micro-batch, or None; what the loss needs of the whole mini-batch."""
 
@@ -119,9 +125,16 @@ class Stage:
     shared: dict[int, dict[str, list[Leaf]]]
     device: Index
 
-    def forward(self, job: Job, work: ForwardWork) -> ForwardWork:
-        """Runs the virtual stage's layers; residuals go into the job's row, if it has one."""
+    # --- actions ---
+
+    def forward(self, counts: Counts, now: Now, carry: TickCarry, *, again: bool = False) -> TickCarry:
+        """F, or `again` R: runs the virtual stage's layers, and keeps residuals unless a backward is to recompute them.
+
+        R does so for the residuals alone: the state and the results have been counted by F.
+        """
         step, groups = self.step, self.step.model.groups
+        job = self._job(counts, now, keeps=again or step.stores_residuals)
+        work = carry.forward._replace(activation=self._received("activation", job, now, carry))
 
         def reads(job: Job, work: ForwardWork) -> tuple[LayerInputs, list[Leaf]]:
             """(the micro-batch, the layer's input out of the boundary buffers)."""
@@ -135,52 +148,50 @@ class Stage:
             arguments = self.arguments(job, batch)
             # Without a row nothing stores residuals: then the plain forward runs, which makes none.
             run = step.forwards[job.g] if not job.rows else step.layers[job.g].forward
-            results, new = run(arguments, x)
+            results, residuals = run(arguments, x)
             if work.results and job.g == step.model.last:
                 work = work._replace(results=self.collected(job, work.results, results.outputs))
             if work.state and arguments.state:
                 is_last, names = job.microbatch == step.schedule.num_microbatches - 1, groups[job.g].state_names
                 totals = self._read(work.state, names, job.layer)
-                new_state = step.mergings[job.g].accumulate(totals, arguments.state, results.state, is_last)
-                state = self._write(work.state, names, job.layer, job.chosen(new_state, totals))
+                new = step.mergings[job.g].accumulate(totals, arguments.state, results.state, is_last)
+                state = self._write(work.state, names, job.layer, list(map(job.chosen, new, totals)))
                 work = work._replace(state=state)
             if job.g != step.model.last:
-                boundary = groups[job.g].indices[0]
-                activation = self._passed_on(step.activations, job, boundary, results.outputs, work.activation)
+                to, where = groups[job.g].indices[0], self._where(job)
+                activation = step.activations.write(work.activation, to, 0, results.outputs, where=where)
                 work = work._replace(activation=activation)
             if job.rows:
-                if job.g in step.idle_work.uneven:  # other stages have something else in its place
-                    old = step.kept.read_residuals(work.kept, job.layer, job.rows, {})
-                    new, kept = job.chosen_for(work.kept, new, old)
-                    work = work._replace(kept=kept)
-                work = work._replace(kept=step.kept.write_residuals(work.kept, job.layer, new, job.rows))
+                where = self._where(job)  # other stages have something else in its place
+                kept = step.kept.write(work.kept, job.layer, residuals, job.rows, RESIDUALS, where)
+                work = work._replace(kept=kept)
             return work
 
-        return sweep(step, job, "F", reads, visit, work)
+        if again:
+            kept = sweep(step, job, "F", reads, visit, work._replace(state={}, results=[])).kept
+            return carry._replace(forward=carry.forward._replace(kept=kept))
+        return carry._replace(forward=sweep(step, job, "F", reads, visit, work))
 
-    def backward(
-        self, job: Job, work: BackwardWork, kept: Kept, back: Kept, *, whole: bool = True
-    ) -> tuple[BackwardWork, Kept]:
-        """Runs the virtual stage's layers backwards, adding up gradients layer by layer.
+    def backward(self, counts: Counts, now: Now, carry: TickCarry, *, whole: bool = True) -> TickCarry:
+        """B, or I if it isn't `whole`: runs the layers backwards, adding up gradients layer by layer.
 
-        Args:
-          job: its rows are those of the residuals.
-          work: what it reads and writes.
-          kept: with the residuals.
-          back: those that have come back from the host.
-          whole: all gradients; else late ones (`jpipe.model.split_backward`) are left to `weight_gradients`.
-
-        Returns:
-          `work` and `kept`, with W's inputs written unless it is the whole.
+        It starts from the cotangent that has arrived, or from the loss. I leaves late gradients
+        (`jpipe.model.split_backward`) to W, and keeps what W needs.
         """
-        step = self.step
+        step, job = self.step, self._job(counts, now)
+        if not step.stores_residuals:
+            # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
+            recomputes = "R" not in step.schedule.kinds or now.anew > 0
+            carry = when(recomputes, now, partial(self.forward, counts, again=True), carry)
+        work = carry.backward._replace(cotangent=self._received("cotangent", job, now, carry))
 
         def reads(job: Job, state: tuple[BackwardWork, Kept]) -> tuple[LayerInputs, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             (work, kept), boundary = state, step.model.groups[job.g].indices[0]
             is_last = job.g == step.model.last
             cotangents = self.of_loss() if is_last else step.cotangents.read(work.cotangent, boundary, 0)
-            return self.batch_of(job), step.kept.read_residuals(kept, job.layer, job.rows, back), cotangents
+            batch = self.batch_of(job)
+            return batch, step.kept.read(kept, job.layer, job.rows, RESIDUALS, carry.back), cotangents
 
         def visit(
             job: Job, read: tuple[LayerInputs, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Kept]
@@ -192,43 +203,99 @@ class Stage:
                 gradients, new, cotangents = layer.backward(arguments, residuals, cotangents)
             else:
                 (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
-                storage = step.kept.storages["w_input"]
                 # What others keep may lie there: of another layer, or of W's own micro-batch, where I runs beside it.
-                if job.g in step.idle_work.uneven or step.table.joins_parts:
-                    old = storage.read(kept["w_input"], *job.layer, job.rows["w_input"])
-                    leaves, kept = job.chosen_for(kept, leaves, old)
-                kept = kept | {"w_input": storage.write(kept["w_input"], *job.layer, leaves, job.rows["w_input"])}
+                where = job.counts if step.table.joins_parts else self._where(job)
+                kept = step.kept.write(kept, job.layer, leaves, job.rows, ["w_input"], where)
             work = self.add_gradients(job, work, gradients)
             if new:
                 names = [name for name in step.model.groups[job.g].fixed_names if name in work.overwritten]
                 so_far = self._read(work.overwritten, names, job.layer)
                 # Each micro-batch gives the largest amplitude that it saw; the batch's is the largest of those.
                 largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(so_far, new, strict=True)]
-                largest = job.chosen(largest, so_far)
+                largest = list(map(job.chosen, largest, so_far))
                 work = work._replace(overwritten=self._write(work.overwritten, names, job.layer, largest))
             if first := step.model.groups[job.g].indices[0]:
-                passed_on = self._passed_on(step.cotangents, job, first - 1, cotangents, work.cotangent)
-                work = work._replace(cotangent=passed_on)
+                where = self._where(job)
+                cotangent = step.cotangents.write(work.cotangent, first - 1, 0, cotangents, where=where)
+                work = work._replace(cotangent=cotangent)
             return work, kept
 
-        return sweep(step, job, "B" if whole else "I", reads, visit, (work, kept))
+        # What is kept is handed back so that the next action writes into the same memory.
+        work, kept = sweep(step, job, "B" if whole else "I", reads, visit, (work, carry.forward.kept))
+        return carry._replace(forward=carry.forward._replace(kept=kept), backward=work)
 
-    def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept, back: Kept) -> BackwardWork:
-        """Adds up the gradients that a `backward` which wasn't whole left."""
-        step = self.step
+    def weight_gradients(self, counts: Counts, now: Now, carry: TickCarry) -> TickCarry:
+        """W: adds up the gradients that I has left."""
+        step, kept = self.step, carry.forward.kept
 
         def reads(job: Job, _: BackwardWork) -> tuple[LayerInputs, list[Leaf], list[Leaf]]:
             """(the micro-batch, the residuals that W needs, its inputs from I)."""
-            residuals = step.kept.read_residuals(kept, job.layer, job.rows, back, late=True)
-            batch, storage = self.batch_of(job), step.kept.storages["w_input"]
-            return batch, residuals, storage.read(kept["w_input"], *job.layer, job.rows["w_input"])
+            residuals = step.kept.read(kept, job.layer, job.rows, ["late_residual"], carry.back)
+            return self.batch_of(job), residuals, step.kept.read(kept, job.layer, job.rows, ["w_input"])
 
         def visit(job: Job, read: tuple[LayerInputs, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
             batch, residuals, w_inputs = read
             gradients = step.layers[job.g].backward_weights(self.arguments(job, batch), residuals, w_inputs)
             return self.add_gradients(job, work, gradients)
 
-        return sweep(step, job, "W", reads, visit, work)
+        return carry._replace(backward=sweep(step, self._job(counts, now), "W", reads, visit, carry.backward))
+
+    def _job(self, counts: Counts, now: Now, *, keeps: bool = True) -> Job:
+        """The action in this slot; its virtual stage is a Python integer if there is only one.
+
+        A row of -1 is never used: its action neither reads nor writes such values. Only a stage that idles and works
+        along may read there, so it reads row 0.
+        """
+        place = self.step.schedule.placement
+        virtual_stage = 0 if place.num_virtual_stages == 1 else place.virtual_stage(self.device, now.chunk)
+        at = {name: Row(getattr(now, name), self.device) for name in ROWS}
+        chooses = self.step.plan.request.splits.on_gpu  # on others `rows_back` has chosen before
+        at |= {name: Row(away.row, 0, away.stays if chooses else None) for name, away in now.away.items()}
+        if counts is not True:
+            at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
+        rows = {name: at[name] for name in self.step.kept.storages} if keeps else {}
+        return Job(now.microbatch, rows, counts, virtual_stage)
+
+    def _received(self, name: str, job: Job, now: Now, carry: TickCarry) -> Buffers:
+        """Boundary buffers with the "activation" or "cotangent" that an action receives: from its row, or a shared end.
+
+        The rest of the buffers is only memory to write into: the stage's layers write each inner boundary before they
+        read it. A row of -1 gives values of no use on the first or last virtual stage. With a buffer for each route it
+        changes nothing: on other virtual stages what the action reads is there already.
+        """
+        boundaries, buffers = self.at_boundary(name, carry)
+        numbers, row = self.step.table.waiting[name], getattr(now, name)
+
+        def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
+            row, rows = at
+            return boundaries.with_crossed(buffers, jax.tree.map(lambda a: take_row(a, row), rows))
+
+        for own, rows in zip(numbers, carry.waiting[name], strict=True):
+            if len(numbers) == 1 and len(own):
+                buffers = take((jnp.maximum(row, 0), rows), buffers)
+            elif len(own):
+                buffers = when((row >= own.start) & (row < own.stop), (row - own.start, rows), take, buffers)
+        # The virtual stage beside a shared end finds there what the end gave in its turn.
+        ends = {"activation": (carry.entered, 0, 0), "cotangent": (carry.left, self.step.model.num_layers - 2, -1)}
+        leaves, boundary, beside = ends[name]
+        mine = job.virtual_stage == beside % self.step.schedule.placement.num_virtual_stages
+        if not leaves:
+            return buffers
+        old = boundaries.read(buffers, boundary, 0)
+        leaves = [jnp.where(mine, *pair) for pair in zip(leaves, old, strict=True)]
+        return boundaries.write(buffers, boundary, 0, leaves)
+
+    def at_boundary(self, name: str, carry: TickCarry) -> tuple[Boundaries, Buffers]:
+        """The format of "activation"s or "cotangent"s, and the buffers with what the last action left there."""
+        if name == "activation":
+            return self.step.activations, carry.forward.activation
+        return self.step.cotangents, carry.backward.cotangent
+
+    # --- one layer ---
+
+    def _where(self, job: Job) -> Where:
+        """Whether the stage has the layer, where stages have unequally many of its group; None elsewhere."""
+        return job.counts if job.g in self.step.idle_work.uneven else None
 
     def add_gradients(self, job: Job, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
@@ -258,8 +325,6 @@ class Stage:
         on_gpu = self.step.plan.request.splits.on_gpu
         return work._replace(gradients=storage.add(work.gradients, v, job.position, gradients, on_gpu=on_gpu))
 
-    # --- one layer ---
-
     def collected(self, job: Job, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
         """Results with what the last layer gave for a micro-batch."""
         pairs = list(zip(results, outputs, strict=True))
@@ -268,14 +333,6 @@ class Stage:
         if job.counts is not True:
             pairs = [(a, job.chosen(new, take_row(a, job.microbatch))) for a, new in pairs]
         return [put_row(a, new, job.microbatch) for a, new in pairs]
-
-    def _passed_on(
-        self, boundaries: Boundaries, job: Job, boundary: int, leaves: Sequence[Leaf], buffers: Buffers
-    ) -> Buffers:
-        """Boundary buffers with what a layer gives; where it isn't the virtual stage's own, with what they have."""
-        if job.g in self.step.idle_work.uneven:
-            leaves, buffers = job.chosen_for(buffers, [*leaves], boundaries.read(buffers, boundary, 0))
-        return boundaries.write(buffers, boundary, 0, leaves)
 
     def batch_of(self, job: Job) -> LayerInputs:
         """(the micro-batch, for layers that look at it, else None; what the loss needs of the whole mini-batch).
@@ -326,7 +383,17 @@ class Stage:
         parts = self.step.functions[self.step.model.last].differentiated(self.step.outputs)
         return [jnp.ones((), part.dtype) for part in parts]
 
-    # --- state ---
+    # --- after the ticks ---
+
+    def summed_gradients(self, work: BackwardWork) -> Buffers:
+        """This device's buffers of gradients, with those of the shared parameters that it holds, over all stages."""
+        gradients, storage = work.gradients, self.step.storages["params"]
+        for v, leaves in work.shared_gradients.items():
+            total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
+            mine = storage.record_types[v].devices[0] == self.device
+            add = lambda total, buffers, v=v: storage.add(buffers, v, 0, total)
+            gradients = when(mine, total, add, gradients)
+        return gradients
 
     def merged_state(self, totals: dict[str, Buffers]) -> dict[str, Buffers]:
         """New buffers of the collections that aren't parameters, from the totals that `forward` added up.
@@ -370,11 +437,21 @@ class Stage:
         return buffers
 
 
+ACTIONS: dict[str, Callable[[Stage, Counts, Now, TickCarry], TickCarry]] = {
+    "F": Stage.forward,
+    "R": partial(Stage.forward, again=True),
+    "B": Stage.backward,
+    "I": partial(Stage.backward, whole=False),
+    "W": Stage.weight_gradients,
+}
+"""The function that carries out each kind of action; `counts` is False where the stage idles, and works along."""
+
+
 def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dict[int, dict[str, list[Leaf]]]:
     """Weights that several stages use, by set of variables and collection, as layers use them.
 
     The stage of a shared layer's first use holds its parameters. Each stage adds gradients of its own uses up in an
-    accumulator of its own; in `sum_shared_gradients` these meet, by one `psum` over the stages for each leaf.
+    accumulator of its own; in `Stage.summed_gradients` these meet, by one `psum` over the stages for each leaf.
     The stage that holds them sends them to all; of those that all stages compute with together, each has its part.
     """
 
@@ -382,25 +459,12 @@ def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dic
         storage = step.storages[collection]
         known, leaves = storage.record_types[v], storage.read(variables[collection], v, 0)
         mine = known.devices[0] == device  # such a set has one instance
-        # JAX sums bools as integers, so they are cast back.
-        to_all = lambda a: jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype)
-        return [a if on_all_stages(spec) else to_all(a) for a, spec in zip(leaves, known.specs, strict=True)]
+        return [a if on_all_stages(spec) else from_stage(mine, a) for a, spec in zip(leaves, known.specs, strict=True)]
 
     shared = [v for v, known in enumerate(step.model.variable_sets) if known.shared or v in step.ends.sets]
     return {v: {name: sent(name, v) for name in step.collections(*WEIGHTS)} for v in shared}
 
 
-def sum_shared_gradients(stage: Stage, work: BackwardWork) -> Buffers:
-    """This device's buffers of gradients, with those of the shared parameters that it holds, summed over the stages.
-
-    Args:
-      stage: this device.
-      work: its sums of gradients, and those of its uses of shared parameters.
-    """
-    gradients, storage = work.gradients, stage.step.storages["params"]
-    for v, leaves in work.shared_gradients.items():
-        total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
-        mine = storage.record_types[v].devices[0] == stage.device
-        add = lambda total, buffers, v=v: storage.add(buffers, v, 0, total)
-        gradients = when(mine, total, add, gradients)
-    return gradients
+def from_stage(mine: jax.Array | bool, array: jax.Array) -> jax.Array:
+    """An array of one stage, on all of them. JAX sums bools as integers, so they are cast back."""
+    return jax.lax.psum(jnp.where(mine, array, jnp.zeros_like(array)), AXIS).astype(array.dtype)

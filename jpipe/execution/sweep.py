@@ -13,8 +13,6 @@ from jpipe.memory.storage import Row
 from jpipe.planning.step import Step
 
 Reads = TypeVar("Reads")
-T = TypeVar("T")
-Written = TypeVar("Written")
 Counts = jax.Array | bool
 """True, or a traced bool: whether what a stage computes counts. It doesn't where the stage only computes along."""
 
@@ -44,17 +42,9 @@ class Job(NamedTuple):
         """(The layer's group, its position there)."""
         return self.g, self.position
 
-    def chosen(self, new: T, old: T) -> T:
-        """`new` if the job counts, else `old`, of the same structure."""
-        return new if self.counts is True else jax.tree.map(lambda a, b: jnp.where(self.counts, a, b), new, old)
-
-    def chosen_for(self, buffers: Written, new: T, old: T) -> tuple[T, Written]:
-        """`chosen`, and the buffers that `old` was read from, to be written into.
-
-        All of `old` is read before. A compiler copies the buffers if it may read one leaf after another is written.
-        """
-        old, buffers = jax.lax.optimization_barrier((old, buffers))
-        return self.chosen(new, old), buffers
+    def chosen(self, new: jax.Array, old: jax.Array) -> jax.Array:
+        """`new` if the job counts, else `old`."""
+        return new if self.counts is True else jnp.where(self.counts, new, old)
 
     def or_zeros(self, array: jax.Array) -> jax.Array:
         """`array` if the job counts, else zeros."""
@@ -95,67 +85,64 @@ def sweep(
       reads, visit: of each layer.
       carry: what the layers read and write.
     """
-    virtual_stage, ranges, reverse, count = job.virtual_stage, step.ranges, kind != "F", len(step.model.groups)
+    virtual_stage, ranges, way = job.virtual_stage, step.ranges, 1 if kind == "F" else -1
 
-    def run_pass(p: Index, carry: Carry) -> Carry:
+    def run_pass(p: Index, _: tuple[()], carry: Carry) -> Carry:
         """Runs a range of the layers of each group that has a loop."""
         if isinstance(virtual_stage, int):
             start, stop = ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
         else:
-            table = jnp.asarray([ranges.start, ranges.stop])
+            table, count = jnp.asarray([ranges.start, ranges.stop]), len(step.model.groups)
             start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, count)).reshape(2, count)
-        for g in step.groups_in(kind)[:: -1 if reverse else 1]:
+        for g in step.groups_in(kind)[::way]:
             with jax.named_scope(step.model.groups[g].scope(g)):
-                carry = _run_group(step, job._replace(g=g), start[g], stop[g], reverse, reads, visit, carry)
+                carry = _run_group(step, job._replace(g=g), (start[g], stop[g]), way, reads, visit, carry)
         return carry
 
     if ranges.num_passes > 1 and not isinstance(virtual_stage, int):
         stop = look_up(ranges.passes_of.tolist(), virtual_stage)
-        return each(0, stop, (), lambda p, _, carry: run_pass(p, carry), carry, reverse=reverse)
-    for p in range(ranges.num_passes)[:: -1 if reverse else 1]:
-        carry = run_pass(p, carry)
+        return each(0, stop, (), run_pass, carry, reverse=way < 0)
+    for p in range(ranges.num_passes)[::way]:
+        carry = run_pass(p, (), carry)
     return carry
 
 
 def _run_group(
     step: Step,
     job: Job,
-    start: Index,
-    stop: Index,
-    reverse: bool,
+    own: tuple[Index, Index],
+    way: int,
     reads: Reader[Carry, Reads],
     visit: Visitor[Reads, Carry],
     carry: Carry,
 ) -> Carry:
     """Runs the virtual stage's own layers of the job's group, none if it idles; or as many as all others run."""
-    g, ranges, tied = job.g, step.ranges, (job.microbatch, job.rows)  # what loops tie to their trips
+    (start, stop), g, ranges, tied = own, job.g, step.ranges, (job.microbatch, job.rows)  # `tied`: to the loops' trips
     is_alone = len(step.model.groups[g].indices) == 1
+    run = lambda job, carry: visit(job, reads(job, carry), carry)
 
-    def of_layer(position: Index, tied: tuple[Index, dict[str, Row]], counts: Counts = True) -> Job:
+    def layer(position: Index, tied: tuple[Index, dict[str, Row]], counts: Counts = True) -> Job:
         return Job(*tied, counts, g=g, position=0 if is_alone else position)
-
-    def run_layer(layer: Job, carry: Carry) -> Carry:
-        return visit(layer, reads(layer, carry), carry)
 
     if trips := step.idle_work.trips.get(g):
 
         def along(i: Index, carry: Carry) -> Carry:
-            counts, position = job.counts, start + (trips - 1 - i if reverse else i)
+            counts, position = job.counts, start + (trips - 1 - i if way < 0 else i)
             if g in step.idle_work.uneven:  # a layer counts if the job does, and the virtual stage has it
                 counts = counts & (jnp.asarray(stop) > position)
-            return run_layer(of_layer(position, tied, counts), carry)
+            return run(layer(position, tied, counts), carry)
 
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
         return along(0, carry) if trips == 1 else jax.lax.fori_loop(0, trips, along, carry)
     if ranges.num_passes == 1 and ranges.always_one[0, g] and job.counts is True:
-        return run_layer(of_layer(start, tied), carry)
+        return run(layer(start, tied), carry)
     if job.counts is not True:
         stop = jnp.where(job.counts, stop, start)
     if ranges.most[g] > 1:  # the trip is the position, which selects what is read
-        body = lambda position, tied, carry: run_layer(of_layer(position, tied), carry)
-        return each(start, stop, tied, body, carry, reverse=reverse)
+        body = lambda position, tied, carry: run(layer(position, tied), carry)
+        return each(start, stop, tied, body, carry, reverse=way < 0)
     # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
-    read = lambda position, tied, carry: (tied, reads(of_layer(position, tied), carry))
-    body = lambda position, read, carry: visit(of_layer(position, read[0]), read[1], carry)
-    return each(start, stop, tied, body, carry, reads=read, reverse=reverse)
+    read = lambda position, tied, carry: (tied, reads(layer(position, tied), carry))
+    body = lambda position, read, carry: visit(layer(position, read[0]), read[1], carry)
+    return each(start, stop, tied, body, carry, reads=read, reverse=way < 0)

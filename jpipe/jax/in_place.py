@@ -20,7 +20,7 @@ that lies on the host, what is read is brought to the device, and what is writte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jpipe.types import Leaf, PyTree
 
+Carry = TypeVar("Carry")
 HOST, DEVICE = "pinned_host", "device"
 """The two memories, as JAX calls them in shardings (`memory_kind`) and in `jax.checkpoint` policies."""
 
@@ -79,26 +80,23 @@ Index = int | jax.Array
 """One index, a Python integer or traced."""
 
 
-def look_up(table: Sequence[int], index: Index) -> Index:
-    """`table[index]`; a Python integer if `index` is one, or if all entries are equal."""
+def look_up(table: Sequence[int], index: Index, *, once: bool = False) -> Index:
+    """`table[index]`; a Python integer if `index` is one, or if all entries are equal.
+
+    With `once` all its readers share one value. A GPU's compiler computes an index that is a slice of a table anew in
+    each kernel that reads it. Where an array is read, added to and written at such an index, it then doesn't see that
+    this is one place, and copies the slice by kernels of its own. A sum is computed once. (A barrier would do, but not
+    all of this compiler's passes know it.)
+    """
     if isinstance(index, int):
         return int(table[index])
     # Tables that differ by a constant are looked up once.
     first, steps = int(table[0]), np.asarray(table, np.int32) - np.int32(table[0])
-    return first + take_row(jnp.asarray(steps), index) if steps.any() else first
-
-
-def look_up_once(table: Sequence[int], index: Index) -> Index:
-    """As `look_up`, but all its readers share one value.
-
-    A GPU's compiler computes an index that is a slice of a table anew in each kernel that reads it. Where an array is
-    read, added to and written at such an index, it then doesn't see that this is one place, and copies the slice by
-    kernels of its own. A sum is computed once. (A barrier would do, but not all of this compiler's passes know it.)
-    """
-    if isinstance(index, int) or len(set(table)) == 1:
-        return look_up(table, index)
-    first, steps = int(table[0]), np.asarray(table, np.int32) - np.int32(table[0])
-    return first + jnp.sum(jnp.where(np.arange(len(table), dtype=np.int32) == index, steps, 0), dtype=jnp.int32)
+    if not steps.any():
+        return first
+    if once:
+        return first + jnp.sum(jnp.where(np.arange(len(table), dtype=np.int32) == index, steps, 0), dtype=jnp.int32)
+    return first + take_row(jnp.asarray(steps), index)
 
 
 def take_slice(array: jax.Array, index: Sequence[Index], shape: Sequence[int]) -> jax.Array:
@@ -130,10 +128,26 @@ def _start(array: jax.Array, index: Sequence[Index]) -> list[jax.Array]:
     return [jnp.asarray(i, jnp.int32) for i in (*index, *([0] * (array.ndim - len(index))))]
 
 
+Where: TypeAlias = bool | jax.Array | None
+"""Whether something is written, or what was there stays; None if nothing else can be there."""
+
+
+def chosen(
+    where: Where, new: Sequence[Leaf], read: Callable[[Carry], Sequence[Leaf]], arrays: Carry
+) -> tuple[Sequence[Leaf], Carry]:
+    """(`new` if `where` holds, else what is read from the arrays; the arrays, to write that into).
+
+    All is read before. A compiler copies the arrays if it may read one leaf after another is written.
+    """
+    if where is None:
+        return new, arrays
+    old, arrays = jax.lax.optimization_barrier((read(arrays), arrays))
+    return [a if where is True else jnp.where(where, a, b) for a, b in zip(new, old, strict=True)], arrays
+
+
 # --- loops ------------------------------------------------------------------------------------------------------------
 
 
-Carry = TypeVar("Carry")
 Fixed = TypeVar("Fixed")
 
 

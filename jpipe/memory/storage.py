@@ -47,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.jax.in_place import Carry, Index, each, look_up, look_up_once, put_slice, take_slice
+from jpipe.jax.in_place import Carry, Index, Where, chosen, each, look_up, put_slice, take_slice
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, Order, StackedBuffer, largest_first
 from jpipe.partitioner.axes import on_all_stages
@@ -136,11 +136,15 @@ class Storage:
         value = self.buffers[name].take(arrays[name], entry, self.record_types[t].leaves[leaf].shape)
         return value.transpose(np.argsort(order))
 
-    def write(self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf], at: Row | None = None) -> Buffers:
+    def write(
+        self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf], at: Row | None = None, where: Where = None
+    ) -> Buffers:
         """The arrays with a record's leaves replaced, cast to the arrays' dtype; in a loop this happens in place.
 
-        It is called on the device that has the record: on another it overwrites what lies there.
+        It is called on the device that has the record: on another it overwrites what lies there, unless `where` is
+        False.
         """
+        leaves, arrays = chosen(where, leaves, lambda arrays: self.read(arrays, t, record, at), arrays)
         for leaf, value in enumerate(leaves):
             arrays = self.write_leaf(arrays, t, leaf, record, value, at)
         return arrays
@@ -159,10 +163,10 @@ class Storage:
 
         With `on_gpu` it says the same in the words of which a GPU's compiler makes one kernel a leaf.
         """
-        arrays, find = dict(arrays), look_up_once if on_gpu else look_up
+        arrays = dict(arrays)
         for leaf, value in enumerate(leaves):
             if value is not None:
-                name, entry, order = self._place(t, leaf, record, find=find)
+                name, entry, order = self._place(t, leaf, record, once=on_gpu)
                 add = self.buffers[name].add_to_slice if on_gpu else self.buffers[name].add
                 arrays[name] = add(arrays[name], entry, value.transpose(order))
         return arrays
@@ -223,9 +227,7 @@ class Storage:
                 record = take_slice(table, (device, i), (1, 1)).reshape(())
                 return record, read(t, record, carry)
 
-            def visit(_: Index, values: tuple[jax.Array, Read], carry: Carry) -> Carry:
-                return body(t, *values, carry)
-
+            visit = lambda _, read, carry: body(t, read[0], read[1], carry)
             return each(0, look_up([len(line) for line in lines], device), (), visit, carry, reads=reads)
 
         for t in range(len(self.record_types)):
@@ -233,12 +235,12 @@ class Storage:
         return carry
 
     def _place(
-        self, t: int, leaf: int, record: Index, at: Row | None = None, find: Callable[..., Index] = look_up
+        self, t: int, leaf: int, record: Index, at: Row | None = None, *, once: bool = False
     ) -> tuple[str, Index, Order]:
         """Finds where a leaf of a record lies: `(buffer's name, entry, order of the leaf's dimensions there)`."""
         record_type = self.record_types[t]
         name, shape = record_type.buffers[leaf], record_type.leaves[leaf].shape
-        buffer, entry = self.buffers[name], find(record_type.entries[leaf], record)
+        buffer, entry = self.buffers[name], look_up(record_type.entries[leaf], record, once=once)
         if at is not None:
             entry = entry + at.row * look_up(buffer.strides, at.device)
         is_turned = isinstance(buffer, StackedBuffer) and buffer.type.shape != shape
@@ -471,12 +473,13 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], crosse
         stages.
     """
     count = len(boundaries)
+    all_types = [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in boundaries]
     storage = build_storage(
         boundaries,
         [[i] for i in range(count)],
         device_of=[0] * count,  # all use the same places
         orders=[[tuple(range(leaf.ndim)) for leaf in leaves] for leaves in boundaries],
-        labels=list(map(_occurrences, boundaries)),
+        labels=[[(n,) if (n := types[:i].count(one)) else () for i, one in enumerate(types)] for types in all_types],
         waste=WASTE_AT_BOUNDARIES,
     )
     sizes: dict[str, int] = {}
@@ -486,12 +489,3 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], crosse
             length = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
             sizes[name] = max(sizes.get(name, 0), entry + length)
     return Boundaries(storage.record_types, storage.named_buffers, storage.num_devices, tuple(sorted(sizes.items())))
-
-
-def _occurrences(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[int, ...]]:
-    """For each leaf `(n,)` if it is the n-th of its type, counted from 0.
-
-    `()` for the first, whose buffer then has the plain name of its type.
-    """
-    types = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    return [(types[:i].count(types[i]),) if types[i] in types[:i] else () for i in range(len(leaves))]

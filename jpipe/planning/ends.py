@@ -40,7 +40,7 @@ from jpipe.schedules.waiting import Column
 class Turns(NamedTuple, Generic[Column]):
     """The micro-batches whose ends all stages compute around one slot of each tick: int32 `[T]`; of a tick, numbers.
 
-    It is -1 for none. `jpipe.execution.beside_slots` takes them: enter before the slot; leave, then back, after it.
+    It is -1 for none. `jpipe.execution.executor` takes them: enter before the slot; leave, then back, after it.
 
     Attributes:
       enter: whose first layer they compute before the slot.

@@ -22,7 +22,7 @@ n leaves are a row: as many as the virtual stage with the most has, on all stage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jpipe.jax.in_place import Index, is_apart, put_row, take_row, take_slice, to_host
+from jpipe.jax.in_place import Index, Where, chosen, is_apart, put_row, take_row, take_slice, to_host
 from jpipe.jax.trees import bytes_of
 from jpipe.memory.buffers import Order, StackedBuffer, in_order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage
@@ -66,8 +66,7 @@ class AwayStorage(Storage):
 
     def empty_host(self) -> Buffers:
         """The host's rows `[host_rows, n, ...]`, of any values: nothing is written to memory."""
-        shape = lambda buffer: (self.host_rows, buffer.strides[0], *buffer.shape[1:])
-        host = {name: jax.lax.empty(shape(buffer), buffer.dtype) for name, buffer in self.named_buffers}
+        host = self.empty_row(self.host_rows)
         return to_host(host) if self.moves else host
 
     @property
@@ -75,9 +74,10 @@ class AwayStorage(Storage):
         """The bytes of a row."""
         return bytes_of(jax.eval_shape(self.empty_row))
 
-    def empty_row(self) -> Buffers:
-        """A row on the device, of any values."""
-        return {name: jax.lax.empty((b.strides[0], *b.shape[1:]), b.dtype) for name, b in self.named_buffers}
+    def empty_row(self, *count: int) -> Buffers:
+        """A row on the device, `[n, ...]`, or so many, of any values."""
+        shape = lambda buffer: (*count, buffer.strides[0], *buffer.shape[1:])
+        return {name: jax.lax.empty(shape(buffer), buffer.dtype) for name, buffer in self.named_buffers}
 
     def fetched(self, host: Buffers, row: Index) -> Buffers:
         """Copies a row of the host's to the device; for -1 row 0, which nobody reads."""
@@ -136,55 +136,72 @@ Kept: TypeAlias = dict[str, Buffers]
 """A device's buffers by the name of their rows."""
 
 
+RESIDUALS = "residual", "late_residual"
+"""The rows, among `ROWS`, that hold residuals."""
+
+
 @dataclass(frozen=True, eq=False)
 class KeptStorage:
     """The places of what actions keep.
 
     Attributes:
       storages: by name of the rows, with a record type for each group.
-      away: those of them whose rows go to the host.
-      rows_of: for each group the name of the rows of each of its residuals.
+      rows_of: for each group the name of the rows of all that a layer keeps: its residuals, then what I leaves for W.
     """
 
     storages: dict[str, Storage]
-    away: dict[str, AwayStorage]
     rows_of: tuple[tuple[str, ...], ...]
+
+    @property
+    def away(self) -> dict[str, AwayStorage]:
+        """Those whose rows go to the host."""
+        return {name: storage for name, storage in self.storages.items() if isinstance(storage, AwayStorage)}
 
     def empty(self) -> Kept:
         """One stage's arrays, of any values."""
         return {name: storage.empty() for name, storage in self.storages.items()}
 
-    def read_residuals(
-        self, kept: Kept, layer: tuple[int, Index], rows: dict[str, Row], back: Kept, *, late: bool = False
+    def read(
+        self, kept: Kept, at: tuple[int, Index], rows: dict[str, Row], names: Sequence[str], back: Kept | None = None
     ) -> list[Leaf]:
-        """Reads a layer's residuals, in their own order.
+        """Reads what a layer keeps, in its own order.
 
         Args:
           kept: what a device keeps.
-          layer: the layer's group, and its position there.
+          at: the layer's group, and its position there.
           rows: the rows of the action, by name.
-          back: the rows that have come back from the host for it.
-          late: whether only the late ones are read, which W needs.
+          names: which of it is read, by `ROWS`.
+          back: the rows that have come back from the host for the action.
         """
-        names = [name for name in self.rows_of[layer[0]] if not late or AWAY.get(name, name) == "late_residual"]
+        own, back, leaves = self._names(at, names), back or {}, dict[str, Iterator[Leaf]]()
+        for name in filter(own.__contains__, self.storages):
+            storage, here = self.storages[name], (*at, rows[name])
+            if isinstance(storage, AwayStorage) and name in back:
+                leaves[name] = iter(storage.read_back(kept[name], back[name], *here))
+            else:
+                leaves[name] = iter(storage.read(kept[name], *here))
+        return [next(leaves[name]) for name in own]
 
-        def read(name: str) -> list[Leaf]:
-            if name in back:
-                return self.away[name].read_back(kept[name], back[name], *layer, rows[name])
-            return self.storages[name].read(kept[name], *layer, rows[name])
-
-        leaves = {name: iter(read(name)) for name in self.storages if name in names}
-        return [next(leaves[name]) for name in names]
-
-    def write_residuals(
-        self, kept: Kept, layer: tuple[int, Index], leaves: Sequence[Leaf], rows: dict[str, Row]
+    def write(
+        self,
+        kept: Kept,
+        at: tuple[int, Index],
+        leaves: Sequence[Leaf],
+        rows: dict[str, Row],
+        names: Sequence[str],
+        where: Where = None,
     ) -> Kept:
-        """The inverse of `read_residuals`, on the device."""
-        names = self.rows_of[layer[0]]
-        for name in filter(names.__contains__, self.storages):
-            own = [leaf for leaf, rows_of in zip(leaves, names, strict=True) if rows_of == name]
-            kept = kept | {name: self.storages[name].write(kept[name], *layer, own, rows[name])}
+        """The inverse of `read`, on the device; what lies there stays if `where` is False."""
+        leaves, kept = chosen(where, leaves, lambda kept: self.read(kept, at, rows, names), kept)
+        own = self._names(at, names)
+        for name in filter(own.__contains__, self.storages):
+            of_name = [leaf for leaf, rows_of in zip(leaves, own, strict=True) if rows_of == name]
+            kept = kept | {name: self.storages[name].write(kept[name], *at, of_name, rows[name])}
         return kept
+
+    def _names(self, at: tuple[int, Index], names: Sequence[str]) -> list[str]:
+        """The rows of those leaves of a layer that wait in rows of these names, be it on the device or on the host."""
+        return [name for name in self.rows_of[at[0]] if AWAY.get(name, name) in names]
 
 
 def lay_out_rows(
@@ -212,15 +229,17 @@ def lay_out_rows(
     device_of = list(map(schedule.placement.stage_of, range(len(bounds))))
     own = lambda indices: [s for i in indices for s, (start, stop) in enumerate(bounds) if start <= i < stop]
     owners = [own(group.indices) for group, _ in zip(model.groups, layers, strict=False)]
-    rows_of = [_rows_of(*of_group, device_of, table) for of_group in zip(layers, goes, owners, strict=True)]
-    all_kept = [_kept_by(layer, rows, request.mesh) for layer, rows in zip(layers, rows_of, strict=True)]
-    names = ROWS if any(layer.split for layer in layers) else ROWS[:1]
-    storages, away = dict[str, Storage](), dict[str, AwayStorage]()
+    all_kept = [
+        _kept_by(layer, may_go, _away_for(Counter(owned), device_of, table), request.mesh)
+        for layer, may_go, owned in zip(layers, goes, owners, strict=True)
+    ]
+    rows_of = tuple(tuple(name for name, *_ in of_group) for of_group in all_kept)
+    names, storages = ROWS if any(layer.split for layer in layers) else ROWS[:1], dict[str, Storage]()
     for name in [*names, *(name for name in table.away_rows if any(name in rows for rows in rows_of))]:
         kept = [[(leaf, order) for rows, leaf, order in of_group if rows == name] for of_group in all_kept]
-        leaves, (on_device, on_host) = [[leaf for leaf, _ in one] for one in kept], table.away_rows.get(name, (0, 0))
+        on_device, on_host = table.away_rows.get(name, (0, 0))
         storages[name] = storage = build_storage(
-            leaves,
+            [[leaf for leaf, _ in one] for one in kept],
             owners,
             device_of=[0] * len(device_of) if on_device else device_of,
             rows=[on_device] if on_device else table.rows[name],
@@ -228,47 +247,52 @@ def lay_out_rows(
         )
         if on_device:
             places = storage.record_types, storage.named_buffers, storage.num_devices
-            storages[name] = away[name] = AwayStorage(*places, on_host, moves=is_apart(request.mesh))
-    if layers and not keep_inputs and not away:
+            storages[name] = AwayStorage(*places, on_host, moves=is_apart(request.mesh))
+    places = KeptStorage(storages, rows_of)
+    if layers and not keep_inputs and not places.away:
         _warn_if_none_go(request.offload, goes, schedule)
     # The executor moves the rows that hold something, and no others.
-    slots = tuple(replace(slot, away={name: slot.away[name] for name in away}) for slot in table.slots)
-    return replace(table, slots=slots), KeptStorage(storages, away, tuple(rows_of))
+    slots = tuple(replace(slot, away={name: slot.away[name] for name in places.away}) for slot in table.slots)
+    return replace(table, slots=slots), places
 
 
-def _rows_of(
-    layer: DeviceLayer, goes: Sequence[bool], owners: Sequence[int], device_of: Sequence[int], table: TickTable
-) -> tuple[str, ...]:
-    """The name of the rows of each residual; those that may go do so if this takes fewer rows of the devices.
+def _away_for(owned: Counter[int], device_of: Sequence[int], table: TickTable) -> set[str]:
+    """Names the rows in which a group's residuals may wait on the host, as this takes fewer rows of the devices.
 
     Rows that go are as many on all stages, and as large as on the stage with the most layers of the group: more than
     those that stay, if only stages near the end of the pipeline have the group.
 
     Args:
-      layer: the group.
-      goes: for each of its residuals, whether it may go.
-      owners: the virtual stage of each of its layers.
+      owned: the layers that each virtual stage has of the group.
       device_of: for each virtual stage, its device along `stage`.
       table: with the rows.
     """
-    owned = Counter(owners)  # the layers of each virtual stage
 
-    def name_of(name: str, may_go: bool) -> str:
-        stays = max((n * table.rows[name][device_of[s]] for s, n in owned.items()), default=0)
-        if not may_go or f"{name}_away" not in table.away_rows:
-            return name
-        on_device = table.away_rows[f"{name}_away"][0] + 1  # one more is the place for what comes back
-        return f"{name}_away" if on_device * max(owned.values(), default=0) < stays else name
+    def rows_that_stay(name: str) -> int:
+        return max((n * table.rows[AWAY[name]][device_of[s]] for s, n in owned.items()), default=0)
 
-    names = ["late_residual" if waits else "residual" for waits in layer.waits]
-    return tuple(map(name_of, names, goes))
+    # One more row on the device is the place for what comes back.
+    rows_that_go = {name: (rows + 1) * max(owned.values(), default=0) for name, (rows, _) in table.away_rows.items()}
+    return {name for name, rows in rows_that_go.items() if rows < rows_that_stay(name)}
 
 
-def _kept_by(layer: DeviceLayer, rows_of: Sequence[str], mesh: Mesh) -> list[tuple[str, Leaf, Order | None]]:
-    """All that a layer keeps: the name of its rows, its shape, the order of dimensions in which it is made."""
+def _kept_by(
+    layer: DeviceLayer, may_go: Sequence[bool], away: Collection[str], mesh: Mesh
+) -> list[tuple[str, Leaf, Order | None]]:
+    """All that a layer keeps: the name of its rows, its shape, the order of dimensions in which it is made.
+
+    Args:
+      layer: the layer.
+      may_go: for each residual whether it may go to the host.
+      away: the rows that go there.
+      mesh: the devices.
+    """
     forward, split = layer.forward, layer.split
+    names = ["late_residual" if waits else "residual" for waits in layer.waits]
+    moves = lambda name, goes: f"{name}_away" if goes and f"{name}_away" in away else name
+    names = list(map(moves, names, may_go))
     orders = result_orders(forward.jaxpr, forward.residual_indices, mesh)
-    kept = list(zip(rows_of, layer.residuals, orders, strict=True))
+    kept = list(zip(names, layer.residuals, orders, strict=True))
     if split:
         orders = result_orders(split.inputs, split.w_input_indices, mesh)
         kept += [("w_input", *pair) for pair in zip(split.w_inputs, orders, strict=True)]

@@ -72,19 +72,17 @@ class LayerRanges:
 
 def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
     """The ranges of virtual stages; `bounds` has for each the first of its layers and one past the last."""
-    position = [model.groups[g].indices.index(i) for i, g in enumerate(model.group_of)]
-    found: dict[tuple[int, int, int], tuple[int, int]] = {}  # by (virtual stage, pass, group)
+    groups = model.group_of
+    position = [model.groups[g].indices.index(i) for i, g in enumerate(groups)]
+    begun = np.cumsum(
+        [i > 0 and g < groups[i - 1] for i, g in enumerate(groups)]
+    )  # passes, if one stage had all layers
+    count = 1 + max((int(begun[last - 1] - begun[first]) for first, last in bounds if first < last), default=0)
+    start, stop = np.zeros((2, len(bounds), count, len(model.groups)), np.int32)
     for s, (first, last) in enumerate(bounds):
-        number = 0
-        for i in range(first, last):
-            g = model.group_of[i]
-            number += i > first and g < model.group_of[i - 1]
-            begin, _ = found.get((s, number, g), (position[i], 0))
-            found[s, number, g] = begin, position[i] + 1
-    shape = (len(bounds), 1 + max((number for _, number, _ in found), default=0), len(model.groups))
-    start, stop = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for at, (begin, end) in found.items():
-        start[at], stop[at] = begin, end
+        for i in reversed(range(first, last)):
+            at = s, begun[i] - begun[first], groups[i]
+            start[at], stop[at] = position[i], max(stop[at], position[i] + 1)
     return LayerRanges(start, stop)
 
 

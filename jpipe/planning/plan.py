@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jpipe.cutting.whole import CutModel
-from jpipe.layers.base import describe
+from jpipe.layers.base import AnyLayer, describe
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, StageTree, make_layouts
 from jpipe.model.groups import WEIGHTS, Model, role_of, same_type

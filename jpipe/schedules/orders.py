@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -261,84 +260,54 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     in_a_ring = schedule.num_chunks > 1 and schedule.style == "loop"
     for _, tick in groupby(schedule.slot_times.items(), key=lambda entry: entry[1] // width):
         placed = {(stage, tau % width): action for (stage, action), tau in tick}
-        used = {slot for _, slot in placed}
-        stages = [
-            _StageTick([placed.get((stage, slot)) for slot in range(width)], len(used), waiting, limit)
-            for stage, (waiting, limit) in enumerate(zip(waits, most, strict=True))
-        ]
-        if in_a_ring:
-            full = len(placed) == num_stages * width
-            done = [stage.split(full) for stage in stages]
-        else:
-            longer = all(stage.could > stage.lacks for stage in stages)
-            done = [stage.filled(stage.lacks + longer) for stage in stages]
-        for order, actions in zip(orders, done, strict=True):
-            order += actions
+        rows = [[placed.get((stage, slot)) for slot in range(width)] for stage in range(num_stages)]
+        num_used, is_full = len({slot for _, slot in placed}), len(placed) == num_stages * width
+        lacks = [num_used - width + row.count(None) for row in rows]  # the slots in which only others work
+        # The W that stages could do: those that stay parts of their B, and one in each idle slot.
+        could = [_num_backwards(row) + min(row.count(None), len(wait)) for row, wait in zip(rows, waits, strict=True)]
+        longer = all(most > lack for most, lack in zip(could, lacks, strict=True))
+        for row, order, waiting, limit, lack in zip(rows, orders, waits, most, lacks, strict=True):
+            if not in_a_ring:
+                order += _filled(row, waiting, limit, lack + longer)
+                continue
+            order += [_first_part(action, waiting) if action.kind == "B" else action for action in row if action]
+            if waiting and (is_full or lack or len(waiting) > limit):
+                order.append(waiting.popleft())
     slots = (*schedule.slots, "W") if in_a_ring else tuple(slot.replace("W", "") + "W" for slot in schedule.slots)
     orders = [[*order, *waiting] for order, waiting in zip(orders, waits, strict=True)]
     return Schedule(orders, slots=slots, style=schedule.style, name=f"zero_bubble of {schedule.name}")
 
 
-class _StageTick(NamedTuple):
-    """A stage in one tick of the schedule to split.
+def _num_backwards(row: Sequence[Action | None]) -> int:
+    return sum(action is not None and action.kind == "B" for action in row)
 
-    Attributes:
-      actions: its action in each slot; None where it idles.
-      used: the number of slots in which any stage does something.
-      waiting: the W that wait on it, longest first. Both methods take from it and add to it.
+
+def _filled(row: Sequence[Action | None], waiting: deque[Action], limit: float, due: int) -> list[Action]:
+    """A stage's actions in a tick with up to `due` W: first those of its own B, which stay whole, then in idle slots.
+
+    Args:
+      row: its action in each slot; None where it idles.
+      waiting: the W that wait on it, longest first.
       limit: the most that may wait.
+      due: the most W that it does.
     """
+    whole = min(due, _num_backwards(row))
+    due -= whole
+    filled: list[Action] = []
+    for action in row:
+        if action is None:
+            if due and waiting:
+                filled.append(waiting.popleft())
+                due -= 1
+        elif action.kind == "B" and not whole and len(waiting) < limit:
+            filled.append(_first_part(action, waiting))
+        else:
+            filled.append(action)
+            whole -= whole and action.kind == "B"
+    return filled
 
-    actions: list[Action | None]
-    used: int
-    waiting: deque[Action]
-    limit: float
 
-    @property
-    def done(self) -> list[Action]:
-        """The actions that the stage does in the tick."""
-        return [action for action in self.actions if action is not None]
-
-    @property
-    def lacks(self) -> int:
-        """The number of slots in which it idles while another stage works."""
-        return self.used - len(self.done)
-
-    @property
-    def backwards(self) -> int:
-        """The number of B that the stage does in the tick."""
-        return sum(action.kind == "B" for action in self.done)
-
-    @property
-    def could(self) -> int:
-        """The number of W that it could do: those that stay parts of its B, and one in each idle slot."""
-        return self.backwards + min(self.actions.count(None), len(self.waiting))
-
-    def filled(self, due: int) -> list[Action]:
-        """The actions with up to so many W: first those of its own B, which stay whole, then others in idle slots."""
-        whole = min(due, self.backwards)
-        due -= whole
-        filled: list[Action] = []
-        for action in self.actions:
-            if action is None:
-                if due and self.waiting:
-                    filled.append(self.waiting.popleft())
-                    due -= 1
-            elif action.kind == "B" and not whole and len(self.waiting) < self.limit:
-                filled.append(self._first_part(action))
-            else:
-                filled.append(action)
-                whole -= whole and action.kind == "B"
-        return filled
-
-    def split(self, full: bool) -> list[Action]:
-        """The actions with every B split, and one W at the end if that is due."""
-        parts = [self._first_part(action) if action.kind == "B" else action for action in self.done]
-        if self.waiting and (full or self.lacks or len(self.waiting) > self.limit):
-            parts.append(self.waiting.popleft())
-        return parts
-
-    def _first_part(self, backward: Action) -> Action:
-        """Returns the I of a B, and lets its W wait from now on."""
-        self.waiting.append(backward._replace(kind="W"))
-        return backward._replace(kind="I")
+def _first_part(backward: Action, waiting: deque[Action]) -> Action:
+    """Returns the I of a B, and lets its W wait from now on."""
+    waiting.append(backward._replace(kind="W"))
+    return backward._replace(kind="I")

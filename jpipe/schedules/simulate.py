@@ -5,9 +5,9 @@ It goes through the slots of the executor's ticks, so it times what will run, an
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Times: TypeAlias = float | Sequence[float]
 """A time of all stages, or K times."""
-Takes: TypeAlias = Callable[[int, Action], tuple[float, float]]
-"""(stage, action) -> (its time to compute things anew, its time without that)."""
 
 
 class Span(NamedTuple):
@@ -226,11 +224,17 @@ class Work:
     @staticmethod
     def of(schedule: Schedule, forward: Times, backward: Times, weight: Times | None, recompute: Times) -> "Work":
         """Makes it from the times of whole stages, as `simulate` is given them."""
-        place = schedule.placement
+        place, count = schedule.placement, schedule.num_stages
         stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
 
-        def of_chunks(label: str, time: Times, *, positive: bool = True) -> np.ndarray:
-            return _stage_times(label, time, schedule.num_stages, positive=positive)[stages] / schedule.num_chunks
+        def of_chunks(label: str, times: Times, *, positive: bool = True) -> np.ndarray:
+            array, remedy = np.asarray(times, object), f"use one number, or one for each of the {count} stages"
+            if array.shape not in ((), (count,)):
+                raise ValueError(f"{label}={times!r} has shape {array.shape}; {remedy}")
+            numbers = [
+                as_number(label, time, f"{remedy}, for one micro-batch", positive=positive) for time in array.flat
+            ]
+            return np.broadcast_to(np.array(numbers), (count,))[stages] / schedule.num_chunks
 
         anew, both = of_chunks("recompute", recompute, positive=False), of_chunks("backward", backward)
         part = both / 2 if weight is None else of_chunks("weight", weight, positive=False)
@@ -238,6 +242,12 @@ class Work:
             raise ValueError(f"weight={weight!r} must be no more than backward={backward!r}, of which it is a part")
         times = {"F": of_chunks("forward", forward), "R": anew, "B": both, "I": both - part, "W": part}
         return Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist())
+
+    def takes(self, schedule: Schedule, stage: int, action: Action) -> tuple[float, float]:
+        """The time in which an action of virtual stages computes things anew, and its time without that."""
+        s = schedule.placement.virtual_stage(stage, action.chunk)
+        is_ahead = "R" in schedule.kinds and (stage, action._replace(kind="R")) in schedule.placed
+        return self.anew[s] if action.kind in "BI" and not is_ahead else 0.0, self.times[action.kind][s]
 
 
 def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[float] = ()) -> Timeline:
@@ -248,13 +258,12 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
       moves: `[slots + 1]`, how long all devices move rows to and from the hosts in every tick: beside each slot, whose
         end waits for it, and after the last slot; empty if they move none.
     """
-    takes = _takes(schedule, work)
     spans: list[Span] = []
     width = len(schedule.slots)
     *beside, after = moves or [0.0] * (1 + width)
     crossings = [crossings_of(schedule, index) for index in range(width)]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
-    arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
+    arriving = np.zeros(schedule.num_stages)  # when it has what crosses to it beside its next slot
     by_time: dict[int, list[Placed]] = {}
     for placed, tau in schedule.slot_times.items():
         by_time.setdefault(tau, []).append(placed)
@@ -262,33 +271,26 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[fl
         index, actions = tau % width, by_time.get(tau, [])
         ends = clocks.tolist()
         for stage, action in actions:
-            start, (anew, rest) = ends[stage], takes(stage, action)
+            start, (anew, rest) = ends[stage], work.takes(schedule, stage, action)
             ends[stage] += anew + rest
             spans.append(Span(stage, action, start, ends[stage], anew))
-        waits = after if index == width - 1 else 0.0
-        crossed, ended = arriving, np.maximum(ends, clocks + beside[index]) + waits
-        clocks, arriving = _after_hops(crossings[index], ended, hop)
+        ended = np.maximum(ends, clocks + beside[index]) + (after if index == width - 1 else 0.0)
+        crossed, clocks, arriving = arriving, ended.copy(), np.zeros_like(ended)
+        # A stage goes on when it and all stages that send to it have ended the slot. The executor carries out all of a
+        # slot's crossings in every tick, except a turn on one stage. If it left out those along which no stage sends,
+        # they would have to be left out here too.
+        for senders, receivers, is_beside in crossings[index]:
+            clocks[receivers] = np.maximum(clocks[receivers], ended[senders])
+            waits = arriving if is_beside else clocks
+            waits[receivers] = np.maximum(waits[receivers], ended[senders] + np.where(senders == receivers, 0.0, hop))
         clocks = np.maximum(clocks, crossed)
     return Timeline(schedule, tuple(spans), max(span.end for span in spans), busy_times(schedule, work), transfer=hop)
 
 
 def busy_times(schedule: Schedule, work: Work) -> tuple[float, ...]:
     """K numbers, the time for which each stage works."""
-    takes = _takes(schedule, work)
+    takes = partial(work.takes, schedule)
     return tuple(sum(sum(takes(stage, action)) for action in order) for stage, order in enumerate(schedule.actions))
-
-
-def _takes(schedule: Schedule, work: Work) -> Takes:
-    """A function: stage, action -> (the time in which the action computes things anew, its time without that)."""
-    has_r = "R" in schedule.kinds
-
-    def takes(stage: int, action: Action) -> tuple[float, float]:
-        s = schedule.placement.virtual_stage(stage, action.chunk)
-        is_ahead = has_r and (stage, action._replace(kind="R")) in schedule.placed
-        recomputes = action.kind in "BI" and not is_ahead
-        return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
-
-    return takes
 
 
 Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
@@ -300,34 +302,3 @@ def crossings_of(schedule: Schedule, index: int) -> list[Crossing]:
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     routes = [(np.array(route).T, flow) for flow in flows for route in schedule.placement.routes(flow)]
     return [(*route, crosses_beside(schedule.slots, flow, index)) for route, flow in routes]
-
-
-def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
-    """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
-
-    Args:
-      crossings: the slot's crossings. The executor carries out all of them in every tick, except a turn on one
-        stage. If it left out those along which no stage sends, they would have to be left out here too.
-      ends: when each stage ended the slot, `[K]`.
-      hop: the time that a sent value is under way.
-
-    Returns:
-      That, and when each stage has what crosses to it beside its next slot, `[K]`.
-    """
-    starts, arriving = ends.copy(), np.zeros_like(ends)
-    for senders, receivers, beside in crossings:
-        starts[receivers] = np.maximum(starts[receivers], ends[senders])
-        waits = arriving if beside else starts
-        there = ends[senders] + np.where(senders == receivers, 0.0, hop)
-        waits[receivers] = np.maximum(waits[receivers], there)
-    return starts, arriving
-
-
-def _stage_times(label: str, times: Times, num_stages: int, *, positive: bool) -> np.ndarray:
-    """The times of the stages, `[K]`, from a user's one number or K of them."""
-    array = np.asarray(times, object)
-    remedy = f"use one number, or one for each of the {num_stages} stages"
-    if array.shape not in ((), (num_stages,)):
-        raise ValueError(f"{label}={times!r} has shape {array.shape}; {remedy}")
-    numbers = [as_number(label, time, f"{remedy}, for one micro-batch", positive=positive) for time in array.flat]
-    return np.broadcast_to(np.array(numbers), (num_stages,))

@@ -1,9 +1,9 @@
 """Lowers orders of actions to a table of ticks and buffer rows, which the executor runs.
 
 All devices run the same code. So it must be data what a device does in a slot, and where its inputs lie. `lower` makes
-this data, a `TickTable`, from orders of actions. It looks up when each action runs (`Orders.slot_times`). And it gives
-every value that waits for an action (an activation, a cotangent, a forward's residuals) a row of a buffer while it is
-live, so that no more memory is held than the orders need. A *row* here is the part of a buffer for one value.
+this data, a `TickTable`, from orders of actions. It looks up when each action runs (`Orders.slot_times`), and lists the
+values that wait for actions; `jpipe.schedules.waiting` gives each a row of a buffer while it is live, so that no more
+memory is held than the orders need. A *row* here is the part of a buffer for one value.
 
 Arrays are NumPy's, int32. K stages, M micro-batches, V chunks a stage; T ticks of `width` slots each. Slot time tau is
 slot `tau % width` of tick `tau // width`. While the table is made, a *column* is `[T * width, K]`, a line for each slot
@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from jpipe.schedules.actions import ACTION_KINDS, Orders, admitted
-from jpipe.schedules.waiting import Away, Column, arrival_rows, kept_rows, kept_values, rows_away
+from jpipe.schedules.waiting import Away, Column, Times, arrival_rows, kept_rows, kept_values, rows_away
 
 KEEPS = {"residual": ("F", "BI"), "late_residual": ("F", "BIW"), "w_input": ("I", "W")}
 """Values that actions keep in rows for later actions of their own stage: column -> (the kind of action that writes the
@@ -41,15 +41,11 @@ class Slot(Generic[Column]):
       microbatch: the action's micro-batch; 0 where the stage idles.
       chunk: the action's chunk; 0 where the stage idles.
       anew: 1 where the action computes a forward anew: R, and with `keep_inputs` those B or I for which no R did.
-      activation: row of the activation buffer with the boundary input of this action's virtual stage, for F, and with
-        `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle), or
-        where it is still where the stage's last action left it (where the chain of a "v" turns).
-      cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B and I; -1 where there is
-        none (last virtual stage, other kinds, idle), or where it is still where the stage's last action left it.
-      residual: row of the residuals that F writes, or with `keep_inputs` what computes it anew, and B or I reads; -1
-        where idle, and in forward-only schedules.
-      late_residual: row of those residuals that F writes and W (or B) reads last; -1 everywhere without W.
-      w_input: row of what I writes for W; -1 for other kinds.
+      activation: row of the activation that the action reads: F, and with `keep_inputs` what computes a forward anew;
+        -1 if it reads none, or what is still where the stage's last action left it (where the chain of a "v" turns).
+      cotangent: the same of the cotangent that B or I reads.
+      residual, late_residual, w_input: row of what the action writes or reads of that name (`KEEPS`); -1 if nothing.
+        With `keep_inputs` what computes a forward anew writes in the place of F.
       away: by name (`AWAY`), where values that go to the host are; those alone of which some wait long enough to leave.
         Empty unless `lower` is to look for some.
       activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes the
@@ -154,48 +150,46 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     Returns:
       The table. Slot times at which every stage idles are kept, except after the last action's tick.
     """
-    at, width = _times_by_kind(orders), len(orders.slots)
-    num_ticks = max(int(times.max()) for times in at.values()) // width + 1
+    width, times = len(orders.slots), orders.slot_times
+    num_ticks = max(times.values()) // width + 1
     shape = (num_ticks * width, orders.num_stages)  # a line for each slot time; the slots of a tick are split below
-    occurs = {kind: {*np.unique(times[times >= 0] % width).tolist()} for kind, times in at.items()}
-    # A slot admits the kinds in its name, and "I" where it names "B"; `used` keeps those that ever run in it.
-    used = ["".join(kind for kind in admitted(slot) if i in occurs[kind]) for i, slot in enumerate(orders.slots)]
-    columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
-    for kind, times in at.items():
-        stages, microbatches, chunks = np.nonzero(times >= 0)
-        taus = times[stages, microbatches, chunks]
-        columns["kind"][taus, stages] = np.array([1 + kinds.find(kind) for kinds in used])[taus % width]
-        columns["microbatch"][taus, stages] = microbatches
-        columns["chunk"][taus, stages] = chunks
-    runs = _runs(used, columns["kind"].reshape(num_ticks, width, -1), idle_work=idle_work)
-    anew = np.where((at["R"] >= 0) | (not keep_inputs), at["R"], np.maximum(at["B"], at["I"]))
-    columns["anew"], wholes = _marked(anew, shape), _marked(at["B"], shape) > 0
+    occurs = {(action.kind, tau % width) for (_, action), tau in times.items()}
+    used = ["".join(kind for kind in admitted(slot) if (kind, i) in occurs) for i, slot in enumerate(orders.slots)]
+    at: dict[str, Times] = {kind: {} for kind in ACTION_KINDS}
+    does = np.full(shape, "")  # the kind of the stage's action
+    columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk", "anew")}
+    for (stage, (kind, microbatch, chunk)), tau in times.items():
+        at[kind][stage, microbatch, chunk], does[tau, stage] = tau, kind
+        columns["kind"][tau, stage] = 1 + used[tau % width].index(kind)
+        columns["microbatch"][tau, stage], columns["chunk"][tau, stage] = microbatch, chunk
+    runs = _runs(does.reshape(num_ticks, width, -1), idle_work=idle_work)
+    anew = at["B"] | at["I"] | at["R"] if keep_inputs else at["R"]
+    for place, tau in anew.items():
+        columns["anew"][tau, place[0]] = 1
     arrivals: dict[str, list[np.ndarray]] = {}
     waiting: dict[str, tuple[range, ...]] = {}
     for name, flow in (("activation", +1), ("cotangent", -1)):
-        later = [anew] if keep_inputs and flow > 0 and (anew >= 0).any() else []
-        columns[name], arrivals[name], waiting[name] = arrival_rows(orders, at, flow, later, shape, always=idle_work)
+        later = anew if keep_inputs and flow > 0 else {}
+        columns[name], arrivals[name], waiting[name] = arrival_rows(orders, flow, later, shape, always=idle_work)
     moves: dict[str, Away[np.ndarray]] = {}
     for name, (writer, readers) in KEEPS.items():
-        unused = name == "late_residual" and not occurs["W"]
-        again = keep_inputs and writer == "F"
-        values = kept_values(anew if again else at[writer], [at[kind] for kind in ("" if unused else readers)])
-        writes_nothing = (columns["kind"] == 0) | (wholes if name == "w_input" else False)
+        again, unused = keep_inputs and writer == "F", name == "late_residual" and not at["W"]
+        values = kept_values(anew if again else at[writer], [at[kind] for kind in readers if not unused])
+        writes_nothing = (does == "") | ((does == "B") & (name == "w_input"))
         along = _works_along(runs, "RBI" if again else writer, writes_nothing & idle_work)
         columns[name] = kept_rows(values, shape, along)
-        if away and writer == "F" and values.stage.size:
-            moved = rows_away(values, shape, width, along)
-            if (moved.sent_to >= 0).any():
-                moves[f"{name}_away"] = moved
+        if away and writer == "F" and (moved := rows_away(values, shape, width, along)):
+            moves[f"{name}_away"] = moved
     for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
         column.flags.writeable = False
+    of_slot = lambda i, columns: tuple(column[i::width] for column in columns)
     slots = (
         SlotTable(
             kinds=kinds,
-            **{name: column[i::width] for name, column in columns.items()},
-            away={name: Away(*(column[i::width] for column in one)) for name, one in moves.items()},
-            activation_in=tuple(column[i::width] for column in arrivals["activation"]),
-            cotangent_in=tuple(column[i::width] for column in arrivals["cotangent"]),
+            **dict(zip(columns, of_slot(i, columns.values()), strict=True)),
+            away={name: Away(*of_slot(i, one)) for name, one in moves.items()},
+            activation_in=of_slot(i, arrivals["activation"]),
+            cotangent_in=of_slot(i, arrivals["cotangent"]),
         )
         for i, kinds in enumerate(used)
     )
@@ -204,7 +198,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     return TickTable(tuple(slots), num_ticks, runs, rows, away_rows, waiting)
 
 
-def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Run, ...]:
+def _runs(does: np.ndarray, *, idle_work: bool) -> tuple[Run, ...]:
     """Cuts the ticks into runs, each with the same kinds of actions in all of its ticks.
 
     Each is compiled, so there are at most seven: `zero_bubble` has four, or up to seven if it has few micro-batches. If
@@ -212,19 +206,17 @@ def _runs(used: Sequence[str], kind: np.ndarray, *, idle_work: bool) -> tuple[Ru
     after it; or, if that one has less than a quarter of all ticks, all of them are one run.
 
     Args:
-      used: for each slot the kinds that ever run in it.
-      kind: `[T, width, K]`, as `SlotTable.kind`.
+      does: `[T, width, K]`, the kind of each stage's action; "" where it idles.
       idle_work: whether stages that idle work along; else all ticks are one run.
     """
-    of_slot = lambda kinds, codes: _together([kinds[c - 1] if c else "" for c in codes], idle_work=idle_work)
-    by_tick = [tuple(map(of_slot, used, tick)) for tick in kind.tolist()]
+    by_tick = [tuple(_together(kinds, idle_work=idle_work) for kinds in tick) for tick in does.tolist()]
     changes = [t for t, (before, after) in enumerate(itertools.pairwise(by_tick), 1) if before != after and idle_work]
-    borders = [0, *changes, len(kind)]
+    borders = [0, *changes, len(does)]
     if len(changes) > 6:
         begin, end = max(
             itertools.pairwise(borders), key=lambda ends: (ends[1] - ends[0]) * sum(map(bool, by_tick[ends[0]]))
         )
-        borders = sorted({0, begin, end, len(kind)}) if 4 * (end - begin) >= len(kind) else [0, len(kind)]
+        borders = sorted({0, begin, end, len(does)}) if 4 * (end - begin) >= len(does) else [0, len(does)]
     alone = lambda kinds: kinds[0] if len({*kinds}) == 1 else ""
     return tuple(
         Run(start, stop, tuple(map(alone, zip(*by_tick[start:stop], strict=True))))
@@ -240,13 +232,6 @@ def _together(kinds: Sequence[str], *, idle_work: bool) -> str:
     return "IW" if idle_work and "B" in has and has <= {*"BIW"} else ""
 
 
-def _marked(times: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """A column with 1 where a stage has one of these slot times, `[K, M, V]`; -1 is none."""
-    column, places = np.zeros(shape, np.int32), np.nonzero(times >= 0)
-    column[times[places], places[0]] = 1
-    return column
-
-
 def _works_along(runs: Sequence[Run], kinds: str, idles: np.ndarray) -> np.ndarray:
     """`[T * width, K]`: whether a stage that idles works along with an action of one of these kinds.
 
@@ -257,11 +242,3 @@ def _works_along(runs: Sequence[Run], kinds: str, idles: np.ndarray) -> np.ndarr
     """
     has = [[any(kind in kinds for kind in together) for together in run.together] for run in runs]
     return idles & np.repeat(has, [run.stop - run.start for run in runs], axis=0).reshape(-1, 1)
-
-
-def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
-    """The slot times of stages' actions, by kind, `[K, M, V]`; -1 where there is no such action."""
-    at = {kind: np.full(tuple(orders.sizes.values()), -1) for kind in ACTION_KINDS}
-    for (stage, (kind, microbatch, chunk)), tau in orders.slot_times.items():
-        at[kind][stage, microbatch, chunk] = tau
-    return at

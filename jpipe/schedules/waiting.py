@@ -1,28 +1,209 @@
 """Gives each value that waits for an action a row of a buffer: the lowest that is free while the value is live.
 
-Arrays are as in `jpipe.schedules.ticks`, which puts together the table of ticks of them. K stages, M micro-batches, V
-chunks a stage; T ticks of `width` slots each; a *column* is `[T * width, K]`, a line for each slot time.
+There is one allocator, `Rows`: a list of values goes in, each with the slot times from which and until which it is
+live, and rows come out. What waits differs in who writes it, who reads it, and where it is meanwhile:
+
+    what              is written by              is read by         waits
+    activations       F of the virtual stage     F, or one that     on the device               `arrival_rows`
+                      before, as they arrive     computes it anew
+    cotangents        B or I of the one after,   B or I             on the device               `arrival_rows`
+                      as they arrive
+    residuals         F                          B or I, W          on the device, or the host  `kept_rows`, `rows_away`
+    what I leaves     I                          W                  on the device               `kept_rows`
+
+`jpipe.schedules.ticks` puts the table of ticks together of that. K stages, T ticks of `width` slots each; a *column* is
+an array `[T * width, K]`, int32, a line for each slot time.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from jpipe.schedules.actions import FLOWS, Orders, crosses_beside
 
-Route: TypeAlias = list[tuple[int, int]]
-"""(From stage, to stage) pairs, as of `Placement.routes`."""
-Shape: TypeAlias = tuple[int, int]
-
-
 Column = TypeVar("Column")
+Shape: TypeAlias = tuple[int, int]
+Times: TypeAlias = dict[tuple[int, int, int], int]
+"""The slot times of some kind of action by (stage, micro-batch, chunk), in order."""
+
+
+ArrivalRows: TypeAlias = tuple[np.ndarray, list[np.ndarray], tuple[range, ...]]
+"""What `arrival_rows` returns."""
+
+
+class Value(NamedTuple):
+    """A value that waits on a stage.
+
+    Attributes:
+      stage: the stage.
+      first: the slot time from which it is live.
+      last: the slot time until which it is live, included.
+      reads: the slot times of the actions that read it.
+      route: of one that arrives over a boundary, the index of the route.
+      again: of such a one, the slot time before which each transfer brings it once more, its sender having left no
+        other.
+      in_place: whether its stage left it for its own very next action along the flow, so that it is there already.
+    """
+
+    stage: int
+    first: int
+    last: int
+    reads: tuple[int, ...] = ()
+    route: int = 0
+    again: int = 0
+    in_place: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of the values in one buffer: each has a row to itself while it is live.
+
+    Attributes:
+      values: the values. Of those that become live together on a stage, as by two routes, the first goes first.
+      shape: of a column.
+    """
+
+    values: Sequence[Value]
+    shape: Shape
+
+    @cached_property
+    def row(self) -> list[int]:
+        """For each value its row: the lowest that is free on its stage.
+
+        Rows are given in the order in which values become live. So a stage needs as many rows as values are live at
+        once, and no more.
+        """
+        rows = [0] * len(self.values)
+        free: list[list[int]] = [[] for _ in range(self.shape[1])]  # by stage; the lowest first
+        live: list[list[tuple[int, int]]] = [[] for _ in range(self.shape[1])]  # (the last use, the row)
+        for i in sorted(range(len(rows)), key=lambda i: self.values[i].first):
+            stage, first, last, *_ = self.values[i]
+            while live[stage] and live[stage][0][0] < first:
+                heappush(free[stage], heappop(live[stage])[1])
+            rows[i] = heappop(free[stage]) if free[stage] else len(live[stage])
+            heappush(live[stage], (last, rows[i]))
+        return rows
+
+    @cached_property
+    def free(self) -> np.ndarray:
+        """`[T * width + 1, K]`, the lowest row without a value that is live; if there is none, the number of rows."""
+        free = np.zeros((self.shape[0] + 1, self.shape[1]), np.int32)
+        spans: list[list[tuple[int, Value]]] = [[] for _ in range(self.shape[1])]  # of each stage
+        for row, value in zip(self.row, self.values, strict=True):
+            spans[value.stage].append((row, value))
+        for stage, of_stage in enumerate(spans):
+            taken = np.zeros((max([-1, *(row for row, _ in of_stage)]) + 2, len(free)), bool)  # the last is never taken
+            for row, value in of_stage:
+                taken[row, value.first : value.last + 1] = True
+            free[:, stage] = np.argmin(taken, axis=0)
+        return free
+
+    def column(self, times: Callable[[Value], Iterable[int]]) -> np.ndarray:
+        """A column with the row of each value at its slot times, -1 elsewhere."""
+        column = np.full(self.shape, -1, np.int32)
+        for value, row in zip(self.values, self.row, strict=True):
+            for tau in times(value):
+                column[tau, value.stage] = row
+        return column
+
+
+# --- what arrives over boundaries -------------------------------------------------------------------------------------
+
+
+def arrival_rows(orders: Orders, flow: int, later: Times, shape: Shape, *, always: bool) -> ArrivalRows:
+    """Gives rows to the values that arrive over boundaries.
+
+    Several routes have a buffer each, where that takes one row more at the most. What comes from another stage is then
+    written at no cost if its buffer has one row and is always written: what the transfer leaves is the buffer, and
+    nothing is copied. (A value that waits is in no danger while its sender has left no other.) And what a stage leaves
+    for its own very next action needs no row.
+
+    Args:
+      orders: the orders.
+      flow: +1 for activations, -1 for cotangents.
+      later: the times of actions that read the values again. If there are any, all values are in one buffer.
+      shape: of a column.
+      always: have one buffer, and write in each tick what arrives by several routes, though it takes copies.
+
+    Returns:
+      A column of the rows that are read (`SlotTable.activation`); for each route a column of those that are written
+      (`SlotTable.activation_in`); the numbers of the rows of each buffer (`TickTable.waiting`).
+    """
+    routes, width = orders.placement.routes(flow), len(orders.slots)
+    values = _arriving(orders, flow, later, shape)
+    in_one = _in_buffers(values, {tuple(range(len(routes))): False}, shape, width, always=always)
+    if len(routes) <= 1 or later or always:
+        return in_one
+    crosses = {(r,): route[0][0] != route[0][1] for r, route in enumerate(routes)}
+    by_route = _in_buffers([value for value in values if not value.in_place], crosses, shape, width, always=False)
+    return by_route if by_route[-1][-1].stop <= in_one[-1][-1].stop + 1 else in_one
+
+
+def _arriving(orders: Orders, flow: int, later: Times, shape: Shape) -> list[Value]:
+    """The values that arrive along a flow, in the order in which they are first read.
+
+    A value that arrives at the end of slot time tau is live from tau + 1 on, because a slot's action reads before
+    arrivals are written. So the row of a value that is read for the last time may take an arrival of the same slot.
+    """
+    beside = [crosses_beside(orders.slots, flow, slot) for slot in range(len(orders.slots))]
+    route_of = {pair: r for r, route in enumerate(orders.placement.routes(flow)) for pair in route}
+    times, following, ahead = Times(), Times(), dict[int, int]()  # `following`: of the stage's next action of this flow
+    for (stage, action), tau in reversed(orders.slot_times.items()):
+        if action.kind in FLOWS[flow]:
+            place = stage, action.microbatch, action.chunk
+            times[place], following[place], ahead[stage] = tau, ahead.get(stage, shape[0]), tau
+    values: list[Value] = []
+    for (stage, microbatch, chunk), used in reversed(times.items()):
+        if source := orders.placement.sources.get((flow, stage, chunk)):
+            sender, sent = source[0], (source[0], microbatch, source[1])
+            crosses = beside[times[sent] % len(beside)]
+            reads = (used, later[stage, microbatch, chunk]) if later else (used,)
+            in_place = sender == stage and following[sent] == used
+            lives = stage, times[sent] + crosses + 1, max(reads)
+            values.append(Value(*lives, reads, route_of[sender, stage], following[sent] + crosses, in_place))
+    return values
+
+
+def _in_buffers(
+    values: Sequence[Value], buffers: Mapping[tuple[int, ...], bool], shape: Shape, width: int, *, always: bool
+) -> ArrivalRows:
+    """The rows of values, where each buffer holds what arrives by some of the routes.
+
+    `buffers` says of these whether a transfer from another stage may leave in the buffer what it brings.
+    """
+    read, written, numbers = np.full(shape, -1, np.int32), list[np.ndarray](), list[range]()
+    slots = {(value.route, (value.first - 1) % width) for value in values}  # in which something arrives by each route
+    num_routes = Counter(slot for _, slot in slots)
+    for routes, crosses in buffers.items():
+        rows = Rows([value for value in values if value.route in routes], shape)
+        otherwise = rows.free[1:]  # where nothing new arrives
+        if crosses:  # the value that the transfer brings once more while it waits
+            for value, row in zip(rows.values, rows.row, strict=True):
+                otherwise[value.first - 1 : min(value.last, value.again) : width, value.stage] = row
+        start, count = numbers[-1].stop if numbers else 0, 0
+        for route in routes:
+            column = rows.column(lambda value, route=route: [value.first - 1] if value.route == route else [])
+            for slot in range(width):
+                in_each_tick = np.where(column[slot::width] >= 0, column[slot::width], otherwise[slot::width])
+                costs_nothing = num_routes[slot] == 1 or always or (crosses and in_each_tick.max() == 0)
+                if (route, slot) in slots and costs_nothing:
+                    column[slot::width] = in_each_tick
+            count = max(count, 1 + int(column.max()))
+            written.append(np.where(column >= 0, start + column, -1))
+        column = rows.column(lambda value: value.reads)
+        read = np.maximum(read, np.where(column >= 0, start + column, -1))
+        numbers.append(range(start, start + count))
+    return read, written, tuple(numbers)
+
+
+# --- what stages keep for themselves ----------------------------------------------------------------------------------
 
 
 class Away(NamedTuple, Generic[Column]):
@@ -50,241 +231,39 @@ class Away(NamedTuple, Generic[Column]):
     returns: Column
 
 
-@dataclass(frozen=True, eq=False)
-class WaitingValues:
-    """The n values of one kind that stages keep, as integer arrays.
-
-    A value has its row to itself from slot time `first` to its last use, both included.
-
-    Attributes:
-      stage: `[n]`, the stage that keeps the value.
-      first: `[n]`, the slot time from which the value is live.
-      uses: `[n, u]`, the slot times of the actions that need to know its row; -1 for none, but never in column 0.
-      sender: `[n]`, the stage that a boundary value comes from; -1 for a value that a stage keeps for itself.
-      again: `[n]`, the slot time before which each transfer brings this value once more, because its sender has left no
-        other since; 0 for a value that a stage keeps for itself.
-    """
-
-    stage: np.ndarray
-    first: np.ndarray
-    uses: np.ndarray
-    sender: np.ndarray
-    again: np.ndarray
-
-    def comes_by(self, *routes: Route) -> np.ndarray:
-        """`[n]`, whether the value arrives by one of some routes."""
-        pairs = zip(self.sender.tolist(), self.stage.tolist(), strict=True)
-        return np.fromiter(map({*itertools.chain(*routes)}.__contains__, pairs), bool, len(self.stage))
-
-    def by(self, *routes: Route) -> WaitingValues:
-        """Those values alone that arrive by one of some routes."""
-        mine = self.comes_by(*routes)
-        return WaitingValues(*(getattr(self, each.name)[mine] for each in fields(self)))
-
-    @cached_property
-    def last(self) -> np.ndarray:
-        """`[n]`, the slot time of the value's last use."""
-        return self.uses.max(axis=1)
-
-    @cached_property
-    def row(self) -> np.ndarray:
-        """`[n]`, the value's row: the lowest that is free on its stage.
-
-        Rows are given in the order in which values become live. So a stage needs as many rows as values are live at
-        once, and no more.
-        """
-        rows, counts = np.zeros_like(self.stage), np.bincount(self.stage, minlength=1)
-        until = np.full((len(counts), counts.max()), -1)  # `[K, rows]`, the last use of the latest value in each row
-        # By `first`; of values that become live together, as by two routes, the one that is used first goes first.
-        for i in np.lexsort((self.uses[:, 0], self.first)):
-            of_stage = until[self.stage[i]]
-            rows[i] = np.argmax(of_stage < self.first[i])
-            of_stage[rows[i]] = self.last[i]
-        return rows
-
-    def free(self, shape: Shape, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """`[T * width, K]`, the lowest row that no value has, if each has its own from slot time `begin` until `end`.
-
-        Where all are taken, it is one more than there are.
-        """
-        free = np.zeros(shape, np.int32)
-        for stage in set(self.stage.tolist()):
-            mine = self.stage == stage
-            taken = np.zeros((self.row[mine].max() + 2, shape[0]), bool)  # [rows, T * width]; the last is never taken
-            spans = self.row[mine], begin[mine], end[mine]
-            for row, first, last in zip(*(span.tolist() for span in spans), strict=True):
-                taken[row, first:last] = True
-            free[:, stage] = np.argmin(taken, axis=0)
-        return free
-
-    def arriving(self, route: Route, shape: Shape) -> np.ndarray:
-        """`[T * width, K]`, the row of the value that arrives by a route, in the slot before it is live; else -1."""
-        mine, column = self.comes_by(route), np.full(shape, -1, np.int32)
-        column[self.first[mine] - 1, self.stage[mine]] = self.row[mine]
-        return column
-
-    def arriving_again(self, shape: Shape, width: int) -> np.ndarray:
-        """`[T * width, K]`, the row of the value that a transfer brings while it waits there already; else -1."""
-        column, until = np.full(shape, -1, np.int32), np.minimum(self.last, self.again)
-        spans = self.stage, self.row, self.first - 1, until
-        for stage, row, first, last in zip(*(each.tolist() for each in spans), strict=True):
-            column[first:last:width, stage] = row
-        return column
-
-    def column(self, shape: Shape) -> np.ndarray:
-        """`[T * width, K]`, the row of the value that a stage uses at a slot time; -1 where it uses none."""
-        column = np.full(shape, -1, np.int32)
-        for uses in self.uses.T:
-            column[uses[uses >= 0], self.stage[uses >= 0]] = self.row[uses >= 0]
-        return column
+def kept_values(written: Times, readers: Sequence[Times]) -> list[Value]:
+    """The values that actions keep for later ones of their stage; what none of these reads isn't kept."""
+    reads = {place: tuple(times[place] for times in readers if place in times) for place in written}
+    return [Value(place[0], tau, max(reads[place]), reads[place]) for place, tau in written.items() if reads[place]]
 
 
-def boundary_values(
-    orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray], *, in_place: bool = False
-) -> WaitingValues:
-    """The values that actions receive over boundaries along a flow, and that wait for them in rows.
-
-    A value that arrives at the end of slot time tau is live from tau + 1 on, because a slot's action reads before
-    arrivals are written. So the row of a value that is read for the last time may take an arrival of the same slot.
+def kept_rows(values: Sequence[Value], shape: Shape, along: np.ndarray) -> np.ndarray:
+    """A column of the rows of values that actions keep on the device: where they are written and read.
 
     Args:
-      orders, at: the orders, and their `_times_by_kind`.
-      flow: +1 for activations, -1 for cotangents.
-      later: `[K, M, V]` each, times of actions that read the values too.
-      in_place: leave out what a stage leaves for its own very next action along this flow: it is there already.
+      values: the values.
+      shape: of a column.
+      along: a column, whether a stage that idles writes too: into a free row, if anything is ever kept.
     """
-    width = len(orders.slots)
-    beside = np.array([crosses_beside(orders.slots, flow, slot) for slot in range(width)], int)
-    either = np.max([at[kind] for kind in FLOWS[flow]], axis=0)  # there is one of them at most
-    # `sources`: (flow, stage, chunk) -> the (stage, chunk) from which its values come; missing at the end of the chain.
-    sources = [(to, source) for (way, *to), source in orders.placement.sources.items() if way == flow]
-    parts = [np.zeros((0, 5 + len(later)), int)]
-    for (stage, chunk), (sender, sent_by) in sources:
-        sent, used = either[sender, :, sent_by], either[stage, :, chunk]
-        first = sent + beside[sent % width] + 1
-        waits = used >= 0
-        if in_place and sender == stage:
-            others = either[stage].reshape(1, -1)
-            waits &= ((others >= first[:, None]) & (others < used[:, None])).any(axis=1)
-        after = np.sort(either[sender], axis=None)  # the sender's actions along this flow
-        after = np.append(after, len(orders.slot_times) * width)[np.searchsorted(after, sent, side="right")]
-        again = after + beside[sent % width]
-        fixed = (np.full_like(sent, stage), first, np.full_like(sent, sender), again, used)
-        parts.append(np.stack([*fixed, *(times[stage, :, chunk] for times in later)], axis=1)[waits])
-    stages, firsts, senders, again, *uses = np.concatenate(parts).T
-    return WaitingValues(stages, firsts, np.stack(uses, axis=1), senders, again)
+    rows = Rows(values, shape)
+    column = rows.column(lambda value: (value.first, *value.reads))
+    return np.where(along, rows.free[:-1], column) if values and along.any() else column
 
 
-class ArrivalRows(NamedTuple):
-    """Where values wait that have arrived over boundaries.
+def rows_away(values: Sequence[Value], shape: Shape, width: int, along: np.ndarray) -> Away[np.ndarray] | None:
+    """Sends to the host what has the time to come back: the columns of an `Away`, None if nothing has.
 
-    Attributes:
-      read: a column, the rows that are read (`SlotTable.activation`).
-      written: for each route a column, the rows that are written (`SlotTable.activation_in`).
-      buffers: the numbers of the rows of each buffer (`TickTable.waiting`).
+    Arguments are as of `kept_rows`, and the slots of a tick.
     """
-
-    read: np.ndarray
-    written: list[np.ndarray]
-    buffers: tuple[range, ...]
-
-
-def arrival_rows(
-    orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray], shape: Shape, *, always: bool
-) -> ArrivalRows:
-    """Gives rows to the values that arrive over boundaries.
-
-    Several routes have a buffer each, where that takes one row more at the most. What comes from another stage is then
-    written at no cost if its buffer has one row and is always written: what the transfer leaves is the buffer, and
-    nothing is copied. (A value that waits is in no danger while its sender has left no other.) And what a stage leaves
-    for its own very next action needs no row.
-
-    Args:
-      orders, at, flow, later: as of `boundary_values`. Values that are read again later are in one buffer.
-      shape: of a column, `[T * width, K]`.
-      always: have one buffer, and write in each tick what arrives by several routes, though it takes copies.
-    """
-    routes, width = orders.placement.routes(flow), len(orders.slots)
-    in_one = _rows_in_buffers(boundary_values(orders, at, flow, later), [routes], shape, width, always=always)
-    if len(routes) <= 1 or later or always:
-        return in_one
-    values = boundary_values(orders, at, flow, later, in_place=True)
-    by_route = _rows_in_buffers(values, [[route] for route in routes], shape, width, always=False)
-    total = lambda rows: sum(map(len, rows.buffers))
-    return by_route if total(by_route) <= total(in_one) + 1 else in_one
-
-
-def _rows_in_buffers(
-    values: WaitingValues, buffers: Sequence[Sequence[Route]], shape: Shape, width: int, *, always: bool
-) -> ArrivalRows:
-    """The rows of values, where each buffer holds what arrives by some of the routes."""
-    read, written, numbers = np.full(shape, -1, np.int32), list[np.ndarray](), list[range]()
-    slots_of = lambda route: {*((values.by(route).first - 1) % width).tolist()}  # in which something arrives by it
-    num_routes = Counter(itertools.chain(*map(slots_of, itertools.chain(*buffers))))
-    for routes in buffers:
-        waiting = values.by(*routes)
-        columns = [waiting.arriving(route, shape) for route in routes]
-        free = waiting.free(shape, waiting.first - 1, waiting.last)
-        for column, route in zip(columns, routes, strict=True):
-            crosses = len(buffers) > 1 and route[0][0] != route[0][1]  # the transfer may leave it in the buffer
-            again = waiting.arriving_again(shape, width) if crosses else free
-            otherwise = np.where(again >= 0, again, free)  # where nothing new arrives
-            for i in slots_of(route):
-                in_each_tick = np.where(column[i::width] >= 0, column[i::width], otherwise[i::width])
-                if num_routes[i] == 1 or always or (crosses and in_each_tick.max() == 0):
-                    column[i::width] = in_each_tick
-        start = numbers[-1].stop if numbers else 0
-        numbers.append(range(start, start + 1 + max((int(column.max()) for column in columns), default=-1)))
-        of_reads, *of_writes = (np.where(rows >= 0, start + rows, -1) for rows in (waiting.column(shape), *columns))
-        read = np.maximum(read, of_reads)
-        written += of_writes
-    return ArrivalRows(read, written, tuple(numbers))
-
-
-def kept_values(written: np.ndarray, readers: Sequence[np.ndarray]) -> WaitingValues:
-    """The values that actions at the times `written` keep for later actions of their stage, at the times `readers`.
-
-    All times are `[K, M, V]`. A value that nothing reads isn't kept.
-    """
-    uses = np.stack([written, *readers], axis=-1)
-    read = (written >= 0) & (uses[..., 1:] >= 0).any(axis=-1)
-    stages = np.nonzero(read)[0]
-    return WaitingValues(stages, written[read], uses[read], np.full_like(stages, -1), np.zeros_like(stages))
-
-
-def kept_rows(values: WaitingValues, shape: Shape, along: np.ndarray) -> np.ndarray:
-    """A column `[T * width, K]` of the rows of values that stay; where stages that idle write `along`, free ones."""
-    column = values.column(shape)
-    writes_along = values.stage.size and along.any()
-    return np.where(along, values.free(shape, values.first, values.last + 1), column) if writes_along else column
-
-
-def rows_away(values: WaitingValues, shape: Shape, width: int, along: np.ndarray) -> Away[np.ndarray]:
-    """Sends to the host what has the time to come back; columns `[T * width, K]` of an `Away`.
-
-    Args:
-      values: those that actions keep.
-      shape: of the columns.
-      width: the slots of a tick.
-      along: `[T * width, K]`, whether a stage that idles writes, too.
-    """
-    reads, stage, first = values.uses[:, 1:], values.stage, values.first
     # Beside the slot after the one that writes it a value leaves; beside the slot before its reader's it comes back.
-    goes = ((reads >= 0).sum(axis=1) == 1) & (values.last - first >= 3)
-    until = np.where(goes, first + 1, values.last)
-    on_device = WaitingValues(stage, first, until[:, None], values.sender, values.again)
-    row, stays, sent_to, returns = (np.full(shape, n, np.int32) for n in (-1, 0, -1, -1))
-    row[first, stage] = on_device.row
-    for times in reads[~goes].T:
-        reader = times[times >= 0], stage[~goes][times >= 0]
-        row[reader], stays[reader] = on_device.row[~goes][times >= 0], 1
-    row = np.where(along, on_device.free(shape, first, until + 1), row)
-
-    leaves, stage = first[goes] + 1, stage[goes]
-    on_host = WaitingValues(stage, leaves, values.last[goes, None] - 1, stage, np.zeros_like(stage))
-    sent_to[leaves - 1, stage], returns[on_host.last, stage] = on_host.row, on_host.row
-    free = on_host.free((shape[0] + 1, shape[1]), leaves, on_host.last + 1)[1:]
-    for i in range(width):
-        if (sent_to[i::width] >= 0).any():
-            sent_to[i::width] = np.where(sent_to[i::width] >= 0, sent_to[i::width], free[i::width])
-    return Away(row, stays, sent_to, returns)
+    goes = lambda value: len(value.reads) == 1 and value.last - value.first >= 3
+    host = Rows([Value(value.stage, value.first + 1, value.last - 1) for value in values if goes(value)], shape)
+    if not host.values:
+        return None
+    here = [value._replace(last=value.first + 1, reads=()) if goes(value) else value for value in values]
+    stays = (Rows(here, shape).column(lambda value: value.reads) >= 0).astype(np.int32)
+    sent_to, returns = host.column(lambda value: [value.first - 1]), host.column(lambda value: [value.last])
+    for slot in range(width):
+        if (sent_to[slot::width] >= 0).any():
+            sent_to[slot::width] = np.where(sent_to >= 0, sent_to, host.free[1:])[slot::width]
+    return Away(kept_rows(here, shape, along), stays, sent_to, returns)

@@ -12,7 +12,6 @@ from jpipe.jax.in_place import (
     each,
     is_apart,
     look_up,
-    look_up_once,
     on_host,
     put_row,
     put_slice,
@@ -83,8 +82,8 @@ def test_indices_of_several_types_in_one():
 
 @pytest.mark.parametrize("table", [[5, 7, 6], [4, 4]])
 def test_an_index_that_is_looked_up_once(table):
-    assert [look_up_once(table, i) for i in range(len(table))] == table
-    assert jax.jit(lambda: [look_up_once(table, jnp.int32(i)) for i in range(len(table))])() == table
+    assert [look_up(table, i, once=True) for i in range(len(table))] == table
+    assert jax.jit(lambda: [look_up(table, jnp.int32(i), once=True) for i in range(len(table))])() == table
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------

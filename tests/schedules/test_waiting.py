@@ -1,9 +1,17 @@
-"""Rows of values that wait: with several routes a buffer for each, or one for all where that takes fewer rows."""
+"""Rows of values that wait: the lowest that is free, and with several routes a buffer for each."""
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import lower
+from jpipe.schedules.waiting import Rows, Value
+
+
+def test_a_value_has_the_lowest_row_that_is_free():
+    some = Rows([Value(0, *span) for span in ((0, 4), (1, 2), (3, 5), (5, 6))], (7, 1))
+    assert some.row == [0, 1, 1, 0]
+    assert some.column(lambda value: [value.last])[:, 0].tolist() == [-1, -1, 1, -1, 0, 1, 0]
+    assert some.free[:, 0].tolist() == [1, 2, 2, 2, 2, 2, 1, 0], "2: one more row than there are"
 
 
 def counts(table):
