@@ -185,6 +185,35 @@ def test_the_rule_of_what_is_frozen_is_its_own():
         jpipe.Pipeline([nn.Dense(3)], loss_fn, num_stages=1, num_microbatches=1, merge={"frozen": "mean"})
 
 
+def test_empty_places_among_the_parameters_stay():
+    """Of plain functions, which may ask for them."""
+
+    def apply(params, x):
+        assert params["norm"] == {} and params["b"] is None
+        return x @ params["w"]
+
+    layer = jpipe.Layer(lambda key, x: {"w": jnp.ones((3, 3)), "norm": {}, "b": None}, apply)
+    pipe = jpipe.Pipeline(
+        [jpipe.freeze(layer), nn.Dense(2)], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1
+    )
+    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    assert pipe.layer_variables(variables)[0].keys() == {"w", "norm", "b"}
+    pipe.value_and_grad(variables, jnp.ones((2, 3)))
+
+
+def test_shared_bools_stay_bools():
+    class Masked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            mask = self.variable("masks", "of", lambda: jnp.asarray([True, False, True])).value
+            return jnp.where(mask, x, nn.Dense(3)(x))
+
+    layer, rules = jpipe.Shared(Masked()), {"masks": "keep"}
+    pipe = jpipe.Pipeline([layer, layer], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1, merge=rules)
+    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    pipe.value_and_grad(variables, jnp.ones((2, 3)))
+
+
 @pytest.mark.parametrize("layer", [Adapted(), pytest.param(lambda rngs: AdaptedNnx(rngs), marks=pytest.mark.slow)])
 def test_a_checkpoint_has_all(layer, tmp_path):
     """Saving once failed where some of a layer's parameters are frozen."""

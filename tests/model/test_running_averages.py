@@ -101,6 +101,11 @@ class Linen(nn.Module):
     def in_calls(self, x, train):
         return nn.jit(nn.remat(nn.BatchNorm))(not train, **EXACT)(x[:, 0])
 
+    def beside_what_has_no_derivative(self, x, train):
+        y = norm(train)(x[:, 0])
+        shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        return y + jax.pure_callback(np.sign, shape, jax.lax.stop_gradient(y), vmap_method="sequential")
+
     def twice(self, x, train):
         one = norm(train)
         return one(x[:, 0]) + one(x[:, 1])
@@ -232,6 +237,13 @@ def test_averages_that_move_once_are_those_of_the_whole_mini_batch(x64, name):
     found = jax.device_get(pipe.layer_variables({**variables, **updates}))[0]
     tree = jax.device_get(pipe.layer_variables(variables))[0]
     assert_close(found["batch_stats"], jax.device_get(new_state(layer, tree, x)), "running averages")
+
+
+def test_what_a_layer_does_besides_needs_no_derivative(x64):
+    """A regression: the whole layer was differentiated, what lies behind `stop_gradient` too."""
+    pipe = pipeline([Linen("beside_what_has_no_derivative"), HEAD])
+    variables = jax.eval_shape(pipe.init, jax.random.key(0), views())
+    jax.eval_shape(pipe.value_and_grad, variables, views())
 
 
 @pytest.mark.parametrize("name", SEVERAL)
