@@ -48,6 +48,12 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples", 
 MakeMesh = Callable[..., Mesh]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def room():
+    yield
+    compiled_once.make_room()
+
+
 @pytest.fixture(scope="session")
 def make_mesh() -> MakeMesh:
     """`make_mesh((2, 2), ("stage", "data"), explicit=False)`: a mesh of the first devices, Auto axes by default."""

@@ -4,16 +4,36 @@ JAX forgets a program with the function that it was traced from. A quarter of XL
 had compiled before, to the letter: with the same lines of source, options and devices.
 """
 
+import ctypes
+import gc
 import hashlib
 import inspect
+import resource
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax._src import compiler
 
 KEPT = 500
 """Programs. Most are wanted again by a test of the same file."""
+MOST_MEMORY = 2 * 2**30
+"""Bytes that a process may hold after a file of tests; if it holds more, what was compiled is forgotten."""
 TAKES = ["backend", "module", "executable_devices", "options", "host_callbacks"]
+
+
+kept: OrderedDict[Any, Any] = OrderedDict()
+
+
+def make_room() -> None:
+    """Forgets what was compiled, by JAX too, if this process has become large."""
+    resident = Path("/proc/self/statm")
+    if resident.exists() and int(resident.read_text().split()[1]) * resource.getpagesize() > MOST_MEMORY:
+        kept.clear()
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what it was given back
 
 
 def install() -> None:
@@ -21,7 +41,6 @@ def install() -> None:
     compile_anew = getattr(compiler, "backend_compile_and_load", None)
     if compile_anew is None or list(inspect.signature(compile_anew).parameters) != TAKES:
         return
-    kept: OrderedDict[Any, Any] = OrderedDict()
 
     def compile_once(backend: Any, module: Any, executable_devices: Any, options: Any, host_callbacks: Any) -> Any:
         if host_callbacks:  # which are the caller's own
