@@ -12,8 +12,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
+from linecache import getline
 from pathlib import Path
-from traceback import extract_tb
+from types import TracebackType
 from typing import Any, TypeVar
 
 import flax
@@ -150,12 +151,35 @@ def _line_in(traceback: object) -> str:
 
 def raised(error: Exception) -> str:
     """Says an error in words, with the innermost of the user's lines in its traceback: number and code."""
-    users = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
     at = ""
-    if users:
-        file, number, _, code = users[-1]
+    if frames := _users_frames(error):
+        frame, number = frames[-1].tb_frame, frames[-1].tb_lineno
+        file = frame.f_code.co_filename
+        code = getline(file, number, frame.f_globals).strip()
         at = f" at {Path(file).name}:{number}" + f", `{code:.80}`" * bool(code)
     return f"{type(error).__name__}{at}: {str(error).rstrip('.')}"
+
+
+def shortened(error: BaseException) -> BaseException:
+    """Keeps only the user's frames in an error's traceback, unless `jax_traceback_filtering` is "off"."""
+    if jax.config.jax_traceback_filtering != "off":  # pyright: ignore[reportAttributeAccessIssue]
+        short = None
+        for frame in reversed(_users_frames(error)):
+            short = TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        error.__traceback__ = short
+        if before := error.__cause__ or error.__context__:
+            shortened(before)
+    return error
+
+
+def _users_frames(error: BaseException) -> list[TracebackType]:
+    """Lists the user's entries of an error's traceback, the innermost last."""
+    frames, entry = [], error.__traceback__
+    while entry:
+        if not entry.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+            frames.append(entry)
+        entry = entry.tb_next
+    return frames
 
 
 _FOLDERS = [Path(jax.__file__).parent, Path(flax.__file__).parent, Path(__file__).parents[1]]

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import collection_of, raised, unsharded_creation
+from jpipe.jax.inside import collection_of, raised, shortened, unsharded_creation
 from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested, values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
@@ -82,7 +82,7 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
                 module = factory(rngs=nnx.Rngs(key))
         except TypeError as error:
             remedy = "it is called with rngs alone, which it hands on, as in lambda rngs: Block(width, rngs=rngs)"
-            raise TypeError(f"layers[{index}] raised {raised(error)}; {remedy}") from error
+            raise TypeError(f"layers[{index}] raised {raised(error)}; {remedy}") from shortened(error)
         if not isinstance(module, nnx.Module):
             raise TypeError(f"layers[{index}] takes rngs and returned {type(module).__name__}; return an nnx module")
         return nnx.split(_mark_arrays(module))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import raised
+from jpipe.jax.inside import raised, shortened
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import trace, uses
 from jpipe.jax.trees import lists_in
@@ -231,9 +231,9 @@ def telling(name: str, told: Callable[[], Sequence[str]]) -> Iterator[None]:
     try:
         yield
     except LayerError as error:
-        raise ValueError(f"{name} {error}") from error.__cause__
+        raise ValueError(f"{name} {error}") from (error.__cause__ and shortened(error.__cause__))
     except Exception as error:
-        raise ValueError("\n  ".join([f"{name} {_fault(error)}", *told()])) from error
+        raise ValueError("\n  ".join([f"{name} {_fault(error)}", *told()])) from shortened(error)
 
 
 def warn_of_dropouts(name: str, dropouts: Sequence[str]) -> None:

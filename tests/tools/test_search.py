@@ -175,7 +175,7 @@ def test_too_little_memory_is_said_with_the_least_that_would_do():
         ({"topology": "v5e:1x2", "mesh": None}, "mesh= is what is searched"),
         ({"devices": []}, r"devices=\[\] has nothing to plan for; pass devices such as jax.devices"),
         ({"topology": "h100:64"}, "topology='h100:64' has 64 GPUs in a host, .*, such as h100:8x8"),
-        ({"topology": "v5e:1x2", "balance": "time"}, "balance=\"time\" measures .*, and topology='v5e:1x2' has none"),
+        ({"topology": "v5e:1x2", "balance": "time"}, 'balance="time" measures on the mesh; no TPU v5 lite is present'),
         ({"topology": "v5e:1x2", "schedule": "v", "num_chunks": 4}, "num_chunks=4 with 'v'; use"),
         ({"topology": "v5e:1x2", "num_microbatches": 3}, "num_microbatches=3, none suits 2 devices"),
         ({"topology": "v5e:1x2", "remat": "some"}, "no setting is possible: remat='some' is unknown"),
