@@ -71,52 +71,6 @@ def test_an_error_in_words():
     assert inside.raised(ValueError("of no line.")) == "ValueError: of no line"
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize("filtering", ["auto", "off"])
-def test_an_error_with_the_users_frames_alone(filtering):
-    with jax.enable_x64(False), pytest.raises(TypeError) as caught:
-        jax.make_jaxpr(wrong)(jnp.ones(4))
-    before = jax.config.jax_traceback_filtering
-    jax.config.update("jax_traceback_filtering", filtering)
-    try:
-        error = inside.shortened(caught.value)
-    finally:
-        jax.config.update("jax_traceback_filtering", before)
-    frames = traceback.extract_tb(error.__traceback__)
-    assert error is caught.value
-    assert (len(frames) == 2) is (filtering == "auto")
-    assert frames[-1].name == "wrong" or filtering == "off"
-
-
-def test_scope_of():
-    def function(x):
-        with jax.named_scope("outer"), jax.named_scope("inner"):
-            return jnp.sin(x)
-
-    equation = only(jax.make_jaxpr(function)(1.0))
-
-    def again(x):
-        with inside.scope_of(equation):
-            return jnp.cos(x)
-
-    text = jax.jit(again).lower(1.0).as_text(debug_info=True)
-    assert "outer/inner/cos" in text, f"{CHANGED} scope_of"
-
-
-def test_carry_out_on_other_shapes():
-    equation = only(jax.make_jaxpr(lambda x, y: jax.lax.dot(x, y))(jnp.ones((4, 3)), jnp.ones((3, 8))))
-    assert_equal(inside.carry_out(equation, [X, X.T]), [X @ X.T])
-    twice = only(jax.make_jaxpr(lambda x: x * x)(X))
-    assert_equal(inside.carry_out(twice, [X, X + 1]), [X * (X + 1)])  # one variable, two operands
-
-
-def test_carry_out_with_other_parameters():
-    equation = only(jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(X))
-    assert_equal(inside.carry_out(equation, [X], equation.params | {"axes": (1,)}), [X.sum(1)])
-
-
->>>>>>> parent of 1538490a (Name the user's line by Python's own extract_tb; leave tracebacks whole)
 def test_carry_out_in_another_mesh():
     """An equation traced under Auto axes runs where they are manual, and keeps its scope."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
