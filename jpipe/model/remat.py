@@ -49,9 +49,6 @@ class Remat:
     keep_inputs: bool
     policy: Policy
 
-    def __hash__(self) -> int:
-        return hash((self.keep_inputs, id(self.policy)))  # a policy of the user's may have no hash
-
     def wrap(self, function: Callable) -> Callable:
         """Puts a function under the policy."""
         # Forward and backward are in different loops: there is nothing to guard against common subexpressions.

@@ -271,22 +271,25 @@ class Planner:
                 loss_fn = self.cut.loss(loss_fn, self._whole(micro)[1].outputs, micro.shapes)
             return trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
 
-    @once("request.splits", "cut", "request.remat")
     def layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         """The layers of each group in training, for a type of random keys."""
+        remat = self.request.remat.keep_inputs, id(self.request.remat.policy)  # a policy of the user's may have no hash
+        place = "layers", self.request.splits, self.cut, remat, micro, key
+        if place in self.known:
+            return self.known[place]
         functions, layers = self._functions(micro, key, with_loss=True), []
         with (
             self.tracing(),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                alone = "layer", self._whole_arrays, self.request.remat, micro, key, function.group.indices
+                alone = "layer", self._whole_arrays, remat, micro, key, function.group.indices
                 layer = self.known.get(alone) or trace_layer(function)
                 if not _has_parts(layer.forward, layer.backward):
                     self.known[alone] = layer
                 layers.append(replace(layer, function=function))
                 advance()
-        return tuple(layers)
+        return self.known.setdefault(place, tuple(layers))
 
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
