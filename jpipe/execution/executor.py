@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
 
@@ -44,10 +45,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.execution.before_ticks import loss_at_once
 from jpipe.execution.stage import ACTIONS, BackwardWork, ForwardWork, Now, Stage, TickCarry, from_stage
 from jpipe.execution.sweep import Counts, Job
 from jpipe.jax.in_place import Carry, Index, put_row, take_row, when
 from jpipe.jax.trees import accumulator_dtype, is_float
+from jpipe.memory.layout import add_stage_axis
 from jpipe.memory.storage import Buffers
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.axes import AXIS
@@ -76,6 +79,8 @@ def run_inference(stage: Stage) -> list[jax.Array]:
       The leaves of the outputs, `[M, b, ...]`, or the sums [loss_sum, weight_sum, ...], on all stages.
     """
     step = stage.step
+    if step.outputs_step is not None:
+        return _with_loss_at_once(stage)[0]
     if step.loss is not None:
         results = list(map(_accumulator, step.outputs))
     else:
@@ -88,18 +93,16 @@ def run_inference(stage: Stage) -> list[jax.Array]:
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
 
 
-def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dict[str, Buffers], Buffers]:
-    """Forward and backward, on one device of a `shard_map`.
-
-    Args:
-      stage: this device, in a step with backward actions.
-      gradients: zero buffers to add up gradients in, split as parameters are at work.
+def run_training(stage: Stage) -> tuple[list[jax.Array], dict[str, Buffers], Buffers]:
+    """Forward and backward, on one device of a `shard_map`, in a step with backward actions.
 
     Returns:
-      (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
-      gradients partial where `step.gradient_sums` says so, and not divided by the weight yet.
+      (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers
+      `[1, ...]`, as they lie at rest.
     """
-    step = stage.step
+    (at_once, stage), step = _with_loss_at_once(stage), stage.step
+    params = step.plan.at_work["params"]
+    gradients = params.zeros(accumulator_dtype)
     activation, cotangent = step.activations.empty(), step.cotangents.empty()
     state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.collections("state")}
     lowest = lambda leaf: jnp.full(leaf.shape, -jnp.inf, accumulator_dtype(leaf.dtype))
@@ -120,7 +123,20 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     # A maximum starts from -inf. Where it is still -inf no layer owns the place: such places hold zeros.
     filled = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
     new = {name: jax.tree.map(filled, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
-    return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new, gradients
+    sums, new = at_once or _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new
+    with jax.named_scope("reduce"):
+        gradients = params.reduced(gradients, step.gradient_sums.partial_along)
+        gradients = {name: gradients[name].astype(a.dtype) for name, a in params.rest.storage.named_buffers}
+    return sums, add_stage_axis(new), add_stage_axis(gradients)
+
+
+def _with_loss_at_once(stage: Stage) -> tuple[list[jax.Array], Stage]:
+    """(the sums of a loss that is computed at once, else none; the stage that knows its gradient at the outputs)."""
+    if (forward := stage.step.outputs_step) is None:
+        return [], stage
+    outputs = run_inference(replace(stage, step=forward))
+    sums, gradients = loss_at_once(stage.step, outputs, forward.outputs_at, stage.batch, stage.key)
+    return sums, replace(stage, known=gradients)
 
 
 def _accumulator(array: Leaf) -> jax.Array:
@@ -150,7 +166,7 @@ def _first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> Ti
     rows = lambda count, arrays: jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), arrays)
     waiting = {name: [rows(len(one), crossing[name]) for one in step.table.waiting[name]] for name in crossing}
     away, entered, left = step.kept.away, [], []
-    if step.ends.shared:
+    if step.ends.turns:
         given, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
         entered, left = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
@@ -330,7 +346,7 @@ def _turn(stage: Stage, run: Run, i: int, name: str, turns: list[Turns], carry: 
     doesn't count there.
     """
     step = stage.step
-    taken = getattr(step.ends.turns[i], name)[run.start : run.stop] >= 0 if step.ends.shared else np.zeros(0)
+    taken = getattr(step.ends.turns[i], name)[run.start : run.stop] >= 0 if step.ends.turns else np.zeros(0)
     if not taken.any():
         return carry
     (least_share, reads, body), g = TURNS[name], step.model.last if name == "leave" else 0

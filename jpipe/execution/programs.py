@@ -7,7 +7,6 @@ layouts. `Pipeline` jits them; all are traceable, so that they run inside a user
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NoReturn
 
@@ -15,14 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.execution.before_ticks import known_to_loss, loss_at_once
+from jpipe.execution.before_ticks import known_to_loss
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.stage import Stage, send_shared
 from jpipe.jax.flat_jaxpr import without_calls
 from jpipe.jax.in_place import Index
 from jpipe.jax.primitives import ClosedJaxpr, Var, shapes_of
 from jpipe.jax.tracing import replay
-from jpipe.jax.trees import accumulator_dtype
 from jpipe.memory.batches import join_microbatches, split_microbatches
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.records import Leaves, Records
@@ -150,44 +148,20 @@ def value_and_grad(
 ) -> tuple[tuple[jax.Array, dict[str, StageTree], dict[str, jax.Array]], StageTree]:
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`; for `only` see `Stage`."""
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
-    layouts, params, partial_along = step.plan.layouts, step.plan.at_work["params"], step.gradient_sums.partial_along
-    dtypes = {name: buffer.dtype for name, buffer in params.rest.storage.named_buffers}
-
-    def work(stage: Stage) -> tuple[PyTree, ...]:
-        at_once, stage = _with_loss_at_once(stage)
-        sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype))
-        with jax.named_scope("reduce"):
-            grads = params.reduced(grads, partial_along)
-            grads = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), grads, dtypes)
-        return at_once or sums, add_stage_axis(updates), add_stage_axis(grads)
-
-    specs = _specs(step.plan)
+    layouts, specs = step.plan.layouts, _specs(step.plan)
     state_specs = {name: specs[name] for name in step.collections("state", GRADIENT)}
     out_specs = PartitionSpec(), state_specs, specs["params"]
-    sums, updates, grads = run_step(step, work, (variables, batch, key, only), out_specs)
+    sums, updates, grads = run_step(step, run_training, (variables, batch, key, only), out_specs)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     assert step.loss is not None
     loss, metrics = step.loss.means(sums)
-    return (loss, updates, metrics), StageTree(grads, params.rest)
+    return (loss, updates, metrics), StageTree(grads, layouts["params"])
 
 
 def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
     """The loss of a batch `[B, ...]` in evaluation mode."""
-
-    def work(stage: Stage) -> list[jax.Array]:
-        return _with_loss_at_once(stage)[0] or run_inference(stage)
-
     assert step.loss is not None
-    return step.loss.means(run_step(step, work, (variables, batch, None, None), PartitionSpec()))[0]
-
-
-def _with_loss_at_once(stage: Stage) -> tuple[list[jax.Array], Stage]:
-    """(the sums of a loss that is computed at once, else none; the stage that knows its gradient at the outputs)."""
-    if (forward := stage.step.outputs_step) is None:
-        return [], stage
-    outputs = run_inference(replace(stage, step=forward))
-    sums, gradients = loss_at_once(stage.step, outputs, forward.outputs_at, stage.batch, stage.key)
-    return sums, replace(stage, known=gradients)
+    return step.loss.means(run_step(step, run_inference, (variables, batch, None, None), PartitionSpec()))[0]
 
 
 def apply(step: Step, joined_along: tuple[int, ...], variables: dict[str, StageTree], batch: Batch) -> PyTree:

@@ -69,9 +69,9 @@ def sweep(
         pass 0   A[0:3] B[0:2] C[0:0]
         pass 1   A[3:4] B[2:2] C[0:1]
 
-    `ranges.most[g]` is the most layers of group g that a virtual stage has. Where `always_one[p, g]`, every virtual
-    stage has exactly one in pass p, which needs no loop if there is no other pass. `passes_of[s]` counts the passes
-    of virtual stage s.
+    `ranges.most[g]` is the most layers of group g that a virtual stage has. A group of which
+    every virtual stage has exactly one needs no loop, if there is one pass. `passes_of[s]` counts the passes of virtual
+    stage s.
 
     An empty range is a loop of zero trips. `each` (`jax/in_place.py`) ties what the loop reads to its trips by an
     `optimization_barrier`; else a compiler could move work out of the loop, and do it even for zero trips.
@@ -135,7 +135,7 @@ def _run_group(
         # Nothing is tied to the trips, which are as many on all stages. Besides, the GPU compiler fails on ties in some
         # loops whose trips it can compute (with K=1 and M=1).
         return along(0, carry) if trips == 1 else jax.lax.fori_loop(0, trips, along, carry)
-    if ranges.num_passes == 1 and ranges.always_one[0, g] and job.counts is True:
+    if ranges.num_passes == 1 and ((ranges.stop - ranges.start)[:, 0, g] == 1).all() and job.counts is True:
         return run(layer(start, tied), carry)
     if job.counts is not True:
         stop = jnp.where(job.counts, stop, start)

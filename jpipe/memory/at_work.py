@@ -71,11 +71,6 @@ class WorkLayout:
         added = [(buffer_name(name), buffer) for name, buffer in ends.named_buffers]
         return replace(self.rest.storage, record_types=tuple(record_types), named_buffers=(*others, *added))
 
-    @cached_property
-    def joined(self) -> set[int]:
-        """The record types that have a leaf that is joined on one stage."""
-        return {t for _, _, (t, _, _) in self._joined_leaves()}
-
     def zeros(self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype) -> Buffers:
         """A device's own part of zero buffers at work, inside of a program on all devices.
 

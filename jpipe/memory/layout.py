@@ -34,7 +34,7 @@ from jpipe.partitioner.axes import AXIS, on_all_stages, on_stages, spec_of
 from jpipe.partitioner.shardings import Shape, names_in
 from jpipe.partitioner.splits import SMALLEST
 from jpipe.schedules.actions import Placement
-from jpipe.types import Leaf, PyTree, Shapes, Structure
+from jpipe.types import Leaf, PyTree, Structure
 
 
 @dataclass(frozen=True)
@@ -240,22 +240,17 @@ class Layout:
             shapes[name] = jax.ShapeDtypeStruct(shape, buffer.dtype, sharding=sharding)
         return StageTree(shapes, self)
 
-    def tree_shapes(self, record_type: int) -> Shapes:
-        """The tree of a layer whose variables are of this type, as shapes."""
-        return jax.tree.unflatten(self.treedefs[record_type], self.storage.record_types[record_type].leaves)
-
     def zeros(self) -> Buffers:
         """A device's own part of zero buffers, inside of a program on all devices."""
         return {n: part_zeros(a.shape, a.spec, self.mesh, a.dtype) for n, a in self.storage.named_buffers}
 
     def zeros_of_state(self) -> Buffers:
         """The same, if these are a state of `jpipe.per_layer`: where that lies."""
-        if not (self.state_on_hosts and is_apart(self.mesh)):
-            return self.zeros()
-        part = lambda a: NamedSharding(self.mesh, a.spec).shard_shape(a.shape)
-        on_host = lambda a: zeros_on_host(part(a), a.dtype, self.mesh)
-        make = lambda a: on_host(a) if may_go(a, a, by_layer=True) else jnp.zeros(part(a), a.dtype)
-        return {name: make(buffer) for name, buffer in self.storage.named_buffers}
+        zeros, hosted = self.zeros(), self.state_on_hosts and is_apart(self.mesh)
+        for name, buffer in self.storage.named_buffers if hosted else ():
+            if may_go(buffer, buffer, by_layer=True):
+                zeros[name] = zeros_on_host(zeros[name].shape, buffer.dtype, self.mesh)
+        return zeros
 
 
 SMALLEST_RECORD = 2**10

@@ -219,12 +219,6 @@ class TracedLoss:
         """Whether its signature has a parameter `key`."""
         return "key" in signature_of(self.function)
 
-    def check_same(self, other: TracedLoss) -> None:
-        """Checks that the loss in evaluation has the terms and metrics of the one in training."""
-        if (self.terms, self.metrics) != (other.terms, other.metrics):
-            with _telling(self.function, "", (), (), None):
-                raise ValueError("it returns other terms or metrics than with one")
-
     @property
     def stacked(self) -> list[bool]:
         """For each of `known`, whether each micro-batch has a part of its own."""

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal as OneOf
 from typing import NamedTuple, TypeVar
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ClosedJaxpr, Literal, Var, shapes_of
@@ -258,6 +257,16 @@ class DeviceLayer:
         return self.rewrite(self.backward_jaxpr)
 
     @cached_property
+    def in_two_parts(self) -> DeviceLayer:
+        """The same layer with a backward that may run in two parts.
+
+        Other stages wait for all that the backward gives but parameters' gradients.
+        """
+        urgent = range(len(self.gradients.params), len(self.backward_jaxpr.jaxpr.outvars))
+        residuals = {i for i, source in enumerate(self.sources) if source.where == "residual"}
+        return replace(self, split=split_in_two(self.backward_program, urgent, residuals, len(self.sources)))
+
+    @cached_property
     def waits(self) -> tuple[bool, ...]:
         """For each residual whether the second part of a split backward reads it, so that it waits for that part."""
         reads = () if self.split is None else _chosen(self.sources, self.split.reads)
@@ -335,42 +344,15 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
     )
 
 
-def in_two_parts(layer: DeviceLayer) -> DeviceLayer:
-    """The same layer with a backward that may run in two parts.
-
-    Other stages wait for all that the backward gives but parameters' gradients.
-    """
-    urgent = range(len(layer.gradients.params), len(layer.backward_jaxpr.jaxpr.outvars))
-    residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
-    return replace(layer, split=split_in_two(layer.backward_program, urgent, residuals, len(layer.sources)))
-
-
-class DevicePrograms:
-    """Programs that devices run of layers, each made once, for all steps that have it.
-
-    Attributes:
-      forward: function, splits -> its forward alone (`trace_forward`).
-      lying: function, specs by collection -> the function of a layer whose variables lie so.
-    """
-
-    def __init__(self) -> None:
-        self.forward, self.lying = cache(trace_forward), cache(_lying)
-        self._whole, self._in_two_parts = dict[tuple[object, ...], DeviceLayer](), cache(in_two_parts)
-
-    def layer(self, layer: TracedLayer, splits: Splits, *, in_parts: bool) -> DeviceLayer:
-        """Forward and backward; `in_parts` says whether the backward may run in two parts."""
-        # Where weights lie at rest changes nothing where they are gathered; `sums`, `gradients` follow from the rest.
-        lie = layer.function.shardings(splits)
-        arrays = lie.arguments, lie.gathered, lie.state, lie.activation, lie.outputs or (), lie.cotangents
-        decisive = layer.forward, layer.backward, splits.axes, *map(tuple, arrays)
-        if decisive not in self._whole:
-            self._whole[decisive] = partition_layer(layer, splits)
-        whole = self._whole[decisive]
-        return self._in_two_parts(whole) if in_parts else whole
-
-
-def _lying(function: LayerFunction, specs: tuple[tuple[str, tuple[PartitionSpec, ...]], ...]) -> LayerFunction:
-    return replace(function, group=replace(function.group, specs={name: list(leaves) for name, leaves in specs}))
+def partition_once(layer: TracedLayer, splits: Splits, known: dict) -> DeviceLayer:
+    """As `partition_layer`, unless it is in `known`, under a key of all that it follows from."""
+    # Where weights lie at rest changes nothing where they are gathered; `sums`, `gradients` follow from the rest.
+    lie = layer.function.shardings(splits)
+    arrays = lie.arguments, lie.gathered, lie.state, lie.activation, lie.outputs or (), lie.cotangents
+    decisive = layer.forward, layer.backward, splits.mesh, splits.axes, *map(tuple, arrays)
+    if decisive not in known:
+        known[decisive] = partition_layer(layer, splits)
+    return known[decisive]
 
 
 def _partition_forward(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,26 +41,17 @@ class Cost:
     Attributes:
       forward: its part of a forward action, in FLOPs or seconds.
       backward: its part of a backward action, what remat computes again included.
-      parameter_bytes: of its parameters, shared ones at every use.
-      state_bytes: of its other variables.
-      residual_bytes: of what waits for its backward.
+      size: the bytes that training holds for it, with one micro-batch in flight; shared parameters at every use.
     """
 
     forward: float
     backward: float
-    parameter_bytes: int
-    state_bytes: int
-    residual_bytes: int
+    size: float
 
     @property
     def total(self) -> float:
         """Forward and backward, in FLOPs or seconds."""
         return self.forward + self.backward
-
-    @property
-    def size(self) -> float:
-        """Bytes that training holds for it, with one micro-batch in flight."""
-        return float(PARAMETER_COPIES * self.parameter_bytes + self.state_bytes + self.residual_bytes)
 
 
 def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Mesh) -> list[Cost]:
@@ -101,7 +91,7 @@ def timed_costs(model: Model, variants: Sequence[Sequence[TracedLayer]], mesh: M
         for same in zip(*variants, strict=True):
             seconds.append(_seconds(same, device))
             advance()
-    cost = lambda layer, times: Cost(times[0], times[1], *_bytes(layer))
+    cost = lambda layer, times: Cost(times[0], times[1], _size(layer))
     of_first = multihost_utils.process_allgather(np.asarray(seconds))[0].tolist()  # [groups, variants, 2]
     by_variant = zip(variants, zip(*of_first, strict=True), strict=True)
     costs = [list(map(cost, layers, times)) for layers, times in by_variant]
@@ -118,7 +108,7 @@ def _counted(layer: TracedLayer) -> Cost:
         alone = needed_part(layer.forward, [i < number for i in range(len(layer.forward.out_avals))])[0]
         forward, again = count_flops(alone), again + storing
     backward = again + count_flops(layer.backward)
-    return Cost(forward, backward, *_bytes(layer))
+    return Cost(forward, backward, _size(layer))
 
 
 def _device_like(mesh: Mesh) -> Device:
@@ -195,11 +185,11 @@ def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)
 
 
-def _bytes(layer: TracedLayer) -> tuple[int, int, int]:
-    """The bytes of parameters, other variables and residuals."""
+def _size(layer: TracedLayer) -> float:
+    """The bytes of `Cost.size`: of copies of the parameters, of other variables, of what waits for the backward."""
     variables = layer.function.group.variables
     state = {name: tree for name, tree in variables.items() if name != "params"}
-    return bytes_of(variables.get("params")), bytes_of(state), bytes_of(layer.residuals)
+    return float(PARAMETER_COPIES * bytes_of(variables.get("params")) + bytes_of(state) + bytes_of(layer.residuals))
 
 
 MUCH = 0.1
@@ -211,29 +201,20 @@ FELT = 1e-3
 """The share of the model's operations from which on it is worth a warning."""
 
 
-class WholeOperation(NamedTuple):
-    """An operation that every device of a stage does whole.
+def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> dict[tuple[str, str], float]:
+    """The operations of a layer that every device of a stage does whole, each line's together.
 
-    Attributes:
-      operation: the name of its primitive.
-      line: the user's line that it comes from, as "model.py:12"; empty if unknown.
-      share: of the layer's floating-point operations, forward and backward, on whole arrays.
+    Returns:
+      (The name of the primitive, the user's line that it comes from, as "model.py:12", or "") -> its share of the
+      layer's floating-point operations, forward and backward, on whole arrays.
     """
-
-    operation: str
-    line: str
-    share: float
-
-
-def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> list[WholeOperation]:
-    """The operations of a layer, forward and backward, that every device does whole, each line's together."""
     unsplit = [*layer.forward.unsplit, *layer.unsplit]
     total = _total(traced) if unsplit else 1.0
     shares: dict[tuple[str, str], float] = {}
     for (equation, callers, *_), times, _ in unsplit:
         key = equation.primitive.name, line_of(equation, callers)
         shares[key] = shares.get(key, 0.0) + times * flops_of(equation) / total
-    return [WholeOperation(*key, share) for key, share in shares.items()]
+    return shares
 
 
 def _total(traced: TracedLayer) -> float:
@@ -248,10 +229,10 @@ def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer
         return
     totals = [_total(traced) * len(traced.function.group.indices) for traced in trained]
     for traced, operations, total in zip(trained, whole, totals, strict=True):
-        share = sum(one.share for one in operations)
+        share = sum(operations.values())
         if share > MUCH and _total(traced) > NEGLIGIBLE and share * total > FELT * sum(totals):
-            worst = max(operations, key=lambda one: one.share)
+            operation, line = max(operations, key=operations.__getitem__)
             warn_once(
-                f"{traced.function.group.in_words}: {worst.operation} ({worst.line or 'of no line'}) has to see whole "
+                f"{traced.function.group.in_words}: {operation} ({line or 'of no line'}) has to see whole "
                 f"arrays on each device, {share:.0%} of its operations; pipe.communication(batch) shows what that sends"
             )

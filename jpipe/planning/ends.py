@@ -30,7 +30,7 @@ from jpipe.jax.primitives import shapes_of
 from jpipe.memory.layout import Layout
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
-from jpipe.model.traced_layer import DeviceLayer, DevicePrograms, TracedLayer
+from jpipe.model.traced_layer import DeviceLayer, TracedLayer
 from jpipe.partitioner.axes import AXIS, on_all_stages
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
@@ -59,16 +59,11 @@ class Ends:
 
     Attributes:
       sets: the sets of variables of which each stage has a part, and computes with it.
-      turns: for each slot of a tick the turns that all stages take; none if each end runs on its own stage.
+      turns: for each slot of a tick the turns that all stages take together; none if each end runs on its own stage.
     """
 
     sets: frozenset[int] = frozenset()
     turns: tuple[Turns[np.ndarray], ...] = ()
-
-    @property
-    def shared(self) -> bool:
-        """Whether all stages compute the ends together."""
-        return bool(self.turns)
 
 
 def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> Ends:
@@ -108,7 +103,6 @@ def as_they_lie(
     layouts: dict[str, Layout],
     functions: Sequence[LayerFunction],
     trained: Sequence[TracedLayer],
-    programs: DevicePrograms,
 ) -> tuple[list[LayerFunction], list[TracedLayer]]:
     """Functions and traced layers of all groups, those of the ends with weights that are split as at rest.
 
@@ -117,8 +111,8 @@ def as_they_lie(
     lying = list(functions)
     for g, group in ((0, model.groups[0]), (model.last, model.groups[model.last])):
         if (v := group.variable_set) is not None:
-            specs = tuple((name, layouts[name].storage.record_types[v].specs) for name in group.specs)
-            lying[g] = programs.lying(lying[g], specs)
+            specs = {name: list(layouts[name].storage.record_types[v].specs) for name in group.specs}
+            lying[g] = replace(lying[g], group=replace(group, specs=specs))
     # `trained` is empty if the step is forward only.
     return lying, [replace(layer, function=function) for layer, function in zip(trained, lying, strict=False)]
 

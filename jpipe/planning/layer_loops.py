@@ -29,8 +29,6 @@ from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer
 from jpipe.partitioner.conversions import sent_in
 from jpipe.partitioner.splits import Splits
-from jpipe.processes.progress import warn_once
-from jpipe.schedules.ticks import TickTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +61,6 @@ class LayerRanges:
     def most(self) -> np.ndarray:
         """int32 `[G]`: the most layers of a group that any virtual stage has."""
         return (self.stop - self.start).sum(axis=1).max(axis=0)
-
-    @property
-    def always_one(self) -> np.ndarray:
-        """bool `[passes, G]`: whether every virtual stage has exactly one layer of a group in a pass."""
-        return ((self.stop - self.start) == 1).all(axis=0)
 
 
 def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
@@ -172,38 +165,3 @@ def _outside_of_kernels(equations: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
 def _cost(closed: ClosedJaxpr) -> float:
     """A function's FLOPs, plus those that a device could do while it reads its arguments and writes its results."""
     return count_flops(closed) + FLOPS_A_BYTE * bytes_of([*closed.in_avals, *closed.out_avals])
-
-
-def warn_of_skipped(
-    model: Model,
-    layers: Sequence[DeviceLayer],
-    ranges: LayerRanges,
-    idle_work: IdleWork,
-    table: TickTable,
-    splits: Splits,
-) -> None:
-    """Warns, once, of each group of layers that send in a loop that other stages skip.
-
-    Args:
-      model, layers, ranges, idle_work, table: of the step (`Step`).
-      splits: the mesh; on CPUs and GPUs devices know who takes part.
-    """
-    if splits.on_cpu or splits.on_gpu or len(ranges.start) == 1:
-        return
-    of_kinds = any(
-        not together and slot.kind[run.start : run.stop].any()
-        for run in table.runs
-        for slot, together in zip(table.slots, run.together, strict=True)
-    )
-    for g, (group, layer) in enumerate(zip(model.groups, layers, strict=False)):
-        jaxprs = layer.forward.jaxpr.jaxpr, layer.backward_jaxpr.jaxpr
-        sent = [one for jaxpr in jaxprs for one in sent_in(jaxpr, splits.mesh.shape)]
-        if not sent or not ranges.most[g] or (g in idle_work.trips and not of_kinds):
-            continue
-        why = "actions of several kinds share a slot of the schedule"
-        if g not in idle_work.trips:
-            why = "stages have unequally many; use equal stages, or ends='shared' for the first and the last layer"
-        warn_once(
-            f"{group.in_words}: {sent[0].collective} over {', '.join(sent[0].axes)} ({sent[0].line or 'of no line'}) "
-            f"lies in a loop that other stages skip: {why}. A device that waits there for other stages' would hang"
-        )

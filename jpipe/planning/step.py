@@ -20,14 +20,15 @@ from jpipe.model.groups import Model, role_of
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import Merging, make_merging
-from jpipe.model.traced_layer import DeviceForward, DeviceLayer, DevicePrograms, TracedLayer
-from jpipe.partitioner.conversions import convert
+from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_once, trace_forward
+from jpipe.partitioner.conversions import convert, sent_in
 from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding
 from jpipe.planning.costs import warn_of_unsplit
 from jpipe.planning.ends import Ends, as_they_lie, check_end, make_shared_ends
 from jpipe.planning.kept import KeptStorage, lay_out_rows
-from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, plan_idle_work, warn_of_skipped
+from jpipe.planning.layer_loops import IdleWork, LayerRanges, make_ranges, plan_idle_work
 from jpipe.planning.plan import Plan, whole_batch
+from jpipe.processes.progress import warn_once
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable
 from jpipe.types import Leaf, Shapes
@@ -190,7 +191,7 @@ def build_step(
     schedule: Schedule,
     functions: Sequence[LayerFunction],
     trained: Sequence[TracedLayer] = (),
-    programs: DevicePrograms | None = None,
+    known: dict | None = None,
     *,
     idles_work: bool = True,
     outputs: Step | None = None,
@@ -203,7 +204,7 @@ def build_step(
       schedule: the order of actions.
       functions: what the layers of each group compute.
       trained: their forward and backward, in the same order; empty for a step without backward.
-      programs: what devices run of layers; default: nothing is there yet.
+      known: what devices run of layers, each made once for all steps that have it; default: nothing is there yet.
       idles_work: whether idle stages may compute along (`jpipe.planning.layer_loops`), as they do but on CPUs.
       outputs: the step that gives the outputs of which the loss is computed at once.
 
@@ -213,28 +214,29 @@ def build_step(
     Warns:
       UserWarning: as `warn_of_unsplit`.
     """
-    request, bounds, programs = plan.request, plan.partition.bounds, programs or DevicePrograms()
+    request, bounds, known = plan.request, plan.partition.bounds, {} if known is None else known
     splits, stores_residuals = request.splits, schedule.trains and not request.remat.keep_inputs
     crossed, over_stages = [stop - 1 for _, stop in bounds[:-1]], request.shares_ends
     if over_stages:
-        functions, trained = as_they_lie(model, plan.layouts, functions, trained, programs)
+        functions, trained = as_they_lie(model, plan.layouts, functions, trained)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
     over = lambda g: replace(splits, over_stages=over_stages and g in (0, model.last))
     layers: list[DeviceLayer] = []
     for g, one in enumerate(trained):
-        layers.append(programs.layer(one, over(g), in_parts=schedule.splits))
+        layer = partition_once(one, over(g), known)
+        layers.append(layer.in_two_parts if schedule.splits else layer)
         if over(g).over_stages:
             check_end(one.function.group, layers[g])  # at once: to partition the others takes time
     warn_of_unsplit(trained, layers)
-    alone = lambda: [programs.forward(function, over(g)) for g, function in enumerate(functions)]
-    forwards = [layer.forward for layer in layers] if stores_residuals else alone()
+    alone = [] if stores_residuals else [(function, over(g)) for g, function in enumerate(functions)]
+    known |= {pair: trace_forward(*pair) for pair in alone if pair not in known}
+    forwards = [layer.forward for layer in layers] if stores_residuals else [known[pair] for pair in alone]
     ranges = make_ranges(model, bounds)
     along = idles_work and not splits.on_cpu
     idle_work = plan_idle_work(model, forwards, layers, ranges, schedule.num_chunks, splits) if along else IdleWork()
     table, kept = lay_out_rows(request, model, schedule, bounds, (trained, layers), along=bool(idle_work.trips))
-    warn_of_skipped(model, layers, ranges, idle_work, table, splits)
-    return Step(
+    step = Step(
         plan=plan,
         schedule=schedule,
         model=model,
@@ -253,3 +255,32 @@ def build_step(
         ends=make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs) if over_stages else Ends(),
         outputs_step=outputs,
     )
+    _warn_of_skipped(step)
+    return step
+
+
+def _warn_of_skipped(step: Step) -> None:
+    """Warns, once, of each group of layers that send in a loop that other stages skip.
+
+    On CPUs and GPUs devices know who takes part.
+    """
+    splits, table = step.plan.request.splits, step.table
+    if splits.on_cpu or splits.on_gpu or step.schedule.num_stages == 1:
+        return
+    of_kinds = any(
+        slot.kind[run.start : run.stop].any() and not run.together[i]
+        for run in table.runs
+        for i, slot in enumerate(table.slots)
+    )
+    for g, (group, layer) in enumerate(zip(step.model.groups, step.layers, strict=False)):
+        why = "actions of several kinds share a slot of the schedule" if of_kinds else ""
+        if g not in step.idle_work.trips:
+            why = "stages have unequally many; use equal stages, or ends='shared' for the first and the last layer"
+        jaxprs = layer.forward.jaxpr.jaxpr, layer.backward_jaxpr.jaxpr
+        sent = [one for jaxpr in jaxprs for one in sent_in(jaxpr, splits.mesh.shape)]
+        if why and sent and step.ranges.most[g]:
+            where = f"{', '.join(sent[0].axes)} ({sent[0].line or 'of no line'})"
+            warn_once(
+                f"{group.in_words}: {sent[0].collective} over {where} lies in a loop that other stages skip: {why}. "
+                "A device that waits there for other stages' would hang"
+            )

@@ -297,7 +297,7 @@ def boundary_bytes(step: Step, chip: Chip) -> int:
         rows = step.table.rows_written(name)
         copied = rows if rows > 1 and name == "activation" and not chip.in_place else 0
         total += bytes_of(jax.eval_shape(boundaries.empty)) + boundaries.crossing_bytes * (rows + (rows > 0) + copied)
-    if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
+    if step.ends.turns:  # what the first layer gives, and the cotangents of what the last one takes
         first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         total += bytes_of([*first, *filter(is_float, last)])
     return total

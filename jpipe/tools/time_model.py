@@ -115,7 +115,7 @@ def _work(step: Step, network: Network) -> tuple[Work, Work, list[float]]:
     by_layer = [of_group[g] for g in step.model.group_of]
     table = {kind: np.array([seconds[kind] for seconds in by_layer]) for kind in "FRBIW"}  # [N, (kernels, links)]
     ends = np.zeros(2)
-    if step.ends.shared:
+    if step.ends.turns:
         ends = np.sum([table[kind][[0, -1]] for kind in "FRB"], axis=(0, 1))
         for seconds in table.values():
             seconds[[0, -1]] = 0.0
@@ -188,7 +188,7 @@ def _sent_apart(step: Step, network: Network) -> float:
 
     traced = jax.make_jaxpr(on_stages(program, mesh, (), PartitionSpec(AXIS)))()
     once = network.seconds(sent_in(traced.jaxpr, mesh.shape))
-    if not step.ends.shared:
+    if not step.ends.turns:
         return once
     first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
     to_all = ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)

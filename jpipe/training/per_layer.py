@@ -224,7 +224,8 @@ def _layout_of(tree: PyTree) -> Layout:
 
 def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     """Where the optimiser's state for each layer lies: with the layer, split as the parameters that it belongs to."""
-    states = [jax.eval_shape(tx.init, layout.tree_shapes(v)) for v in range(len(layout.treedefs))]
+    types = zip(layout.treedefs, layout.storage.record_types, strict=True)
+    states = [jax.eval_shape(tx.init, jax.tree.unflatten(treedef, one.leaves)) for treedef, one in types]
     _check_numbers(states)
     rooms, treedefs = [], tuple(map(jax.tree.structure, states))
     for state, treedef, of_params in zip(states, treedefs, layout.treedefs, strict=True):

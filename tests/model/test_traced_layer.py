@@ -17,7 +17,7 @@ from jpipe.model.loss import trace_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES, as_remat
 from jpipe.model.trace import trace_model
-from jpipe.model.traced_layer import in_two_parts, partition_layer, trace_layer
+from jpipe.model.traced_layer import partition_layer, trace_layer
 from jpipe.partitioner.splits import Splits
 
 REMATS = [*MODES, jax.checkpoint_policies.dots_saveable]
@@ -86,7 +86,7 @@ def test_rows_are_added_to_by_comparison_in_a_backward_in_two_parts_too():
     loss = trace_loss(taken, model.groups[-1].gives, shapes)
     layer = partition_layer(trace_layer(LayerFunction(model.groups[-1], key_shape(), as_remat("none"), shapes, loss)))
     assert "scatter-add" in str(layer.backward_jaxpr)
-    split = in_two_parts(layer).split
+    split = layer.in_two_parts.split
     assert "scatter-add" not in str(split.inputs) + str(split.weights)
 
 

@@ -67,7 +67,7 @@ def planned(**options):
 
 
 def test_the_part_of_a_backward_that_is_recomputed():
-    cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
+    cost = lambda backward: Cost(1.0, backward, 0)
     times = LayerTimes(planned().planner, [cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
     apart = times.with_recomputation(stage_times((1.0, 1.0), (4.0, 4.0), (0.0, 0.0)))
     assert apart.recompute == pytest.approx([1.0, 0.0])  # never less than nothing

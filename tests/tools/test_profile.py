@@ -131,7 +131,7 @@ def planned(**options):
 
 def costs(of_layers, scale=1.0):
     """A third of a layer's time is its forward, the rest its backward."""
-    return [Cost(scale * t / 3, 2 * scale * t / 3, 0, 0, 0) for t in of_layers]
+    return [Cost(scale * t / 3, 2 * scale * t / 3, 0) for t in of_layers]
 
 
 def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1.0, noise=0.0):
