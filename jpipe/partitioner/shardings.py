@@ -158,18 +158,8 @@ def part_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
     >>> part_shape((4, 6), (Shard(0), PARTIAL), (Axis(("data",), (2,)), Axis(("model",), (2,))))
     (2, 6)
     """
-    return tuple(n // count for n, count in zip(shape, _num_parts(len(shape), sharding, axes), strict=True))
-
-
-def whole_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
-    """Returns the whole shape of an array from that of a device's part: the inverse of `part_shape`."""
-    return tuple(n * count for n, count in zip(shape, _num_parts(len(shape), sharding, axes), strict=True))
-
-
-def _num_parts(ndim: int, sharding: Sharding, axes: Sequence[Axis]) -> list[int]:
-    """Counts the devices that share each dimension."""
     shards = [(s.dim, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
-    return [math.prod(size for of_dim, size in shards if of_dim == dim) for dim in range(ndim)]
+    return tuple(n // math.prod(size for of_dim, size in shards if of_dim == dim) for dim, n in enumerate(shape))
 
 
 def part_structs(tree: PyTree, shardings: Sequence[Sharding], axes: Sequence[Axis]) -> list[jax.ShapeDtypeStruct]:
