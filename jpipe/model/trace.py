@@ -277,7 +277,7 @@ def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxp
 
 
 def _outline(tree: Shapes) -> tuple[object, list[object]]:
-    """The structure, and for each leaf its shape and the kind of its dtype: integer, floating-point, or the dtype itself."""
+    """The structure, and each leaf's shape and kind of dtype: integer, floating-point, or the dtype itself."""
     kind_of = lambda dtype: next((kind for kind in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, kind)), dtype)
     return jax.tree.structure(tree), [(leaf.shape, kind_of(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
 

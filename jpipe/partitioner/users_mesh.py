@@ -185,9 +185,8 @@ class Torus:
         coordinates, cube = np.asarray(self.coordinates), CLOSED_AT.get(self.version, 0)
         extents = _extents(coordinates)
         is_linked = lambda n: cube > 0 and all(m % cube == 0 for m in (extents if self.version in IN_CUBES else [n]))
-        closed = [
-            n if is_linked(n) else 0 for n in extents
-        ]  # dimensions of which the first chip has a link to the last
+        # The chips along each dimension of the torus whose first has a link to the last; 0 along the others.
+        closed = [n if is_linked(n) else 0 for n in extents]
 
         def of_group(group: np.ndarray) -> int:
             dims = zip(_extents(group), closed, strict=True)
