@@ -67,6 +67,31 @@ class Cutting:
             told_by=frozenset(map(moved, self.told_by)),
         )
 
+    def places_in(self, traced: Traced, like: tuple[Traced, Sequence[int]] | None = None) -> list[int]:
+        """The places in another trace of the same model: those at which the same variables are used before.
+
+        Args:
+          traced: the other trace.
+          like: a trace at the same shapes and its places: what crosses has to be of the same shapes.
+
+        Raises:
+          NoSuchPlace: a place has no counterpart.
+        """
+        by_used = _places_by_used(traced, self.told_by, self.ties)
+        places, has_marks = [0], len(traced.marked) == self.num_marks
+        for index, used in enumerate(self.before):
+            candidates, following = by_used.get((used, self.kinds[index]), []), self.following[index]
+            if has_marks and (mark := self.marks[index]) is not None:
+                candidates, following = [traced.marked[mark]], 0
+            candidates = [p for p in candidates if p > places[-1]]
+            if like is not None:
+                wanted = like[0].shapes(like[1][index])
+                candidates = [p for p in candidates if traced.shapes(p) == wanted]
+            if not candidates:
+                raise NoSuchPlace(index)
+            places.append(candidates[max(-1 - following, -len(candidates))])
+        return places[1:]
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -157,7 +182,7 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     following = [len(own) - 1 - own.index(place) for own, place in zip(alike, places, strict=True)]
     which = tuple(marks.index(place) if place in marks else None for place in places)
     cutting = Cutting(before, kinds, tuple(following), which, len(marks), (), (), ties, told_by)
-    again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
+    again = [0, *cutting.places_in(evaluation, (training, places)), len(evaluation.straight.main)]
     both = [own | evaluation.used(*pair) for own, pair in zip(used, pairwise(again), strict=True)]
     parts = _with_all_of_ties(both, sizes)
     if unused := unused_parts(frozenset().union(*parts), shapes):
@@ -255,33 +280,6 @@ def _used_before(traced: Traced, told_by: Collection[Part], ties: Collection[Par
         used |= {(part, times[part]) for part in new}
         by_place.append(frozenset(used) if new else by_place[-1])
     return by_place
-
-
-def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[int]] | None) -> list[int]:
-    """The places of another trace of the same model: those at which the same variables are used before.
-
-    Args:
-      cutting: where the model is cut.
-      traced: the other trace.
-      like: a trace at the same shapes and its places: what crosses has to be of the same shapes.
-
-    Raises:
-      NoSuchPlace: a place has no counterpart.
-    """
-    by_used = _places_by_used(traced, cutting.told_by, cutting.ties)
-    places, has_marks = [0], len(traced.marked) == cutting.num_marks
-    for index, used in enumerate(cutting.before):
-        candidates, following = by_used.get((used, cutting.kinds[index]), []), cutting.following[index]
-        if has_marks and (mark := cutting.marks[index]) is not None:
-            candidates, following = [traced.marked[mark]], 0
-        candidates = [p for p in candidates if p > places[-1]]
-        if like is not None:
-            wanted = like[0].shapes(like[1][index])
-            candidates = [p for p in candidates if traced.shapes(p) == wanted]
-        if not candidates:
-            raise NoSuchPlace(index)
-        places.append(candidates[max(-1 - following, -len(candidates))])
-    return places[1:]
 
 
 def _places_by_used(

@@ -17,16 +17,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.cutting.module import Modes, WholeModel, paths_below, paths_of, piece_names, with_zeros, without_unread
-from jpipe.cutting.pieces import (
-    Cutting,
-    NoSuchPlace,
-    Piece,
-    ReadsOthers,
-    TiedTogether,
-    decide_cutting,
-    make_pieces,
-    places_again,
-)
+from jpipe.cutting.pieces import Cutting, NoSuchPlace, Piece, ReadsOthers, TiedTogether, decide_cutting, make_pieces
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import INLINED, Part, rows_of
 from jpipe.jax.flat_jaxpr import flatten
@@ -120,8 +111,8 @@ class CutModel:
         """
         cutting = self.cutting
         try:
-            training = places_again(cutting, modes.training, None)
-            evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
+            training = cutting.places_in(modes.training)
+            evaluation = cutting.places_in(modes.evaluation, (modes.training, training))
         except NoSuchPlace as error:
             raise ValueError(
                 f"{self.whole.layer.name} does other things for this batch than for the first one behind the piece "
@@ -282,7 +273,7 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
 
 def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     """The words for a model that has too few places: how many, the largest piece, and where most of its work is."""
-    ends = [0, *places_again(model.cutting, training, None), len(training.straight.main)]
+    ends = [0, *model.cutting.places_in(training), len(training.straight.main)]
     flops = training.flops
     sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
     largest = sizes.index(max(sizes))
@@ -330,15 +321,10 @@ class _PieceLayer:
     def layer(self) -> AnyLayer:
         """The layer, whose variables are named as the model names them."""
         model, cutting = self.model.whole, self.model.cutting
-        parts = [
-            self.training.part,
-            self.evaluation.part,
-            *([] if model.init is None else [self.model.inits[self.index]]),
-        ]
+        pieces, inits = (self.training, self.evaluation), [] if model.init is None else [self.model.inits[self.index]]
+        parts = [*(piece.part for piece in pieces), *inits]
         numbers = [(part.kind, list(map(bits, part.closed.consts))) for part in parts]
-        reads = [
-            (piece.variables, piece.data, piece.num_given, piece.written) for piece in (self.training, self.evaluation)
-        ]
+        reads = [(piece.variables, piece.data, piece.num_given, piece.written) for piece in pieces]
         tied = cutting.tied[self.index]
         return AnyLayer(
             name=self.model.names[self.index],
@@ -348,7 +334,7 @@ class _PieceLayer:
             bind=bind_by_call(self.apply, lambda item: item),
             partition_specs=self.partition_specs,
             ready=None if model.layer.ready is None else self._chosen(jax.tree.leaves(model.layer.ready)),
-            reads_batch=any(i < self.num_leaves for piece in (self.training, self.evaluation) for i in piece.data),
+            reads_batch=any(i < self.num_leaves for piece in pieces for i in piece.data),
             shared=None if tied is None else self.model.shared[tied],
             has_model_key=True,
         )

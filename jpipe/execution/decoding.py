@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.cutting.module import Read, WholeModel, told_of, without_unread
-from jpipe.cutting.pieces import NoSuchPlace, places_again, unused_parts
+from jpipe.cutting.pieces import NoSuchPlace, unused_parts
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part
 from jpipe.cutting.whole import CutModel
@@ -379,7 +379,7 @@ def _trace_again(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> t
     if whole.read is not None and len(whole.read) == len(straight.read):
         straight, outputs = replace(straight, read=whole.read), without_unread(outputs, whole.read)
     try:
-        return (traced := Traced(straight)), places_again(model.cutting, traced, None), outputs
+        return (traced := Traced(straight)), model.cutting.places_in(traced), outputs
     except NoSuchPlace as error:
         raise ValueError(
             f"generate: {model.whole.layer.name} does in decode mode other things than in training behind the piece "

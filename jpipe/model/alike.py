@@ -114,9 +114,8 @@ class Alike:
             if of_mode.places != known[mode].places
         }
         # A group has one rate of running averages, and its caches start from one number.
-        if "moments" in map(group.rules.get, depend.get(TRAIN, ())) or any(
-            CACHE in depend.get(m, ()) for m in (INIT, DECODE)
-        ):
+        begin = {*depend.get(INIT, ()), *depend.get(DECODE, ())}
+        if "moments" in map(group.rules.get, depend.get(TRAIN, ())) or CACHE in begin:
             return None
         return replace(group, indices=together, constants=constants)
 

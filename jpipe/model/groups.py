@@ -307,29 +307,22 @@ class Model:
         """For each of the N-1 boundaries between a layer and the next, its leaves as one device has them."""
         return [part_structs(self.groups[g].gives, self.groups[g].gives_at, self.axes) for g in self.group_of[:-1]]
 
-
-def with_variable_sets(model: Model) -> Model:
-    """Collects the sets of variables of a model, and notes in each group the index of its own."""
-    sets: list[VariableSet] = []
-    set_of: dict[int, int] = {}  # by the identity of a group, or of what its layers share
-    groups = []
-    for g, group in enumerate(model.groups):
-        shared = group.layer.shared
-        owner = id(group if shared is None else shared)
-        if set(group.variables) - {CACHE} and owner not in set_of:  # caches lie apart
-            users = tuple((i,) for i in group.indices)
-            if shared is not None:
-                users = (tuple(i for i, c in enumerate(model.group_of) if model.groups[c].layer.shared is shared),)
-            set_of[owner] = len(sets)
-            sets.append(VariableSet(g, users, shared is not None))
-        groups.append(replace(group, variable_set=set_of.get(owner)))
-    return replace(model, groups=tuple(groups), variable_sets=tuple(sets))
-
-
-def same_shapes(a: PyTree, b: PyTree) -> bool:
-    """Whether two pytrees are equal in structure and shapes."""
-    shapes = lambda tree: list(map(np.shape, jax.tree.leaves(tree)))
-    return jax.tree.structure(a) == jax.tree.structure(b) and shapes(a) == shapes(b)
+    def with_variable_sets(self) -> Model:
+        """The model with its sets of variables collected, and in each group the index of its own."""
+        sets: list[VariableSet] = []
+        set_of: dict[int, int] = {}  # by the identity of a group, or of what its layers share
+        groups = []
+        for g, group in enumerate(self.groups):
+            shared = group.layer.shared
+            owner = id(group if shared is None else shared)
+            if set(group.variables) - {CACHE} and owner not in set_of:  # caches lie apart
+                users = tuple((i,) for i in group.indices)
+                if shared is not None:
+                    users = (tuple(i for i, c in enumerate(self.group_of) if self.groups[c].layer.shared is shared),)
+                set_of[owner] = len(sets)
+                sets.append(VariableSet(g, users, shared is not None))
+            groups.append(replace(group, variable_set=set_of.get(owner)))
+        return replace(self, groups=tuple(groups), variable_sets=tuple(sets))
 
 
 def same_type(a: PyTree, b: PyTree) -> bool:

@@ -24,7 +24,7 @@ from jpipe.jax.tracing import no_mesh, origins, replay, trace, uses
 from jpipe.jax.trees import is_float, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.calls import CACHE
-from jpipe.model.groups import EVALUATION, GRADIENT, INIT, TRAIN, Constants, LayerGroup, same_shapes
+from jpipe.model.groups import EVALUATION, GRADIENT, INIT, TRAIN, Constants, LayerGroup
 from jpipe.model.loss import TracedLoss
 from jpipe.model.remat import Remat
 from jpipe.partitioner.axes import AXIS
@@ -165,7 +165,8 @@ class LayerFunction:
     def _checked(self, outputs: PyTree) -> PyTree:
         """Casts outputs to the dtypes that the layer was traced with; other shapes are an error."""
         gives = self.group.gives
-        if not same_shapes(outputs, gives):
+        shapes = lambda tree: (jax.tree.structure(tree), list(map(np.shape, jax.tree.leaves(tree))))
+        if shapes(outputs) != shapes(gives):
             fault = f"{self.group.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in"
             mode = "training" if self.train else "evaluation"
             raise ValueError(f"{fault} {mode}, not {describe(gives)} as it was traced; give the same in both modes")

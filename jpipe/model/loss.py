@@ -26,16 +26,7 @@ from jpipe.layers.calls import signature_of
 from jpipe.model.random_keys import key_shape, loss_key
 from jpipe.partitioner.examples import INDEX, CouplesError, Examples
 from jpipe.partitioner.per_device import named_axes
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    Axis,
-    AxisSharding,
-    Partial,
-    Shard,
-    part_structs,
-    whole_shape,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Partial, Shard, part_structs
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Terms = Callable[[PyTree, Batch, Leaf | None], list[jax.Array]]
@@ -54,8 +45,9 @@ AVERAGED = Averaged()
 
 def whole_structs(tree: Shapes, lying: Sequence[AxisSharding], count: int) -> Shapes:
     """The shapes of arrays of a mini-batch, from those of a micro-batch and how it lies in them."""
-    (leaves, structure), axes = jax.tree.flatten(tree), (Axis(("microbatches",), (count,)),)
-    whole = lambda leaf, at: leaf.update(shape=whole_shape(leaf.shape, (at,), axes))
+    leaves, structure = jax.tree.flatten(tree)
+    times = lambda dim, at: count if isinstance(at, Shard) and at.dim == dim else 1
+    whole = lambda leaf, at: leaf.update(shape=tuple(n * times(dim, at) for dim, n in enumerate(leaf.shape)))
     return jax.tree.unflatten(structure, list(map(whole, leaves, lying)))
 
 

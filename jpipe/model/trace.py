@@ -26,19 +26,7 @@ from jpipe.layers.calls import CACHE, MODE_NAMES
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import FROZEN
 from jpipe.model.alike import Alike
-from jpipe.model.groups import (
-    DEFAULT_RULES,
-    KEEP,
-    WEIGHTS,
-    LayerGroup,
-    LayerTrace,
-    Model,
-    role_of,
-    same_shapes,
-    same_type,
-    strong,
-    with_variable_sets,
-)
+from jpipe.model.groups import DEFAULT_RULES, KEEP, WEIGHTS, LayerGroup, LayerTrace, Model, role_of, same_type, strong
 from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.per_device import named_axes, results_by_rules
@@ -106,7 +94,7 @@ def trace_model(
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
     groups = _with_rules(groups, traces, rules)
-    return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes))
+    return Model(tuple(groups), batch, inputs, splits.axes).with_variable_sets()
 
 
 def inputs_of(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
@@ -276,7 +264,7 @@ def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxp
         raise LayerError(f"{fault}; use jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp")
     for name, new in updates.items():
         old = variables[name]
-        if not same_shapes(old, new) or _categories(old) != _categories(new):
+        if _outline(old) != _outline(new):
             fault = f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}"
             raise LayerError(f"{fault}; keep structure, shapes and dtypes")
     flat = flatten(jaxpr)
@@ -288,10 +276,10 @@ def check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxp
     return written
 
 
-def _categories(tree: Shapes) -> list[object]:
-    """Names the kind of each leaf's dtype: integer, floating-point, or the dtype itself."""
-    kinds, dtypes = (jnp.integer, jnp.inexact), [leaf.dtype for leaf in jax.tree.leaves(tree)]
-    return [next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype) for dtype in dtypes]
+def _outline(tree: Shapes) -> tuple[object, list[object]]:
+    """The structure, and each leaf's shape and kind of dtype: integer, floating-point, or the dtype itself."""
+    kind_of = lambda dtype: next((kind for kind in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, kind)), dtype)
+    return jax.tree.structure(tree), [(leaf.shape, kind_of(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
 
 
 def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[LayerGroup]) -> str:

@@ -28,17 +28,7 @@ import jax
 from jpipe.jax.inside import needed_part
 from jpipe.jax.primitives import ClosedJaxpr, Literal, Var, shapes_of
 from jpipe.jax.rewrites import row_additions_by_comparison, weight_products_as_they_lie
-from jpipe.jax.tracing import (
-    depends_on,
-    equations_in,
-    replay,
-    replayed,
-    trace,
-    unrounded,
-    uses,
-    without,
-    without_prints,
-)
+from jpipe.jax.tracing import depends_on, equations_in, replayed, trace, unrounded, uses, without, without_prints
 from jpipe.jax.trees import is_float
 from jpipe.model.layer_function import LayerArguments, LayerFunction, LayerShardings, Results
 from jpipe.model.remat import is_mark
@@ -274,7 +264,8 @@ class DeviceLayer:
 
     def backward(self, arguments: LayerArguments, residuals: list[Leaf], cotangents: list[Leaf]) -> Gradients:
         """Computes the whole backward."""
-        return replay(self.backward_program, self.gradients)(self._vjp_leaves(arguments, residuals), cotangents)
+        values = replayed(self.backward_program, self._vjp_leaves(arguments, residuals), cotangents)
+        return jax.tree.unflatten(jax.tree.structure(self.gradients), values)
 
     def backward_inputs(
         self, arguments: LayerArguments, residuals: list[Leaf], cotangents: list[Leaf]

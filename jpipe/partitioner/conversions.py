@@ -20,17 +20,7 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.jax.flat_jaxpr import aval_of
 from jpipe.jax.inside import axes_of, line_of, scopes_of
 from jpipe.jax.primitives import COLLECTIVES, Jaxpr, JaxprEqn, shapes_of
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    Axis,
-    Hop,
-    Shard,
-    Sharding,
-    blocks_of,
-    outer_in_part,
-    part_shape,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Hop, Shard, Sharding, blocks_of, part_shape
 
 
 def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
@@ -95,7 +85,7 @@ def collective_of(axes: Sequence[Axis], hop: Hop) -> str | None:
     """Names the collective of a step (as in `Sent`); None if each device makes its part from the part that it has."""
     i, wanted = hop.over[0], hop.wanted
     old = hop.now[i]
-    one_run = lambda shard: isinstance(shard, Shard) and outer_in_part(shard, axes, hop.now, i) == 1
+    one_run = lambda shard: isinstance(shard, Shard) and shard.outer_in_part(axes, hop.now, i) == 1
     if isinstance(old, Shard) and wanted != PARTIAL:
         exchanges = one_run(old) and one_run(wanted) and isinstance(wanted, Shard) and old.dim != wanted.dim
         return "all_to_all" if exchanges else "all_gather"
@@ -129,20 +119,19 @@ def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
     old, axis, kind = now[i], axes[i], collective_of(axes, hop)
     names = names_of([axes[j] for j in hop.over])
     joined = {"axis_name": names, "axis_index_groups": None if others else axis.groups}
-    outer = lambda shard: outer_in_part(shard, axes, now, i)
     if isinstance(old, Shard):
         if kind == "all_to_all" and isinstance(wanted, Shard):
             return lax.all_to_all(part, split_axis=wanted.dim, concat_axis=old.dim, tiled=True, **joined)
         if wanted == PARTIAL:
-            return _among_zeros(part, axis, old.dim, outer(old))
-        part = _joined(part, axis, old.dim, outer(old))
+            return _among_zeros(part, axis, old.dim, old.outer_in_part(axes, now, i))
+        part = _joined(part, axis, old.dim, old.outer_in_part(axes, now, i))
     elif old == PARTIAL:
         if kind == "reduce_scatter" and isinstance(wanted, Shard):
             return lax.psum_scatter(part, scatter_dimension=wanted.dim, tiled=True, **joined)
         part = lax.psum(part, **joined)
     elif wanted == PARTIAL:  # the first device has the array, the others zeros
         return jnp.where(axis.index() == 0, part, jnp.zeros_like(part))
-    return _cut(part, axis, wanted.dim, outer(wanted)) if isinstance(wanted, Shard) else part
+    return _cut(part, axis, wanted.dim, wanted.outer_in_part(axes, now, i)) if isinstance(wanted, Shard) else part
 
 
 def _split_dim(x: jax.Array, dim: int, *sizes: int) -> jax.Array:

@@ -26,20 +26,10 @@ from jpipe.jax.flat_jaxpr import FlatJaxpr, aval_of, flatten
 from jpipe.jax.inside import axes_of, called_by, scan_counts, with_axis_types, with_named_axes
 from jpipe.jax.primitives import OVER_DEVICES, ClosedJaxpr, Jaxpr, JaxprEqn, shapes_of
 from jpipe.jax.tracing import equations_in, uses
+from jpipe.partitioner.axes import split_by
 from jpipe.partitioner.choice import Chooser, Handler, Wanted, along_whole_axes, always, cheapest_plan
 from jpipe.partitioner.conversions import names_of
-from jpipe.partitioner.shardings import (
-    REPLICATED,
-    Shape,
-    Shard,
-    Sharding,
-    is_possible,
-    named,
-    names_in,
-    of_spec,
-    part_structs,
-    summed,
-)
+from jpipe.partitioner.shardings import REPLICATED, Shard, Sharding, is_possible, named, of_spec, part_structs, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Unsplit, Way, way_by_rule
 
 # --- loops and branches -----------------------------------------------------------------------------------------------
@@ -48,7 +38,7 @@ Lying = Sequence[Sharding]
 """How several arrays lie."""
 
 
-def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:
+def _combined(now: Sharding, other: Sharding, shape: tuple[int, ...], axes: Axes) -> Sharding:
     """Joins two shardings: the first, and the other where that is replicated, if an array of the shape can lie so."""
     both = tuple(b if a == REPLICATED else a for a, b in zip(now, other, strict=True))
     return both if is_possible(shape, both, axes) else now
@@ -221,7 +211,7 @@ def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     free, shape = equation.params.get("unconstrained_dims", frozenset()), aval_of(equation.invars[0]).shape
     keeps = [axis.is_data or (isinstance(s, Shard) and s.dim in free) for axis, s in zip(axes, now, strict=True)]
     constrained = [name for axis, keep in zip(axes, keeps, strict=True) if not keep for name in axis.names]
-    by_spec = of_spec(PartitionSpec(*[tuple(n for n in names_in(entry) if n in constrained) for entry in spec]), axes)
+    by_spec = of_spec(split_by(spec, constrained.__contains__), axes)
     wanted = tuple(a if keep else b for a, b, keep in zip(now, by_spec, keeps, strict=True))
     if not is_possible(shape, wanted, axes):  # as far as it can be
         wanted = summed(now)

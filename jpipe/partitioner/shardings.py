@@ -85,6 +85,14 @@ class Shard:
     dim: int
     outer: int = 1
 
+    def outer_in_part(self, axes: Sequence[Axis], now: Sharding, i: int) -> int:
+        """Counts `outer` in a device's part, in which other axes than i have cut the dimension already."""
+        outer = self.outer
+        for j, other in enumerate(now):
+            if j != i and isinstance(other, Shard) and other.dim == self.dim and other.outer < self.outer:
+                outer //= axes[j].size
+        return outer
+
 
 @dataclass(frozen=True)
 class Replicated:
@@ -139,17 +147,8 @@ def in_runs(sharding: Sharding, axes: Sequence[Axis]) -> Sharding:
     >>> in_runs((Shard(0), Shard(0, 2)), axes), in_runs((REPLICATED, Shard(0, 2)), axes)
     ((Shard(dim=0, outer=1), Shard(dim=0, outer=2)), (Replicated(), Replicated()))
     """
-    has_several = lambda i, s: isinstance(s, Shard) and outer_in_part(s, axes, sharding, i) > 1
+    has_several = lambda i, s: isinstance(s, Shard) and s.outer_in_part(axes, sharding, i) > 1
     return tuple(REPLICATED if has_several(i, s) else s for i, s in enumerate(sharding))
-
-
-def outer_in_part(shard: Shard, axes: Sequence[Axis], now: Sharding, i: int) -> int:
-    """Counts `shard.outer` in a device's part, in which other axes than i have cut the dimension already."""
-    outer = shard.outer
-    for j, other in enumerate(now):
-        if j != i and isinstance(other, Shard) and other.dim == shard.dim and other.outer < shard.outer:
-            outer //= axes[j].size
-    return outer
 
 
 def part_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
@@ -158,18 +157,8 @@ def part_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
     >>> part_shape((4, 6), (Shard(0), PARTIAL), (Axis(("data",), (2,)), Axis(("model",), (2,))))
     (2, 6)
     """
-    return tuple(n // count for n, count in zip(shape, _num_parts(len(shape), sharding, axes), strict=True))
-
-
-def whole_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
-    """Returns the whole shape of an array from that of a device's part: the inverse of `part_shape`."""
-    return tuple(n * count for n, count in zip(shape, _num_parts(len(shape), sharding, axes), strict=True))
-
-
-def _num_parts(ndim: int, sharding: Sharding, axes: Sequence[Axis]) -> list[int]:
-    """Counts the devices that share each dimension."""
     shards = [(s.dim, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
-    return [math.prod(size for of_dim, size in shards if of_dim == dim) for dim in range(ndim)]
+    return tuple(n // math.prod(size for of_dim, size in shards if of_dim == dim) for dim, n in enumerate(shape))
 
 
 def part_structs(tree: PyTree, shardings: Sequence[Sharding], axes: Sequence[Axis]) -> list[jax.ShapeDtypeStruct]:

@@ -178,20 +178,18 @@ class Torus:
         numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), along, range(-len(along), 0))
         return numbers.reshape(-1, math.prod(sizes[i] for i in along))
 
-    @property
-    def _closed(self) -> list[int]:
-        """The chips along each dimension of the torus whose first has a link to the last; 0 along the others."""
-        extents, cube = _extents(np.asarray(self.coordinates)), CLOSED_AT.get(self.version, 0)
-        is_linked = lambda n: cube > 0 and all(m % cube == 0 for m in (extents if self.version in IN_CUBES else [n]))
-        return [n if is_linked(n) else 0 for n in extents]
-
     def links(self, axes: Collection[str]) -> int:
         """The links of a TPU over which a collective along mesh axes sends at once: of the group with the fewest."""
         if not self.coordinates:
             return 2 if math.prod(n for name, n in self.sizes if name in axes) >= 4 else 1
+        coordinates, cube = np.asarray(self.coordinates), CLOSED_AT.get(self.version, 0)
+        extents = _extents(coordinates)
+        is_linked = lambda n: cube > 0 and all(m % cube == 0 for m in (extents if self.version in IN_CUBES else [n]))
+        # The chips along each dimension of the torus whose first has a link to the last; 0 along the others.
+        closed = [n if is_linked(n) else 0 for n in extents]
 
         def of_group(group: np.ndarray) -> int:
-            dims = zip(_extents(group), self._closed, strict=True)
+            dims = zip(_extents(group), closed, strict=True)
             return sum(2 if n == size else 1 for n, size in dims if n > 1)
 
-        return max(1, min(map(of_group, np.asarray(self.coordinates)[self.groups(axes)])))
+        return max(1, min(map(of_group, coordinates[self.groups(axes)])))

@@ -258,18 +258,18 @@ class Topology:
           ImportError: the compiler for TPUs, or that for GPUs, is not installed.
           ValueError: the compiler knows no slice of this shape.
         """
-        gpu, compiler, remedy = self.chip.gpu, "TPU", "jpipe[tpu]' (Linux, x86-64)"
-        if gpu is not None:
-            compiler, remedy = "GPU", "jpipe[gpu-compiler]' (Linux)"
-        if not (importlib.util.find_spec("libtpu") if gpu is None else _cuda_versions()):
-            raise ImportError(f"topology='{self}' needs the {compiler} compiler; pip install '{remedy}")
+        gpu = self.chip.gpu
         if gpu is None:
+            compiler, is_there, remedy = "TPU", importlib.util.find_spec("libtpu"), "jpipe[tpu]' (Linux, x86-64)"
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             where = {"platform": "tpu", "topology_name": str(self), **dict(self.chip.config)}
         else:
+            compiler, is_there, remedy = "GPU", _cuda_versions(), "jpipe[gpu-compiler]' (Linux)"
             hosts, number = (1, *self.shape)[-2:]
             where = {"platform": "cuda", "target_config": gpu.description, "topology": f"1x{hosts}x{number}"}
+        if not is_there:
+            raise ImportError(f"topology='{self}' needs the {compiler} compiler; pip install '{remedy}")
         try:
             return _devices(**where)
         except Exception as error:  # its type differs by what is wrong

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.cutting.pieces import TiedTogether, decide_cutting, make_pieces, places_again
+from jpipe.cutting.pieces import TiedTogether, decide_cutting, make_pieces
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, straighten
 from jpipe.model.alike import Kinds
@@ -44,7 +44,7 @@ def test_the_pieces_are_the_model_in_both_modes_and_at_other_shapes():
     assert cutting.parts == ((Part(0),), (Part(1),), (Part(2),), (Part(3),))
     for function, size in ((in_training, 2), (in_evaluation, 2), (in_training, 5)):
         trace = traced(function, size)
-        pieces = make_pieces(trace, cutting, places_again(cutting, trace, None), Kinds())
+        pieces = make_pieces(trace, cutting, cutting.places_in(trace), Kinds())
         x = RNG.normal(size=(size, 4)).astype(np.float32)
         crossing = []
         for weight, piece in zip(WEIGHTS[:4], pieces, strict=True):
@@ -120,7 +120,7 @@ def test_what_follows_from_the_batch_alone_does_not_cross():
 
     trace = traced(masked)
     cutting = decide_cutting(trace, trace, SHAPES, 1)
-    places = places_again(cutting, trace, None)
+    places = cutting.places_in(trace)
     assert [len(trace.crossing[p]) for p in places] == [1, 1, 1]
     assert all(piece.data == (0,) for piece in make_pieces(trace, cutting, places, Kinds()))
     assert len(list(pairwise([0, *places, len(trace.straight.main)]))) == 4

@@ -28,7 +28,6 @@ from jpipe.partitioner.shardings import (
     of_spec,
     replicated,
     summed,
-    whole_shape,
 )
 
 AXES = (Axis(("data", "fsdp"), (1, 2), is_data=True), Axis(("model",), (2,)))
@@ -118,6 +117,15 @@ def compare(make_mesh: Callable, known: Case, count: int = 3, with_gradients_too
         for (jaxpr, way), found in zip(cases, run_on_parts(make_mesh, cases, arguments), strict=True):
             for i, (a, b) in enumerate(zip(found, expected[: len(jaxpr.jaxpr.outvars)], strict=True)):
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=f"result {i} under {way}")
+
+
+def whole_shape(part: Sequence[int], sharding: Sharding, axes: Sequence[Axis]) -> tuple[int, ...]:
+    """The whole shape of an array from that of a device's part: the inverse of `part_shape`."""
+    whole = list(part)
+    for along, axis in zip(sharding, axes, strict=True):
+        if isinstance(along, Shard):
+            whole[along.dim] *= axis.size
+    return tuple(whole)
 
 
 def on_mesh(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, data_axes: Sequence[str] = ()) -> Callable:

@@ -15,8 +15,8 @@ from jpipe.partitioner.shardings import (
     of_spec,
     part_shape,
     to_spec,
-    whole_shape,
 )
+from partitioned import whole_shape
 from parts import AXES, DEVICES, X, cut
 
 SHARDS = [Shard(0), Shard(1), Shard(0, 2), Shard(1, 2), Shard(0, 4)]
