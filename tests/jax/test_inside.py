@@ -1,7 +1,6 @@
 """Each entry of the seam to JAX does what it says in this version of JAX; a failure names what has changed."""
 
 import re
-import traceback
 from pathlib import Path
 
 import flax
