@@ -63,7 +63,7 @@ from jpipe.schedules.ticks import Run, SlotTable
 from jpipe.types import Leaf, PyTree
 
 Arrivals = dict[int, dict[int, Buffers]]
-"""The values that arrive beside a slot, by flow and route."""
+"""The values that arrive beside a slot or before it, by flow and route."""
 
 SENT = {+1: "activation", -1: "cotangent"}
 """What is sent along each flow."""
@@ -165,14 +165,15 @@ def _first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> Ti
     crossing["cotangent"] = step.cotangents.crossing(backward.cotangent) if step.schedule.trains else {}
     rows = lambda count, arrays: jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), arrays)
     waiting = {name: [rows(len(one), crossing[name]) for one in step.table.waiting[name]] for name in crossing}
-    away, entered, left = step.kept.away, [], []
+    away, from_first, from_last = step.kept.away, [], []
     if step.ends.turns:
         given, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
-        entered, left = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
+        from_first, from_last = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
     back = {name: away[name].empty_row() for name in _returning(step, step.table.slots[-1])}
     host = {name: storage.empty_host() for name, storage in away.items()}
-    return TickCarry(forward, backward, waiting=waiting, entered=entered, left=left, back=back, host=host)
+    ends = {"from_first": from_first, "from_last": from_last}
+    return TickCarry(forward, backward, waiting=waiting, **ends, back=back, host=host)
 
 
 def _run_ticks(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
@@ -205,14 +206,14 @@ def _run_tick(
       entries: this device's entries of the table, `[slots, columns]`; for each slot its `Turns` in this tick, scalars,
         the same on all stages, or none if each end runs on its own stage.
     """
-    (rows, turns), slots = entries, stage.step.table.slots
+    (columns, turns), slots = entries, stage.step.table.slots
     for i, slot in enumerate(slots):
-        now = jax.tree.unflatten(jax.tree.structure(slot), [rows[i, j] for j in range(rows.shape[1])])
+        now = jax.tree.unflatten(jax.tree.structure(slot), [columns[i, j] for j in range(columns.shape[1])])
         # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot that
         #    is the last one of the tick before, whose results are in the carry.)
         crossing = _crossing(stage, run, i - 1, carry, beside=True)
         coming, carry = _rows_back(stage, slot, now, carry)
-        carry = carry._replace(entered=_turn(stage, run, i, "enter", turns, carry.entered))
+        carry = carry._replace(from_first=_turn(stage, run, i, "enter", turns, carry.from_first))
         # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
         #    the carry.
         for kind in run.together[i] or slot.kinds:
@@ -247,18 +248,18 @@ def _held(crossing: Arrivals, carry: TickCarry, *, together: bool) -> tuple[Arri
     """Puts what a slot left behind an `optimization_barrier`; returns what crosses beside the slot, and the carry.
 
     It is for meshes with more axes than `stage`: along these layers may send too. XLA's scheduler places the operations
-    of a tick from the last to the first. Where a loop that sends and the end of a transfer could both come next, it
-    places the loop. The transfer then ends before the loop begins, with nothing beside it. With something behind the
-    loop, the end of the transfer comes first.
+    of a tick from the last to the first. Where a loop that sends and the end of a transfer could both stand in front of
+    what is placed already, it places the loop. The transfer then ends before the loop begins, with nothing beside it.
+    With something behind the loop, the end of the transfer is placed first.
 
     In a slot without a loop around it, more is needed. What crosses is behind a second barrier, with what the slot
     left: else a loop over layers may still be placed first. What waits is behind the first one: it is read before
     anything is written there, else a TPU's compiler copies it all.
     """
-    left, waiting = jax.lax.optimization_barrier((_left(carry), carry.waiting if together else {}))
+    left, waiting = jax.lax.optimization_barrier((_boundaries(carry), carry.waiting if together else {}))
     if together:
         crossing, left = jax.lax.optimization_barrier((crossing, left))
-    return crossing, _with_left(carry, left)._replace(waiting=waiting or carry.waiting)
+    return crossing, _with_boundaries(carry, left)._replace(waiting=waiting or carry.waiting)
 
 
 def _crossing(stage: Stage, run: Run, i: int, carry: TickCarry, *, beside: bool) -> Arrivals:
@@ -359,7 +360,7 @@ def _turn(stage: Stage, run: Run, i: int, name: str, turns: list[Turns], carry: 
         return when(m >= 0, (m, []), counted, carry, reads=reads and (lambda at, carry: (at[0], reads(step, carry))))
 
 
-def _enter(stage: Stage, job: Job, _: list[Leaf], entered: list[Leaf]) -> list[Leaf]:
+def _enter(stage: Stage, job: Job, _: list[Leaf], from_first: list[Leaf]) -> list[Leaf]:
     """The first layer's outputs, on all stages; those that don't count are overwritten before they are read."""
     return stage.step.forwards[0](stage.arguments(job, stage.batch_of(job)), [])[0].outputs
 
@@ -382,7 +383,7 @@ def _leave(stage: Stage, job: Job, x: list[Leaf], carry: TickCarry) -> TickCarry
     # All stages have the same outputs, and results are summed over stages at the end: one stage's are counted.
     outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in values.outputs]
     results = stage.collected(job, carry.forward.results, outputs)
-    return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
+    return carry._replace(forward=carry.forward._replace(results=results), backward=backward, from_last=cotangents)
 
 
 def _back(stage: Stage, job: Job, cotangents: list[Leaf], carry: TickCarry) -> TickCarry:
@@ -437,7 +438,7 @@ def _rows_back(stage: Stage, slot: SlotTable, now: Now, carry: TickCarry) -> tup
 
 
 def _send_rows(
-    stage: Stage, slot: SlotTable, now: Now, moved: tuple[Kept, Arrivals], carry: TickCarry
+    stage: Stage, slot: SlotTable, now: Now, beside: tuple[Kept, Arrivals], carry: TickCarry
 ) -> tuple[Arrivals, TickCarry]:
     """Ends what moved beside a slot, the rows that come back and what crosses between stages; sends the slot's own row.
 
@@ -446,12 +447,13 @@ def _send_rows(
     """
     away = stage.step.kept.away
     if not away:
-        return moved[1], carry
+        return beside[1], carry
     names = [name for name in away if (slot.away[name].sent_to >= 0).any()]
     leaving = {name: away[name].leaving(carry.forward.kept[name], now.away[name].row) for name in names}
-    (back, crossed), host, leaving, left = jax.lax.optimization_barrier((moved, carry.host, leaving, _left(carry)))
+    together = beside, carry.host, leaving, _boundaries(carry)
+    (back, crossed), host, leaving, left = jax.lax.optimization_barrier(together)
     host |= {name: away[name].sent(host[name], leaving[name], now.away[name].sent_to) for name in names}
-    return crossed, _with_left(carry, left)._replace(back=back, host=host)
+    return crossed, _with_boundaries(carry, left)._replace(back=back, host=host)
 
 
 def _returning(step: Step, slot: SlotTable) -> list[str]:
@@ -459,12 +461,12 @@ def _returning(step: Step, slot: SlotTable) -> list[str]:
     return [name for name in step.kept.away if (slot.away[name].returns >= 0).any()]
 
 
-def _left(carry: TickCarry) -> tuple[Buffers, Buffers]:
+def _boundaries(carry: TickCarry) -> tuple[Buffers, Buffers]:
     """The boundary buffers that a slot's action has left."""
     return carry.forward.activation, carry.backward.cotangent
 
 
-def _with_left(carry: TickCarry, left: tuple[Buffers, Buffers]) -> TickCarry:
+def _with_boundaries(carry: TickCarry, left: tuple[Buffers, Buffers]) -> TickCarry:
     """The carry with others in their place."""
     forward, backward = carry.forward._replace(activation=left[0]), carry.backward._replace(cotangent=left[1])
     return carry._replace(forward=forward, backward=backward)

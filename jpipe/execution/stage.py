@@ -84,8 +84,8 @@ class TickCarry(NamedTuple):
       backward: what the device's last backward left at its boundary, and the sums of gradients so far.
       waiting: "activation"s that have arrived and wait for their forward, and "cotangent"s for their backward, each
         array `[rows, ...]`: one set of rows, or one for each route (`TickTable.waiting`).
-      entered: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
-      left: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
+      from_first: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
+      from_last: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
       back: rows of residuals that have come back from the host for this slot, by name; empty if none do.
       host: rows of residuals on the host; empty without `offload=`.
     """
@@ -93,8 +93,8 @@ class TickCarry(NamedTuple):
     forward: ForwardWork
     backward: BackwardWork
     waiting: dict[str, list[Buffers]]
-    entered: list[jax.Array]
-    left: list[jax.Array]
+    from_first: list[jax.Array]
+    from_last: list[jax.Array]
     back: dict[str, Buffers]
     host: dict[str, Buffers]
 
@@ -249,7 +249,7 @@ class Stage:
         place = self.step.schedule.placement
         virtual_stage = 0 if place.num_virtual_stages == 1 else place.virtual_stage(self.device, now.chunk)
         at = {name: Row(getattr(now, name), self.device) for name in ROWS}
-        chooses = self.step.plan.request.splits.on_gpu  # on others `rows_back` has chosen before
+        chooses = self.step.plan.request.splits.on_gpu  # on others `_rows_back` in executor.py has chosen before
         at |= {name: Row(away.row, 0, away.stays if chooses else None) for name, away in now.away.items()}
         if counts is not True:
             at = {name: one._replace(row=jnp.maximum(one.row, 0)) for name, one in at.items()}
@@ -263,7 +263,7 @@ class Stage:
         read it. A row of -1 gives values of no use on the first or last virtual stage. With a buffer for each route it
         changes nothing: on other virtual stages what the action reads is there already.
         """
-        boundaries, buffers = self.at_boundary(name, carry)
+        place, (boundaries, buffers) = self.step.schedule.placement, self.at_boundary(name, carry)
         numbers, row = self.step.table.waiting[name], getattr(now, name)
 
         def take(at: tuple[Index, Buffers], buffers: Buffers) -> Buffers:
@@ -276,9 +276,10 @@ class Stage:
             elif len(own):
                 buffers = when((row >= own.start) & (row < own.stop), (row - own.start, rows), take, buffers)
         # The virtual stage beside a shared end finds there what the end gave in its turn.
-        ends = {"activation": (carry.entered, 0, 0), "cotangent": (carry.left, self.step.model.num_layers - 2, -1)}
-        leaves, boundary, beside = ends[name]
-        mine = job.virtual_stage == beside % self.step.schedule.placement.num_virtual_stages
+        leaves, boundary, user = carry.from_first, 0, 0
+        if name == "cotangent":
+            leaves, boundary, user = carry.from_last, self.step.model.num_layers - 2, place.num_virtual_stages - 1
+        mine = job.virtual_stage == user
         if not leaves:
             return buffers
         old = boundaries.read(buffers, boundary, 0)
@@ -444,7 +445,7 @@ ACTIONS: dict[str, Callable[[Stage, Counts, Now, TickCarry], TickCarry]] = {
     "I": partial(Stage.backward, whole=False),
     "W": Stage.weight_gradients,
 }
-"""The function that carries out each kind of action; `counts` is False where the stage idles, and works along."""
+"""The function that carries out each kind of action. Its `counts` is traced where some stages only work along."""
 
 
 def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dict[int, dict[str, list[Leaf]]]:

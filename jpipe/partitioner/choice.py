@@ -260,8 +260,8 @@ class _Draft:
 
         Along axes along which the first way converts operands, at a price, each operand may be replicated, and those
         that are converted may also be split along a dimension. Where none is converted, so may the one that stays
-        partial, or the table that entries are added to, along a dimension that they choose from. (Of two that stay
-        partial the sum is smaller, so it is left to the reader.)
+        partial, or the table that entries are added to, along a dimension that they choose from. (Of two operands
+        that stay partial the result takes one transfer where they would take two, so it is left to the reader.)
         """
         flat, lying = self.flat.equations[at], self._lying(at, self.forms)
         shapes = [self.flat.avals[value].shape for value in flat.reads]

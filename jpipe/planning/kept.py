@@ -303,8 +303,8 @@ def _warn_if_none_go(offload: Offload, goes: Going, schedule: Schedule) -> None:
     """Says that no residuals go to the hosts, though some are to."""
     sizes = ", ".join(f"{name}={size}" for name, size in schedule.sizes.items())
     if any(map(any, goes)):
-        why = f"under {schedule.name!r} with {sizes} none waits long enough to leave"
-        warn_once(f"offload= moves no residuals: {why}")
+        why = "none waits long enough to leave, or too few for the device to need fewer rows"
+        warn_once(f"offload= moves no residuals: under {schedule.name!r} with {sizes} {why}")
     elif offload.residuals or offload.boundaries:
         shares = {word: share for word, share in vars(offload).items() if share and word != "optimizer"}
         warn_once(

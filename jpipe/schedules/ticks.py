@@ -106,7 +106,8 @@ class TickTable:
     Attributes:
       slots: the slots of a tick, in the order in which they run.
       num_ticks: T; the last tick has an action.
-      runs: all ticks, in order. One run, if idle stages do nothing. If they work along (`lower`), up to seven:
+      runs: all ticks, in order. One run, if idle stages do nothing; `together` then has what all stages have in every
+        tick. If they work along (`lower`), up to seven:
 
           ticks    0   1   2 | 3   4   5   6   7   8   9   10 | 11  12  13      1F1B, K=4, M=8
           slot     F   F   F | FB  FB  FB  FB  FB  FB  FB  FB | B   B   B       what any stage has
@@ -173,8 +174,10 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         columns[name], arrivals[name], waiting[name] = arrival_rows(orders, flow, later, shape, always=idle_work)
     moves: dict[str, Away[np.ndarray]] = {}
     for name, (writer, readers) in KEEPS.items():
+        # Without W nothing reads late residuals, so they get no rows.
         again, unused = keep_inputs and writer == "F", name == "late_residual" and not at["W"]
         values = kept_values(anew if again else at[writer], [at[kind] for kind in readers if not unused])
+        # A stage with B writes no "w_input", but where others have its parts it computes I, then W: into a free row.
         writes_nothing = (does == "") | ((does == "B") & (name == "w_input"))
         along = _works_along(runs, "RBI" if again else writer, writes_nothing & idle_work)
         columns[name] = kept_rows(values, shape, along)

@@ -47,8 +47,8 @@ class Value(NamedTuple):
       last: the slot time until which it is live, included.
       reads: the slot times of the actions that read it.
       route: of one that arrives over a boundary, the index of the route.
-      again: of such a one, the slot time before which each transfer brings it once more, its sender having left no
-        other.
+      resent_until: of such a one, a slot time. Until then its sender leaves nothing newer, so each transfer by the
+        route brings this value once more.
       in_place: whether its stage left it for its own very next action along the flow, so that it is there already.
     """
 
@@ -57,7 +57,7 @@ class Value(NamedTuple):
     last: int
     reads: tuple[int, ...] = ()
     route: int = 0
-    again: int = 0
+    resent_until: int = 0
     in_place: bool = False
 
 
@@ -93,7 +93,10 @@ class Rows:
 
     @cached_property
     def free(self) -> np.ndarray:
-        """`[T * width + 1, K]`, the lowest row without a value that is live; if there is none, the number of rows."""
+        """`[T * width + 1, K]`, the lowest row without a value that is live; if there is none, the number of rows.
+
+        The last line is for what arrives at the end of the last slot.
+        """
         free = np.zeros((self.shape[0] + 1, self.shape[1]), np.int32)
         spans: list[list[tuple[int, Value]]] = [[] for _ in range(self.shape[1])]  # of each stage
         for row, value in zip(self.row, self.values, strict=True):
@@ -122,8 +125,8 @@ def arrival_rows(orders: Orders, flow: int, later: Times, shape: Shape, *, alway
 
     Several routes have a buffer each, where that takes one row more at the most. What comes from another stage is then
     written at no cost if its buffer has one row and is always written: what the transfer leaves is the buffer, and
-    nothing is copied. (A value that waits is in no danger while its sender has left no other.) And what a stage leaves
-    for its own very next action needs no row.
+    nothing is copied. (While its sender leaves no other value, each transfer brings the one that waits once more.) And
+    what a stage leaves for its own very next action needs no row.
 
     Args:
       orders: the orders.
@@ -179,21 +182,21 @@ def _in_buffers(
     `buffers` says of these whether a transfer from another stage may leave in the buffer what it brings.
     """
     read, written, numbers = np.full(shape, -1, np.int32), list[np.ndarray](), list[range]()
-    slots = {(value.route, (value.first - 1) % width) for value in values}  # in which something arrives by each route
-    num_routes = Counter(slot for _, slot in slots)
+    arrives = {(value.route, (value.first - 1) % width) for value in values}  # (route, slot) in which something does
+    num_routes = Counter(slot for _, slot in arrives)
     for routes, crosses in buffers.items():
         rows = Rows([value for value in values if value.route in routes], shape)
         otherwise = rows.free[1:]  # where nothing new arrives
         if crosses:  # the value that the transfer brings once more while it waits
             for value, row in zip(rows.values, rows.row, strict=True):
-                otherwise[value.first - 1 : min(value.last, value.again) : width, value.stage] = row
+                otherwise[value.first - 1 : min(value.last, value.resent_until) : width, value.stage] = row
         start, count = numbers[-1].stop if numbers else 0, 0
         for route in routes:
             column = rows.column(lambda value, route=route: [value.first - 1] if value.route == route else [])
             for slot in range(width):
                 in_each_tick = np.where(column[slot::width] >= 0, column[slot::width], otherwise[slot::width])
                 costs_nothing = num_routes[slot] == 1 or always or (crosses and in_each_tick.max() == 0)
-                if (route, slot) in slots and costs_nothing:
+                if (route, slot) in arrives and costs_nothing:
                     column[slot::width] = in_each_tick
             count = max(count, 1 + int(column.max()))
             written.append(np.where(column >= 0, start + column, -1))

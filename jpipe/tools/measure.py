@@ -1,4 +1,4 @@
-"""Measures a step on the pipeline's own devices: seconds of it and of each stage's actions, and bytes held.
+"""Measures a step on the pipeline's own devices, and divides its seconds into slices; bytes held.
 
 The program of the step is timed with some of its actions left out: all of them, all but one stage's forwards, all but
 its backwards. The time of the actions that run is the time of such a run minus that of the run without any, inside of

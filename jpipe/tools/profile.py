@@ -1,4 +1,4 @@
-"""`jpipe.profile`: measures a training step, takes it apart, and says in plain words what would shorten it.
+"""`jpipe.profile`: shows the slices of a measured training step, and says in plain words what would shorten it.
 
 Each prediction starts from the measured times of stages. These are shared among the stages' layers, in proportion to
 the times of the layers alone, and then put together anew.

@@ -153,7 +153,11 @@ class _Update:
             self._visit(equation)
 
     def results(self) -> list[Leaf]:
-        """The arrays of all results, each in the place of an argument."""
+        """The arrays of all results, each in the place of an argument.
+
+        A loop is needed for each result that is sliced, or replaces what is, unless its array is there already; those
+        of one shape and spec share one.
+        """
         loops: dict[tuple[Shape, PartitionSpec], dict[int, int]] = defaultdict(dict)
         pairs = list(zip(self._flat.results, self._flat.arguments, strict=False))
         for number, into in pairs:
@@ -197,7 +201,10 @@ class _Update:
         return on_stages(loop.run, self._mesh, (specs,), dict.fromkeys(targets, spec))(arrays)
 
     def _followed(self, numbers: Iterable[int]) -> tuple[list[FlatEquation], set[int]]:
-        """(The elementwise equations that some values follow from, the values that these begin with)."""
+        """(The equations that some values follow from, the values that these begin with but for scalar constants).
+
+        It goes back as long as equations make arrays element by element, or spread a scalar.
+        """
         avals, reads, equations = self._flat.avals, {*numbers}, []
         for flat in reversed(self._flat.equations):
             name, shapes = flat.equation.primitive.name, [avals[n].shape for n in (*flat.makes, *flat.reads)]
