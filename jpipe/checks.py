@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from flax import serialization
 from jax.core import Tracer
-from jax.sharding import Mesh
 
 from jpipe.jax.in_place import is_apart
 from jpipe.jax.trees import check_same_shapes, named_leaves
@@ -181,9 +180,12 @@ def check_alive(what: str, tree: PyTree) -> None:
 
 
 def call_of(what: str, *arguments: PyTree) -> tuple[object, ...]:
-    """The key of a call: what it does, the types of its arguments, the mesh in context, how wide numbers may be."""
+    """The key of a call: what it does, the types of its arguments and whether they are this process's own, the mesh in
+    context, how wide numbers may be.
+    """
     leaves, structure = jax.tree.flatten(arguments)
-    types = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
+    owns = jax.process_count() > 1
+    types = [(getattr(x, "shape", None), getattr(x, "dtype", None), owns and _is_put_on_own(x)) for x in leaves]
     return what, structure, *types, jax.sharding.get_abstract_mesh(), jax.dtypes.canonicalize_dtype(float)
 
 
@@ -223,24 +225,9 @@ def check_agree(plan: Plan, what: str, batch: Batch, key: jax.Array | None = Non
     mesh = plan.request.mesh
     if jax.process_count() == 1 or not mesh.is_multi_process:
         return
-    check_placed(batch, mesh)
     agreed, words = facts(plan, batch, values=what != "init", key=key), "configurations with the other processes"
-    with task(f"comparing {words}"), followed(f"the comparison of {words}", batch):
+    with task(f"comparing {words}"), followed(f"the comparison of {words}", ()):
         check_agreement({"call": what, **agreed}, sorted({d.process_index for d in mesh.devices.flat}))
-
-
-def check_placed(batch: Batch, mesh: Mesh) -> None:
-    """Checks, where the mesh has devices of several processes, that no array of a batch is on some of one of them.
-
-    Raises:
-      ValueError: naming the first that is.
-    """
-    for name, leaf in named_leaves("batch", batch) if mesh.is_multi_process else ():
-        if _is_on_own_devices(leaf) and leaf.committed:
-            raise ValueError(
-                f"{name} is on devices of process {jax.process_index()} alone, but the mesh has those of several; give "
-                "pipe.place(batch), with the rows that this process feeds (pipe.data_shard)"
-            )
 
 
 def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = None) -> dict[str, str]:
@@ -251,6 +238,9 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
       batch: the batch of the step, `[B, ...]`.
       values: whether its arrays that aren't divided among processes have to be equal, too.
       key: the random key of the step, if it has one.
+
+    Raises:
+      ValueError: naming the first array of the batch that the user put on devices of this process alone.
     """
     request = plan.request
     schedule, mesh, splits = request.schedule, request.mesh, request.splits
@@ -270,6 +260,11 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         words[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}{split}"
     words |= {"cuts": _shortened(plan.partition.cuts), "costs of layers": _shortened(plan.partition.layer_costs)}
     for name, leaf in named_leaves("batch", batch):
+        if _is_put_on_own(leaf):
+            raise ValueError(
+                f"{name} is on devices of process {jax.process_index()} alone, but the mesh has those of several; give "
+                "pipe.place(batch), with the rows that this process feeds (pipe.data_shard)"
+            )
         words[name] = describe(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         if values and _is_own(leaf):
             words[f"the values of {name} (own rows go through pipe.place)"] = _digest(np.asarray(leaf).tobytes())
@@ -286,6 +281,11 @@ def _is_own(leaf: Leaf) -> bool:
 def _is_on_own_devices(leaf: Leaf) -> TypeGuard[jax.Array]:
     """Whether a leaf is an array on devices of this process alone."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
+
+
+def _is_put_on_own(leaf: Leaf) -> bool:
+    """Whether the user put a leaf on devices of this process alone."""
+    return _is_on_own_devices(leaf) and leaf.committed
 
 
 def remat_name(remat: Remat) -> str:

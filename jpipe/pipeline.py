@@ -303,8 +303,9 @@ class Pipeline(Tabular):
             micro = self.planner.for_outputs(batch, bare)
             checks.check_complete(self.plan, variables)
             step = self.planner.evaluation_step(micro, with_loss=False)
-            self._known[call] = partial(self._jit_apply, step, self.planner.output_axes(micro))
+            run = partial(self._jit_apply, step, self.planner.output_axes(micro))
             checks.check_agree(self.plan, "bare" if micro.bare else "apply", batch)
+            self._known[call] = run
         return self._run("the forward pass", self._known[call], variables, batch)
 
     def generate(
@@ -338,8 +339,9 @@ class Pipeline(Tabular):
         if (call := checks.call_of("evaluate", variables, batch)) not in self._known:
             micro = self.planner.for_evaluation(batch)
             checks.check_complete(self.plan, variables)
-            self._known[call] = partial(self._jit_evaluate, self.planner.evaluation_step(micro, with_loss=True))
+            run = partial(self._jit_evaluate, self.planner.evaluation_step(micro, with_loss=True))
             checks.check_agree(self.plan, "evaluate", batch)
+            self._known[call] = run
         return self._run("the loss", self._known[call], variables, batch)
 
     # --- training ---
@@ -445,7 +447,6 @@ class Pipeline(Tabular):
           (`optax.apply_if_finite`), state other than parameters stays as it was too; `step` counts on.
         """
         checks.check_state(state)
-        checks.check_placed(batch, self.mesh)
         step = self._training_step(state.variables, batch, state.key)
         checks.check_offload(self.plan, state)
         batch = batches.on_mesh(batch, self.mesh)
@@ -485,7 +486,6 @@ class Pipeline(Tabular):
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, trained: Batch = None) -> PyTree:
         """Calls a jitted program, and returns its results."""
         checks.check_alive("variables", variables)
-        checks.check_placed(given[0], self.mesh)
         arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done, notes_on_room(self.planner, arguments, trained):
             return done(jitted(*arguments))

@@ -26,13 +26,17 @@ REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it 
 """What to do with a number for all examples."""
 
 
-def batch_size(batch: Batch) -> int:
-    """B, the examples of a batch, a pytree of arrays `[B, ...]`.
+def batch_size(batch: Batch, like: Shapes = None) -> int:
+    """B, the examples of a batch, a pytree of arrays `[B, ...]`, which is like the one seen at init but for its shapes.
 
     Raises:
       TypeError: a leaf is no array of numbers.
-      ValueError: there are no leaves, one is a scalar, or they differ in batch size.
+      ValueError: there are no leaves, one is a scalar, or they differ in batch size; the batch has another structure
+        than `like`, or is a single example of it.
     """
+    if like is not None:
+        check_no_example(batch, like)
+        check_same_structure("batch", batch, like)
     sizes: dict[int, str] = {}
     for name, leaf in named_leaves("batch", batch):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -99,18 +103,19 @@ def cut_batch(batch: Batch, count: int, *, bare: bool = False) -> MicroBatch:
     return MicroBatch(structure, tuple(map(shape, leaves)), count, bare)
 
 
-def cut_for_training(batch: Batch, num_microbatches: int, shards: int) -> MicroBatch:
+def cut_for_training(batch: Batch, num_microbatches: int, shards: int, like: Shapes = None) -> MicroBatch:
     """One of M micro-batches, which can be split over the data axes.
 
     Args:
       batch: `[B, ...]`.
       num_microbatches: M.
       shards: the devices that each micro-batch is split over.
+      like: the batch that was seen at init, if there was one.
 
     Raises:
-      TypeError, ValueError: it is no batch (`batch_size`), or can't be cut so; sizes that can are named.
+      TypeError, ValueError: it is no such batch (`batch_size`), or can't be cut so; sizes that can are named.
     """
-    size = batch_size(batch)
+    size = batch_size(batch, like)
     if size % num_microbatches:
         raise ValueError(f"batch size {size} is not divisible by {num_microbatches=}; use {_alternatives(size)}")
     if size % (multiple := num_microbatches * shards):
@@ -120,12 +125,14 @@ def cut_for_training(batch: Batch, num_microbatches: int, shards: int) -> MicroB
     return cut_batch(batch, num_microbatches)
 
 
-def cut_for_evaluation(batch: Batch, num_microbatches: int, shards: int, *, bare: bool = False) -> MicroBatch:
+def cut_for_evaluation(
+    batch: Batch, num_microbatches: int, shards: int, like: Shapes = None, *, bare: bool = False
+) -> MicroBatch:
     """One of equal micro-batches of a batch of any size: M of them, or the next fewer that fit.
 
     Those that the data axes can split come first; where there are none, every device computes the whole micro-batch.
     """
-    size = batch_size(batch)
+    size = batch_size(batch, like)
     fitting = [m for m in range(1, num_microbatches + 1) if size % m == 0]
     return cut_batch(batch, max(fitting, key=lambda m: (size // m % shards == 0, m)), bare=bare)
 
@@ -138,16 +145,6 @@ def _check_dtype(name: str, dtype: np.dtype) -> None:
         )
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
         raise TypeError(f"{name} has the dtype {dtype}, but a batch holds numbers only; leave it out, or encode it")
-
-
-def check_like(batch: Batch, expected: Shapes) -> None:
-    """Checks that a batch `[B, ...]` is like the one seen at init, but for its shapes.
-
-    Raises:
-      ValueError: it has another structure, or is a single example.
-    """
-    check_no_example(batch, expected)
-    check_same_structure("batch", batch, expected)
 
 
 def check_no_example(batch: Batch, expected: Shapes) -> None:

@@ -33,7 +33,6 @@ from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
 from jpipe.memory.batches import (
     MicroBatch,
-    check_like,
     check_no_example,
     cut_for_evaluation,
     cut_for_training,
@@ -128,13 +127,11 @@ class Planner:
           TypeError, ValueError: as of `cut_for_training`; or the first batch can't be planned for.
         """
         self.request.check_has_loss()
-        check_like(batch, self.plan_for(batch).model.batch)
-        return cut_for_training(batch, *self._sizes)
+        return cut_for_training(batch, *self._sizes, self.plan_for(batch).model.batch)
 
     def for_evaluation(self, batch: Batch) -> MicroBatch:
         """The micro-batches of an evaluation batch of any size; errors as of `for_training`, but for the size."""
-        check_like(batch, self.plan_for(batch).model.batch)
-        return cut_for_evaluation(batch, *self._sizes)
+        return cut_for_evaluation(batch, *self._sizes, self.plan_for(batch).model.batch)
 
     def for_outputs(self, batch: Batch, bare: bool | None = None) -> MicroBatch:
         """The micro-batches of a batch of any size, or of the model's bare inputs, for its outputs.

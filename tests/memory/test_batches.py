@@ -10,7 +10,6 @@ import pytest
 
 import jpipe
 from cases import assert_close
-from jpipe.checks import check_placed
 from jpipe.memory.batches import (
     batch_size,
     check_no_example,
@@ -37,7 +36,6 @@ def test_one_process_feeds_all_rows(make_mesh, shape, axes):
     placed = place_rows(batch, mesh, axes[1:])["x"]
     np.testing.assert_array_equal(placed, batch["x"])
     assert {shard.data.shape for shard in placed.addressable_shards} == {(8 // (mesh.size // mesh.shape["stage"]), 2)}
-    check_placed(batch, mesh)
 
 
 def test_rows_that_can_not_be_placed(make_mesh):
