@@ -39,7 +39,7 @@ from jpipe.partitioner.axes import AXIS, shapes_only
 from jpipe.partitioner.examples import CouplesError, Examples
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard, names_in, part_shape, part_structs, replicated
 from jpipe.planning.plan import Plan
-from jpipe.planning.step import Step, build_step
+from jpipe.planning.step import Step, make_step
 from jpipe.processes.progress import warn_user
 from jpipe.schedules.orders import forward_only
 from jpipe.types import Leaf, PyTree, Shapes
@@ -182,7 +182,7 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     sizes = request.schedule.sizes | {"num_microbatches": placement.num_stages}
     schedule = forward_only(**sizes, style=placement.style)
     functions = [LayerFunction(group, None, request.remat, model.batch) for group in model.groups]
-    return build_step(plan, model, schedule, functions, idles_work=False)
+    return make_step(plan, model, schedule, functions, idles_work=False)
 
 
 def find_logits(plan: Plan, logits: PickLogits | None) -> int:

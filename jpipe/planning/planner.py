@@ -55,7 +55,7 @@ from jpipe.partitioner.users_mesh import check_context
 from jpipe.planning.partition import UNITS, Partition, as_balance, cut_layers, unit_of, unmeasured_costs
 from jpipe.planning.plan import Plan, make_plan
 from jpipe.planning.request import Request
-from jpipe.planning.step import Step, build_step
+from jpipe.planning.step import Step, make_step
 from jpipe.processes.progress import task, warn_once
 from jpipe.schedules.orders import forward_only
 from jpipe.types import Batch, PyTree
@@ -427,7 +427,7 @@ class Planner:
             outputs = self._step(micro, key, with_loss=False)
         with self.tracing():
             plan, model = self.known_plan(), self.model(micro)
-            return build_step(plan, model, schedule, functions, layers, self.known, outputs=outputs)
+            return make_step(plan, model, schedule, functions, layers, self.known, outputs=outputs)
 
 
 def _has_parts(*jaxprs: ClosedJaxpr) -> bool:

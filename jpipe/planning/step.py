@@ -1,6 +1,6 @@
 """A step as plain data: which layers each stage runs, where everything lies, and when it happens.
 
-`build_step` puts together what the other folders decide (groups of equal layers, cuts, schedule, remat) for the shapes
+`make_step` puts together what the other folders decide (groups of equal layers, cuts, schedule, remat) for the shapes
 of one micro-batch. The executor then only follows it. Shapes are in the letters of ARCHITECTURE.md: K stages, V chunks,
 S virtual stages, M micro-batches, G groups, T ticks.
 """
@@ -185,7 +185,7 @@ class Step:
         return f"{self.model.described()}, {schedule.name}, {sizes}"
 
 
-def build_step(
+def make_step(
     plan: Plan,
     model: Model,
     schedule: Schedule,
