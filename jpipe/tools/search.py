@@ -97,7 +97,7 @@ def plan(
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
     chosen = [replace(one, options={**options, **one.options, **mesh_of(one.setting.axes)}) for one in chosen]
     title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
-    why = [f"1. is ahead of 2. by {chosen[0].cost.ahead_of(second.cost)}" for second in chosen[1:2]]
+    why = [f"1. is ahead of 2. by {chosen[0].cost.gain_over(second.cost)}" for second in chosen[1:2]]
     return Choices(title, tuple(chosen), (*why, *chosen[0].cost.notes))
 
 

@@ -58,13 +58,13 @@ class StepCost(Tabular):
         """The share of the time in which a stage waits for others; ends that all stages compute together are work."""
         return self.seconds["bubble"] / ((self.seconds["bubble"] + self.seconds["computation"]) or 1.0)
 
-    def ahead_of(self, other: "StepCost") -> str:
-        """How much less this step takes than another, and of what: parts that are a hundredth of it or more."""
+    def gain_over(self, other: "StepCost") -> str:
+        """How much less this step takes than another, and of what: the parts that are a hundredth of it or more."""
         gain, names = other.step - self.step, {**self.seconds, **other.seconds}
         gains = {name: other.seconds.get(name, 0.0) - self.seconds.get(name, 0.0) for name in names}
         felt = sorted((name for name in gains if abs(gains[name]) > gain / 100), key=lambda name: -abs(gains[name]))
         words = [f"{ms_in_words(abs(gains[name]))} ms {'less' if gains[name] > 0 else 'more'} {name}" for name in felt]
-        return f"{ms_in_words(gain)} ms less: {', '.join(words)}"
+        return f"{ms_in_words(gain)} ms: {', '.join(words)}"
 
     def table(self) -> Table:
         """Seconds by slice and bytes by part, with their shares."""

@@ -277,5 +277,5 @@ def test_milliseconds_of_small_models_and_of_large_ones(choice):
 
 def test_it_says_why_the_first_is_ahead_of_the_second(choice):
     second = but(choice, computation=choice.time["computation"] + 3e-3, bubble=choice.time["bubble"] - 1e-3)
-    said = choice.cost.ahead_of(second.cost)
-    assert said == "2.00 ms less: 3.00 ms less computation, 1.00 ms more bubble"
+    said = choice.cost.gain_over(second.cost)
+    assert said == "2.00 ms: 3.00 ms less computation, 1.00 ms more bubble"
