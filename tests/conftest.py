@@ -48,7 +48,7 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples", 
 MakeMesh = Callable[..., Mesh]
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def room():
     yield
     compiled_once.make_room()

@@ -18,8 +18,8 @@ from jax._src import compiler
 
 KEPT = 500
 """Programs. Most are wanted again by a test of the same file."""
-MOST_MEMORY = 2 * 2**30
-"""Bytes that a process may hold after a file of tests; if it holds more, what was compiled is forgotten."""
+MOST_MEMORY = 9 * 2**28
+"""Bytes that a process may hold after a test; if it holds more, what was compiled is forgotten."""
 TAKES = ["backend", "module", "executable_devices", "options", "host_callbacks"]
 
 
