@@ -180,8 +180,10 @@ def check_alive(what: str, tree: PyTree) -> None:
 
 
 def call_of(what: str, *arguments: PyTree) -> tuple[object, ...]:
-    """The key of a call: what it does, the types of its arguments and whether they are this process's own, the mesh in
-    context, how wide numbers may be.
+    """The key by which a call's checks are known to have passed.
+
+    It is what the call does, the types of its arguments, which of them the user put on this process's own devices, the
+    mesh in context, and how wide numbers may be.
     """
     leaves, structure = jax.tree.flatten(arguments)
     owns = jax.process_count() > 1

@@ -187,8 +187,11 @@ class Planner:
 
     @property
     def _whole_arrays(self) -> tuple[object, ...]:
-        """All that decides traces on whole arrays: the mesh's size, since equations hold a mesh of as many devices, and
-        the sizes of its axes but `stage` and the data axes."""
+        """All that decides traces on whole arrays.
+
+        The mesh's size, since equations hold a mesh of as many devices, and the sizes of its axes but `stage` and the
+        data axes.
+        """
         mesh, names = self.request.mesh, (AXIS, *self.request.splits.batch_axes)
         return self.cut, mesh.size, tuple(pair for pair in mesh.shape.items() if pair[0] not in names)
 
