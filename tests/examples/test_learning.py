@@ -35,12 +35,6 @@ def run(monkeypatch, script, *arguments: str) -> None:
     script.main()
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-# --- translation ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_it_learns_what_it_is_shown(learnt):
     """Sixteen French names to the letter; a decoder that doesn't see what the encoder read can't tell them apart."""

@@ -76,6 +76,14 @@ OWN = {
 """All imports of the package's own modules, but for those by which a method opens a tool, as `schedule.plot()` does."""
 
 
+def test_continuous_integration_names_tests_that_are_there():
+    root = PACKAGE.parent
+    for name in re.findall(r"tests/[\w/.:]+", (root / ".ci" / "run").read_text()):
+        path, _, test = name.partition("::")
+        assert (root / path).exists(), name
+        assert not test or f"def {test}(" in (root / path).read_text(), name
+
+
 def test_every_folder_has_its_line():
     assert {path.parent.name for path in FILES} - {"jpipe"} == set(MAY_IMPORT)
 
