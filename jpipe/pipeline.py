@@ -93,6 +93,10 @@ class Pipeline(Tabular):
       loss_over: what a loss of one number is of. Default: the mini-batch, whose parts micro-batches compute; a loss
         that couples examples is an error. "batch": any loss, of all outputs at once (one more forward; arXiv
         2101.06983). "microbatch": each micro-batch has its own, and the mean is taken.
+      sown: collections that a model, which is one Linen or nnx module, sows into. Its outputs are `(outputs, {"losses":
+        ...})` then, for the loss and for `apply`, as of `model.apply(..., mutable=["losses"])`; a value that is sown in
+        training alone is zero in evaluation. A scalar of `apply` is the mean over micro-batches, or their sum, if it is
+        a sum over examples.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -118,9 +122,10 @@ class Pipeline(Tabular):
         ends: str = "own",
         offload: str | Sequence[str] | Mapping[str, float] = (),
         loss_over: str | None = None,
+        sown: str | Sequence[str] = (),
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        whole, inputs = as_whole(layers), inputs or batches.default_inputs
+        whole, inputs = as_whole(layers, sown), inputs or batches.default_inputs
         layers = () if whole is not None else as_layers(layers)
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -70,6 +70,7 @@ def layers_of(
     *,
     inputs: Callable[[Batch], PyTree] | None = None,
     num_layers: int = 1,
+    sown: str | Sequence[str] = (),
 ) -> FoundLayers:
     """The layers that a pipeline would cut a model into.
 
@@ -78,12 +79,13 @@ def layers_of(
       batch: a micro-batch `[b, ...]` or its shapes; its values don't matter.
       loss_fn, inputs: as for `jpipe.Pipeline`. What a loss doesn't read isn't carried to the last layer.
       num_layers: how many layers are needed at least; a pipeline needs K * V.
+      sown: as for `jpipe.Pipeline`.
 
     Raises:
       TypeError: it is no such model.
       ValueError: it has fewer places than that, or can't be traced.
     """
-    layer = as_whole(model)
+    layer = as_whole(model, sown)
     if layer is None:
         raise TypeError(f"model is a {type(model).__name__}; pass one module, a factory of one, or a jpipe.Layer")
     wanted = as_integer("num_layers", num_layers, "ask for a count of layers")

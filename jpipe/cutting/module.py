@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jpipe.cutting.lines import NO_LINES, Lines, find_lines, with_lines
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
-from jpipe.layers.base import AnyLayer, describe
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, describe
 from jpipe.layers.connections import with_inputs
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import TracedInit, trace_call, trace_init
@@ -44,12 +45,14 @@ class WholeModel:
       variables: the shapes of its variables by collection.
       init: how new variables are made; None if the module has its values already.
       read: for each leaf of the outputs, whether the loss reads it; None before that is known.
+      lines: what the pieces hand on to the end; known together with `read`.
     """
 
     layer: AnyLayer
     variables: dict[str, Shapes]
     init: TracedInit | None
     read: tuple[bool, ...] | None = None
+    lines: Lines = NO_LINES
 
     @cached_property
     def collections(self) -> list[str]:
@@ -76,9 +79,10 @@ class WholeModel:
 
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
-        (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
+        training, outputs = self.trace_mode(read_inputs, batch, True)
+        evaluation, _ = self.trace_mode(read_inputs, batch, False, outputs)
         modes = Modes(Traced(training), Traced(evaluation), outputs)
-        return modes if self.read is None else modes.reading(self.read)
+        return modes if self.read is None else modes.reading(self.read).with_lines(self.lines)
 
     def read_by(self, loss_fn: LossFn | None, modes: Modes, batch: Shapes) -> tuple[WholeModel, Modes]:
         """(the model that knows which outputs a loss reads, its traces of these).
@@ -88,11 +92,21 @@ class WholeModel:
           modes, batch: the model's traces of all outputs for a micro-batch, and that one.
         """
         read = outputs_read(loss_fn, modes.outputs, batch)
-        return replace(self, read=read), modes.reading(read)
+        modes = modes.reading(read)
+        both = modes.training.straight, modes.evaluation.straight
+        lines = find_lines(*both, num_examples=jax.tree.leaves(batch)[0].shape[0])
+        return replace(self, read=read, lines=lines), modes.with_lines(lines)
 
-    def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
-        """(the model's equations in training or evaluation, the shapes of its outputs)."""
+    def trace_mode(
+        self, read_inputs: Read, batch: Shapes, train: bool, trained: Shapes = None
+    ) -> tuple[Straight, Shapes]:
+        """(the model's equations in training or evaluation, the shapes of its outputs).
+
+        What it sows in training alone, where `trained` are the shapes of its outputs, is zero in evaluation.
+        """
         (layer,), key = with_inputs([self.layer], read_inputs), key_shape() if train else None
+        if layer.sown and trained is not None:
+            layer = _sowing(layer, trained[1])
         told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
         with telling(layer.name, told), layer.dropouts() as dropouts:
             closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key)
@@ -101,6 +115,18 @@ class WholeModel:
             warn_of_dropouts(layer.name, dropouts)
         state = [i for i, name in enumerate(self.collections) if name in updates]
         return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
+
+
+def _sowing(layer: AnyLayer, wanted: Shapes) -> AnyLayer:
+    """A model whose sown values have this structure: with zeros for those that are missing."""
+
+    def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+        (outputs, sown), updates = layer.apply(variables, inputs, context)
+        found = dict(jax.tree_util.tree_leaves_with_path(sown))
+        fill = lambda path, leaf: found.get(path, jnp.zeros(leaf.shape, leaf.dtype))
+        return (outputs, jax.tree_util.tree_map_with_path(fill, wanted)), updates
+
+    return replace(layer, apply=apply)
 
 
 def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
@@ -144,6 +170,11 @@ class Modes:
         both = [straight.depths_read for straight in modes]
         depths = {leaf: min(d[leaf] for d in both if leaf in d) for leaf in {*both[0], *both[1]}}
         training, evaluation = (Traced(replace(straight, depths=depths)) for straight in modes)
+        return Modes(training, evaluation, self.outputs)
+
+    def with_lines(self, lines: Lines) -> Modes:
+        """The same traces, with lines."""
+        training, evaluation = (Traced(with_lines(one.straight, lines)) for one in (self.training, self.evaluation))
         return Modes(training, evaluation, self.outputs)
 
 

@@ -48,19 +48,22 @@ class Traced:
 
     @cached_property
     def crossing(self) -> list[tuple[int, ...]]:
-        """For each place the activations that are needed behind it and made before it, in the order of their making."""
+        """For each place the activations that are needed behind it and made before it, in the order of their making.
+
+        Behind them the values of lines, in order.
+        """
         straight, main = self.straight, self.straight.main
         last: dict[int, int] = {}
         for p, i in enumerate(main):
             last.update(dict.fromkeys(straight.flat.equations[i].reads, p))
-        last.update(dict.fromkeys(straight.outputs, len(main)))
+        last.update(dict.fromkeys(straight.ends, len(main)))
         live: dict[int, None] = {}
         crossing: list[tuple[int, ...]] = [()]
         for p, i in enumerate(main):
             made = straight.flat.equations[i].makes
             live.update(dict.fromkeys(n for n in made if straight.sources[n] is Follows.BOTH))
             live = {n: None for n in live if last.get(n, -1) > p}
-            crossing.append(tuple(live))
+            crossing.append(tuple(sorted(live, key=lambda n: straight.lines.get(n, -1))))
         return crossing
 
     @cached_property

@@ -73,6 +73,8 @@ class Straight:
       state: the leaves of the variables of which the other results are new values.
       read: for each output, whether anybody reads it.
       depths: along how many dimensions pieces have slices of a leaf of the variables, at most; see `depths_read`.
+      lines: by number of a value that each piece hands on to the next one, to the end, the index of its line
+        (`jpipe.cutting.lines`). It counts as an activation.
     """
 
     flat: FlatJaxpr
@@ -80,11 +82,17 @@ class Straight:
     state: tuple[int, ...]
     read: tuple[bool, ...]
     depths: Mapping[int, int] = field(default_factory=dict)
+    lines: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def outputs(self) -> tuple[int, ...]:
         """The numbers of the model's outputs that are read."""
         return tuple(compress(self.flat.results, self.read))
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """What the last piece takes or gives: the outputs, and the last value of each line."""
+        return *self.outputs, *{line: number for number, line in self.lines.items()}.values()
 
     @property
     def data(self) -> tuple[int, ...]:
@@ -102,7 +110,7 @@ class Straight:
             for number in equation.reads:
                 origin |= sources[number]
             for number in equation.makes:
-                sources[number] = origin
+                sources[number] = Follows.BOTH if number in self.lines else origin
         return sources
 
     @cached_property
@@ -110,7 +118,7 @@ class Straight:
         """The indices of the equations that the outputs and new values of the state need, or that have an effect."""
         # Of new values that a scan stacks its trips' count, if pieces have slices.
         new = [n for leaf, new in self.new_state.items() for n in self.slices_made(Part(leaf), new).values()]
-        return self.flat.needed_for([*self.outputs, *new], effects=True)
+        return self.flat.needed_for([*self.ends, *new], effects=True)
 
     def slices_made(self, part: Part, number: int) -> dict[Part, int]:
         """The numbers of a value, or of the slices of it that pieces have if unrolled scans stack it."""

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.cutting.lines import with_lines
 from jpipe.cutting.module import Read, WholeModel, told_of, without_unread
 from jpipe.cutting.pieces import NoSuchPlace, unused_parts
 from jpipe.cutting.places import Traced
@@ -333,7 +334,7 @@ def cut_decoder(
     read: Read = lambda tokens: jax.tree.unflatten(structure, [tokens])
     with telling(f"generate: {layer.name}", lambda: told_of(read(tokens))):
         init = trace_init(layer, key_shape(), read(tokens), tokens)
-    whole = WholeModel(layer, strong(init.variables), init, model.whole.read)
+    whole = WholeModel(layer, strong(init.variables), init, model.whole.read, model.whole.lines)
     cutting = model.cutting.renumbered(_numbers(model.whole, whole))
     decoder = CutModel(whole, cutting)
     caches = _caches(decoder, *_trace_again(decoder, read, tokens)[:2])
@@ -378,6 +379,7 @@ def _trace_again(model: CutModel, read: Read, tokens: jax.ShapeDtypeStruct) -> t
     straight = replace(straight, depths=straight.depths_read | depths)
     if whole.read is not None and len(whole.read) == len(straight.read):
         straight, outputs = replace(straight, read=whole.read), without_unread(outputs, whole.read)
+        straight = with_lines(straight, whole.lines)
     try:
         return (traced := Traced(straight)), model.cutting.places_in(traced), outputs
     except NoSuchPlace as error:

@@ -21,7 +21,7 @@ from jpipe.jax.flat_jaxpr import without_calls
 from jpipe.jax.in_place import Index
 from jpipe.jax.primitives import ClosedJaxpr, Var, shapes_of
 from jpipe.jax.tracing import replay
-from jpipe.memory.batches import join_microbatches, split_microbatches
+from jpipe.memory.batches import Joining, join_microbatches, split_microbatches
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
@@ -164,12 +164,12 @@ def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch) -> jax.A
     return step.loss.means(run_step(step, run_inference, (variables, batch, None, None), PartitionSpec()))[0]
 
 
-def apply(step: Step, joined_along: tuple[int, ...], variables: dict[str, StageTree], batch: Batch) -> PyTree:
+def apply(step: Step, joined_along: tuple[Joining, ...], variables: dict[str, StageTree], batch: Batch) -> PyTree:
     """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode.
 
     Args:
       step: forward only.
-      joined_along: the batch axis of each leaf of the outputs.
+      joined_along: how the micro-batches of each leaf of the outputs are joined.
       variables, batch: all collections; what the step was made for.
     """
     specs = [to_spec(at, step.model.axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]

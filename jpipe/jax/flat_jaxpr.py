@@ -137,7 +137,7 @@ def flatten(
       keeps: whether a call stays one equation.
       selects: whether the equations of all branches of a `cond` stand in its place, and its results are selected.
     """
-    flattening = _Flattening(calls, unrolls, keeps, selects)
+    flattening = Flattening(FlatJaxpr([], {}, (), [], ()), calls, unrolls, keeps, selects)
     arguments = tuple(flattening.new(aval_of(v)) for v in closed.jaxpr.invars)
     results = flattening.visit(closed, arguments, ())
     return replace(flattening.flat, arguments=arguments, results=results, is_body=is_body)
@@ -148,12 +148,19 @@ Callers: TypeAlias = tuple[JaxprEqn, ...]
 """The equations that call one, the outermost first."""
 
 
-class _Flattening:
-    """Puts equations into `flat`, one jaxpr after the other, for `flatten`."""
+class Flattening:
+    """Puts equations into `flat`, one jaxpr after the other; the arguments are those of `flatten`."""
 
-    def __init__(self, calls: Collection[str], unrolls: Whether, keeps: Whether, selects: bool):
+    def __init__(
+        self,
+        flat: FlatJaxpr,
+        calls: Collection[str] = CALLS,
+        unrolls: Whether = lambda equation: False,
+        keeps: Whether = lambda equation: False,
+        selects: bool = False,
+    ):
         self._calls, self._unrolls, self._keeps, self._selects = calls, unrolls, keeps, selects
-        self.flat = FlatJaxpr([], {}, (), [], ())
+        self.flat = flat
 
     def new(self, aval: ShapedArray, constant: Leaf | None = None) -> int:
         """Numbers a value."""
@@ -208,11 +215,11 @@ class _Flattening:
         """Appends the equations of all branches of a cond; the numbers of what is selected of their results."""
         which, *operands = reads
         branches = [self.visit(branch, tuple(operands), callers) for branch in cond.params["branches"]]
-        select = lambda choices: self._applied(lambda which, *x: lax.select_n(which, *x), (which, *choices), callers)
+        select = lambda choices: self.applied(lambda which, *x: lax.select_n(which, *x), (which, *choices), callers)
         pick = lambda choices: choices[0] if len({*choices}) == 1 else select(choices)
         return tuple(map(pick, zip(*branches, strict=True)))
 
-    def _applied(self, function: Callable[..., jax.Array], numbers: tuple[int, ...], callers: Callers) -> int:
+    def applied(self, function: Callable[..., jax.Array], numbers: tuple[int, ...], callers: Callers = ()) -> int:
         """Appends the equations of a function of some values; the number of its result."""
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (self.flat.avals[i] for i in numbers)]
         return self.visit(jax.make_jaxpr(function)(*shapes), numbers, callers)[0]
@@ -228,7 +235,7 @@ class _Flattening:
         return number
 
     def _stack(self, trips: list[int], callers: Callers) -> int:
-        number = self._applied(lambda *x: jnp.stack(x), tuple(trips), callers)
+        number = self.applied(lambda *x: jnp.stack(x), tuple(trips), callers)
         self.flat.trips[number] = trips
         return number
 

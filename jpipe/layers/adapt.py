@@ -21,8 +21,12 @@ from jpipe.layers.nnx import layer_of_factory, layer_of_module
 from jpipe.layers.plain import Layer, layer_of_functions
 
 
-def as_layers(layers: object) -> tuple[AnyLayer, ...]:
+def as_layers(layers: object, sown: Sequence[str] = ()) -> tuple[AnyLayer, ...]:
     """Adapts a user's sequence of layers.
+
+    Args:
+      layers: the sequence.
+      sown: the collections of sown values that a layer gives behind its outputs, `(outputs, {name: values})`.
 
     Raises:
       TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
@@ -36,18 +40,31 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
     places = [_taken_apart(mark.layer) for mark in marks]
     _check_repeats(places, opened is not layers)
-    adapted = [replace(_as_layer(place, index), shared=place.shared) for index, place in enumerate(places)]
+    adapted = [replace(_as_layer(place, index, sown), shared=place.shared) for index, place in enumerate(places)]
     return connect([_frozen(*pair, index) for index, pair in enumerate(zip(adapted, places, strict=True))], marks)
 
 
-def as_whole(model: object) -> AnyLayer | None:
-    """A model that is one module, a factory of one, or a `Layer`, as one layer; None for a sequence of layers."""
+def as_whole(model: object, sown: str | Sequence[str] = ()) -> AnyLayer | None:
+    """A model that is one module, a factory of one, or a `Layer`, as one layer; None for a sequence of layers.
+
+    Args:
+      model: the user's.
+      sown: as of `as_layers`.
+
+    Raises:
+      TypeError, ValueError: as of `as_layers`; or `sown` are no names, or for layers that don't sow.
+    """
+    names = (sown,) if isinstance(sown, str) else sown
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) and name != "params" for name in names):
+        raise TypeError(f"sown={sown!r} are no collections of sown values; pass their names, such as ('losses',)")
     inner = model.layer if isinstance(model, Frozen) else model
     if isinstance(inner, nn.Sequential | nnx.Sequential | Sequence):  # an nnx.List is a module, too
+        if names:
+            raise ValueError(f"sown={sown!r} is of a model that is one module; in a list, layers pass on such values")
         return None
     is_one = isinstance(inner, nn.Module | nnx.Module | Layer)
     is_factory = callable(inner) and not isinstance(inner, type) and "rngs" in signature_of(inner)
-    return as_layers([model])[0] if is_one or is_factory else None
+    return as_layers([model], names)[0] if is_one or is_factory else None
 
 
 @dataclass(frozen=True)
@@ -130,19 +147,23 @@ def _parts(layer: object) -> list[object]:
     return [layer]
 
 
-def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
+def _as_layer(place: _UsersLayer, index: int, sown: Sequence[str]) -> AnyLayer:
     layer, method = place.module, place.method
     if isinstance(layer, Marked):
         raise TypeError(f"layers[{index}] shares a marked layer; mark its use: jpipe.stash(jpipe.Shared(layer), 'a')")
     if isinstance(layer, nn.Module):
-        return linen_layer(layer, index, method)
+        return linen_layer(layer, index, method, tuple(sown))
     if isinstance(layer, nnx.Module):
-        return layer_of_module(layer, index, method)
+        return layer_of_module(layer, index, method, tuple(sown))
     if isinstance(layer, Layer):
+        if sown:
+            raise ValueError(
+                f"sown={tuple(sown)!r}, but {layer.name} is a jpipe.Layer; let its apply return the values"
+            )
         return layer_of_functions(layer.name, _called_function(layer.apply, method, layer.name, index), layer.init)
     # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
-        return layer_of_factory(layer, index, method)
+        return layer_of_factory(layer, index, method, sown=tuple(sown))
     function = layer.func if isinstance(layer, functools.partial) else layer
     if isinstance(function, type):
         kind = function.__name__

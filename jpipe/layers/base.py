@@ -86,6 +86,8 @@ class AnyLayer:
       ready: the values that the layer already has, or None if `init` makes them.
       reads_batch: whether it needs the micro-batch in its context.
       shared: the shared layer whose parameters it uses; None if they are its own.
+      sown: the collections of sown values that it gives behind its outputs, `(outputs, {name: values})`; without names
+        its outputs alone.
       has_model_key: whether its random keys are those of the whole model, of which it is a piece.
     """
 
@@ -103,6 +105,7 @@ class AnyLayer:
     ready: LayerVariables | None = None
     reads_batch: bool = False
     shared: Shared | None = None
+    sown: tuple[str, ...] = ()
     has_model_key: bool = False
 
 

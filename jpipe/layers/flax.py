@@ -9,8 +9,14 @@ import flax.linen as nn
 from flax import nnx
 
 from jpipe.layers.base import Item, LayerError, LayerVariables, Method
+from jpipe.processes.progress import warn_once
 
-SOWN = "self.sow does; pass the values on, `return x, total + value`, or by a jpipe.Layer whose `apply` returns them"
+SOWN = (
+    "self.sow does. To have its values behind the outputs of a model that is one module, name it in sown=(...) of "
+    "jpipe.Pipeline; a layer of a list passes them on, `return x, total + value`"
+)
+INTERMEDIATES = "intermediates"
+"""The collection of sown values that Flax drops unless it is asked for."""
 NO_KEY = (
     "draws random numbers in evaluation mode, without a key; make it deterministic there, by an argument "
     "`deterministic` or `train`, or hand it what it would draw, such as the initial_carry of an nnx.RNN"
@@ -41,6 +47,11 @@ def as_collections(item: Item) -> LayerVariables:
     if not isinstance(item, Mapping):
         raise LayerError(f"has its variables in a dict by collection, such as {{'params': ...}}, not {item!r:.60}")
     return dict(item)
+
+
+def tell_of_intermediates() -> None:
+    """Says that what a model sows is dropped."""
+    warn_once('self.sow("intermediates", ...) is dropped; sown=("intermediates",) gives it behind the outputs')
 
 
 def check_method(module: type, name: str, method: Method | None, index: int) -> None:

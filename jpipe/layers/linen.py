@@ -20,17 +20,26 @@ from jax.sharding import PartitionSpec
 from jpipe.jax.trees import values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, ModeArguments, both_of, mode_arguments, modes, token_by_token
-from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
+from jpipe.layers.flax import (
+    INTERMEDIATES,
+    NO_KEY,
+    SOWN,
+    as_collections,
+    check_method,
+    dropout_in_words,
+    tell_of_intermediates,
+)
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 
-def linen_layer(module: nn.Module, index: int, method: Method | None) -> AnyLayer:
+def linen_layer(module: nn.Module, index: int, method: Method | None, sown: tuple[str, ...] = ()) -> AnyLayer:
     """Adapts a Linen module; its variables are those that `module.init` returns, metadata boxes included.
 
     Args:
       module: the module.
       index: the layer's, for errors.
       method: called instead of `__call__`.
+      sown: the collections of sown values that it gives behind its outputs.
 
     Raises:
       TypeError: the module is bound.
@@ -40,7 +49,7 @@ def linen_layer(module: nn.Module, index: int, method: Method | None) -> AnyLaye
     if module.scope is not None:
         raise TypeError(f"layers[{index}] ({kind}) is a bound linen module; pass it unbound")
     check_method(type(module), module.name or kind, method, index)
-    return _adapted(_LinenCalls(module, method))
+    return _adapted(_LinenCalls(module, method, sown))
 
 
 def _adapted(calls: _LinenCalls) -> AnyLayer:
@@ -54,13 +63,14 @@ def _adapted(calls: _LinenCalls) -> AnyLayer:
     values = [getattr(module, field.name, None) for field in fields if field.name not in ("name", "parent")]
     return AnyLayer(
         name=module.name or type(module).__name__,
-        made_of=("linen", type(module), calls.method, values),
+        made_of=("linen", type(module), calls.method, calls.sown, values),
         init=calls.init,
         apply=calls.apply,
         bind=calls.bind,
-        from_item=lambda item: _unboxed(as_collections(item)),  # values from elsewhere may lack boxes of metadata
+        from_item=lambda item: _unboxed(calls.kept(as_collections(item))),  # from elsewhere it may lack boxes
         partition_specs=_partition_specs,
         decode=decode if can_decode else None,
+        sown=calls.sown,
         keeps_cache=can_decode,
         dropouts=calls.dropouts,
     )
@@ -73,11 +83,13 @@ class _LinenCalls:
     Attributes:
       module: the module.
       method: called instead of `__call__`.
+      sown: the collections of sown values that it gives behind its outputs, `(outputs, {name: values})`.
       writes: the collections of which it gives new values in evaluation too.
     """
 
     module: nn.Module
     method: Method | None
+    sown: tuple[str, ...]
     writes: tuple[str, ...] = ()
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
@@ -85,7 +97,14 @@ class _LinenCalls:
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         positional, keywords = both_of(inputs)
         options = {"method": self.method, **self._mode(train=False), **keywords}
-        return dict(self.module.init(rngs, *positional, **options))
+        made = dict(self.module.init(rngs, *positional, mutable=True, **options))
+        if INTERMEDIATES in made and INTERMEDIATES not in self.sown:
+            tell_of_intermediates()
+        return self.kept(made)
+
+    def kept(self, variables: LayerVariables) -> LayerVariables:
+        """Without what was sown while they were made."""
+        return {name: tree for name, tree in variables.items() if name not in (*self.sown, INTERMEDIATES)}
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Calls `module.apply`; in training the collections other than "params" are mutable."""
@@ -94,7 +113,8 @@ class _LinenCalls:
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
         mutable = [name for name in variables if (name != "params" if train else name in self.writes)]
         positional, keywords = both_of(inputs)
-        options = {"rngs": rngs, "mutable": mutable, "method": self.method, **self._mode(train), **keywords}
+        options = {"rngs": rngs, "mutable": [*mutable, *self.sown], "method": self.method}
+        options |= {**self._mode(train), **keywords}
         try:
             outputs, changed = self.module.apply(_unboxed(variables), *positional, **options)
         except flax.errors.InvalidRngError as error:
@@ -105,6 +125,8 @@ class _LinenCalls:
             if train:
                 raise
             raise LayerError(f"writes state in evaluation; write it in training only. Flax says: {error}") from error
+        if self.sown:
+            outputs = outputs, {name: changed.get(name, {}) for name in self.sown}
         return outputs, {name: _like(variables[name], changed.get(name, {}), name) for name in mutable}
 
     def _mode(self, train: bool) -> ModeArguments:

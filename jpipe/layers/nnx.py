@@ -25,7 +25,15 @@ from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested, values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
-from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
+from jpipe.layers.flax import (
+    INTERMEDIATES,
+    NO_KEY,
+    SOWN,
+    as_collections,
+    check_method,
+    dropout_in_words,
+    tell_of_intermediates,
+)
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")
@@ -37,13 +45,14 @@ Factory = Callable[..., object]
 """A user's function `rngs -> module`; whether it makes a module is checked when it is called."""
 
 
-def layer_of_module(module: nnx.Module, index: int, method: Method | None) -> AnyLayer:
+def layer_of_module(module: nnx.Module, index: int, method: Method | None, sown: tuple[str, ...] = ()) -> AnyLayer:
     """Adapts a module that has its values already.
 
     Args:
       module: the module.
       index: the layer's, for errors.
       method: the name of the method to be called instead of `__call__`.
+      sown: the collections of sown values that it gives behind its outputs.
 
     Raises:
       TypeError: the method is a function.
@@ -51,7 +60,7 @@ def layer_of_module(module: nnx.Module, index: int, method: Method | None) -> An
     """
     graphdef, state = nnx.split(module)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    calls, ready = _NnxCalls(graphdef, template, method), _collections(state)
+    calls, ready = _NnxCalls(graphdef, template, method, sown), _collections(state)
 
     def copy(rngs: nnx.Rngs) -> nnx.Module:
         """Makes a module for decode mode, with zeros for values: `ready` stays where it is."""
@@ -62,13 +71,16 @@ def layer_of_module(module: nnx.Module, index: int, method: Method | None) -> An
     return replace(layer, made_of=("ready", layer.made_of), init=lambda *_: ready, ready=ready)
 
 
-def layer_of_factory(factory: Factory, index: int, method: Method | None, writes: tuple[str, ...] = ()) -> AnyLayer:
+def layer_of_factory(
+    factory: Factory, index: int, method: Method | None, sown: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+) -> AnyLayer:
     """Adapts a factory `lambda rngs: Module(..., rngs=rngs)`; it is traced here, and computes nothing.
 
     Args:
       factory: `rngs -> module`.
       index: the layer's, for errors.
       method: the name of the method to be called instead of `__call__`.
+      sown: the collections of sown values that it gives behind its outputs.
       writes: the collections of which the module gives new values in evaluation too.
 
     Raises:
@@ -93,7 +105,7 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
         raise TypeError(f"layers[{index}] keeps an array where nnx doesn't see it; make it an attribute of the module")
     constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in closed.consts]
 
-    layer = _adapted(_NnxCalls(graphdef, template, method, writes), factory, index)
+    layer = _adapted(_NnxCalls(graphdef, template, method, sown, writes), factory, index)
     return replace(layer, made_of=("made", f"{closed} {constants}", layer.made_of))  # by its initial values, too
 
 
@@ -121,17 +133,18 @@ def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
 
     def decode(takes: Shapes, size: int, length: int) -> AnyLayer:
         make = functools.partial(_with_caches, factory, takes, size, length)
-        return token_by_token(layer_of_factory(make, index, calls.method, writes=(CACHE,)), length)
+        return token_by_token(layer_of_factory(make, index, calls.method, calls.sown, writes=(CACHE,)), length)
 
     return AnyLayer(
         name=name,
-        made_of=("nnx", calls.method, calls.graphdef, shapes),
+        made_of=("nnx", calls.method, calls.sown, calls.graphdef, shapes),
         init=init,
         apply=calls.apply,
         bind=calls.bind,
         from_item=as_collections,
         partition_specs=calls.partition_specs,
         decode=decode,
+        sown=calls.sown,
         keeps_cache=any(callable(getattr(part, "init_cache", None)) for part in parts),
         dropouts=lambda: nullcontext(dropouts),
     )
@@ -162,12 +175,14 @@ class _NnxCalls:
       graphdef: the module without its state.
       template: the state with ShapeDtypeStructs as leaves: paths, variable types and metadata.
       method: the name of the method to be called instead of `__call__`.
+      sown: the collections of sown values that it gives behind its outputs, `(outputs, {name: values})`.
       writes: the collections of which it gives new values in evaluation too.
     """
 
     graphdef: nnx.GraphDef[nnx.Module]
     template: nnx.State
     method: Method | None
+    sown: tuple[str, ...]
     writes: tuple[str, ...] = ()
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
@@ -180,8 +195,13 @@ class _NnxCalls:
                 raise LayerError(NO_KEY)
         if train and (written := self._written(collections.get("params"), variables, inputs, context)):
             raise LayerError(f"writes its parameter {written}, as only the optimiser may; keep it in an nnx.BatchStat")
-        if lost := [name for name in collections if train and name not in (*variables, "intermediates")]:
-            raise LayerError(f"makes the collection {lost[0]!r} in training, as {SOWN}")
+        lost = {*collections} - {*variables, *self.sown}
+        if INTERMEDIATES in lost:
+            tell_of_intermediates()
+        if train and (others := sorted(lost - {INTERMEDIATES})):
+            raise LayerError(f"makes the collection {others[0]!r} in training, as {SOWN}")
+        if self.sown:
+            outputs = outputs, {name: collections.get(name, {}) for name in self.sown}
         written = [name for name in collections if name in variables and name != "params"]
         return outputs, {name: collections[name] for name in written if train or name in self.writes}
 

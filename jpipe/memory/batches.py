@@ -18,7 +18,7 @@ from jpipe.jax.trees import check_same_structure, lists_in, named_leaves, outlin
 from jpipe.layers.base import describe
 from jpipe.model.groups import LayerGroup
 from jpipe.partitioner.axes import AXIS
-from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Partial, Shard
 from jpipe.partitioner.splits import Splits
 from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
 
@@ -289,8 +289,12 @@ def lying_by_shapes(
     return found
 
 
-def output_axes(outputs: Shapes, lying: Sequence[AxisSharding], size: int) -> tuple[int, ...]:
-    """The batch axis of each leaf of a model's outputs.
+Joining = int | AxisSharding
+"""The axis along which micro-batches of an output are joined; `PARTIAL` or `AVERAGED`, if they make a sum or a mean."""
+
+
+def output_axes(outputs: Shapes, lying: Sequence[AxisSharding], size: int) -> tuple[Joining, ...]:
+    """The batch axis of each leaf of a model's outputs; of one without how it lies.
 
     If it holds examples and more, such as their places, `[b * T]`, the rows of an example have to lie together. A leaf
     without a batch axis may begin with an axis of 1, and then gives one row for each micro-batch.
@@ -301,22 +305,28 @@ def output_axes(outputs: Shapes, lying: Sequence[AxisSharding], size: int) -> tu
       size: b.
 
     Raises:
-      ValueError: a leaf has no batch axis, or one in which examples lie apart; path, shape and remedy are named.
+      ValueError: a leaf has no batch axis and is no sum or mean, or examples lie apart in it; both are named, and what
+        to return.
     """
-    axes = []
+    axes = list[Joining]()
     for (name, leaf), at in zip(named_leaves("outputs", outputs), lying, strict=True):
-        if at.outer > 1 if isinstance(at, Shard) else leaf.shape[:1] != (1,):
+        if at.outer > 1 if isinstance(at, Shard) else not isinstance(at, Partial) and leaf.shape[:1] != (1,):
             raise ValueError(
                 f"{name} has the shape {leaf.shape} for micro-batches of {size} examples, in which no axis is the "
                 "batch alone. Give it an axis of its own, return means as the loss's metrics, or x[None] for a row of "
                 "each micro-batch"
             )
-        axes.append(at.dim if isinstance(at, Shard) else 0)
+        axes.append(at.dim if isinstance(at, Shard) else 0 if leaf.shape[:1] == (1,) else at)
     return tuple(axes)
 
 
-def join_microbatches(leaf: jax.Array, axis: int = 0) -> jax.Array:
-    """`[M, ..., B/M, ...]` to `[..., B, ...]`: the outputs of micro-batches joined along their batch axis."""
+def join_microbatches(leaf: jax.Array, axis: Joining = 0) -> jax.Array:
+    """`[M, ..., B/M, ...]` to `[..., B, ...]`: the outputs of micro-batches joined along their batch axis, or added up.
+
+    Without an axis they are the parts of a sum or of a mean.
+    """
+    if not isinstance(axis, int):
+        return leaf.sum(0) if axis == PARTIAL else leaf.mean(0).astype(leaf.dtype)
     rest = leaf.shape[1:]
     whole = (*rest[:axis], leaf.shape[0] * rest[axis], *rest[axis + 1 :])
     return jnp.reshape(jnp.moveaxis(leaf, 0, axis), whole)

@@ -32,6 +32,7 @@ from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
 from jpipe.memory.batches import (
+    Joining,
     MicroBatch,
     check_no_example,
     cut_for_evaluation,
@@ -49,7 +50,7 @@ from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, trace_layer
 from jpipe.partitioner.axes import AXIS, shapes_only
-from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Shard
+from jpipe.partitioner.shardings import PARTIAL, AxisSharding, Partial, Shard
 from jpipe.partitioner.splits import Splits
 from jpipe.partitioner.users_mesh import check_context
 from jpipe.planning.partition import UNITS, Partition, as_balance, cut_layers, unit_of, unmeasured_costs
@@ -233,13 +234,23 @@ class Planner:
         return lying_by_shapes(last.gives, doubled and doubled.groups[-1], found.outputs, micro.size)
 
     @once("request.splits", "cut")
-    def output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
-        """The batch axis of each leaf of the outputs."""
+    def output_axes(self, micro: MicroBatch) -> tuple[Joining, ...]:
+        """How the micro-batches of each leaf of the outputs are joined."""
         if not self.examples(micro).is_certain and self._doubled(micro) is None:
             raise ValueError(
                 f"the model can't be traced for {2 * micro.size} examples; let it take batches of any size"
             )
-        return output_axes(self.model(micro).groups[-1].gives, self._lying(micro), micro.size)
+        lying, gives = self._lying(micro), self.model(micro).groups[-1].gives
+        leaves = jax.tree.leaves(gives)
+        found = self.examples(micro)
+        # A number of them all, and what is surely a sum, a mean, or the same for all, has no examples to be joined.
+        surely = [at == PARTIAL or not follows for at, follows in zip(found.outputs, found.follows, strict=True)]
+        alone = [leaf.shape[:1] != (1,) and (sure or not leaf.shape) for leaf, sure in zip(leaves, surely, strict=True)]
+        if any(alone):
+            lie = self.outputs_lie(micro) if micro.count > 1 else [AVERAGED] * len(leaves)
+            joined = lambda at: at if isinstance(at, Shard | Partial) else AVERAGED
+            lying = [joined(of_all) if is_alone else at for at, of_all, is_alone in zip(lying, lie, alone, strict=True)]
+        return output_axes(gives, lying, micro.size)
 
     @once("request.splits", "cut")
     def _doubled(self, micro: MicroBatch) -> Model | None:

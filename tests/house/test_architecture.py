@@ -25,7 +25,7 @@ _ALLOWED = {
     "schedules": "",
     "jax": "processes",
     "partitioner": "jax",
-    "layers": "jax",
+    "layers": "processes jax",
     "model": "processes jax partitioner layers",
     "memory": "processes schedules jax partitioner layers model",
     "cutting": "processes jax layers model memory",

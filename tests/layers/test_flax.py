@@ -107,5 +107,5 @@ def test_sown_losses_are_refused_with_a_remedy_and_intermediates_are_nobodys(lay
     if what is None:
         assert set(init()) == {"params"}
         return
-    with pytest.raises(ValueError, match=f"{what}, as self.sow does; pass the values on"):
+    with pytest.raises(ValueError, match=f"{what}, as self.sow does. To have its values"):
         init()

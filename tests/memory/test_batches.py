@@ -241,12 +241,31 @@ def test_one_that_mixes_examples_and_something_else(last, joins):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_it_refuses_before_anything_is_compiled(count):
-    """A scalar came back as `[M]`, also for one micro-batch."""
-    pipe = jpipe.Pipeline([Block(), lambda x: (x, x.sum())], None, num_stages=2, num_microbatches=count, balance="even")
-    x = np.ones((4, 4), np.float32)
+def test_sums_and_means_are_those_of_the_whole_batch(count):
+    """Also of what has no number for each example but a vector; what couples examples is the micro-batches' mean."""
+    last = lambda x: {
+        "sum": x.sum(),
+        "mean": x.mean(),
+        "each": x.sum(0),
+        "size": jnp.float32(x.shape[-1]),
+        "std": x.std(),
+    }
+    pipe = jpipe.Pipeline([Block(), last], None, num_stages=2, num_microbatches=count, balance="even")
+    x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
     variables = pipe.init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match=r"outputs\[1\] has the shape \(\)"):
+    (tree, _) = pipe.layer_variables(variables)
+    plain = last(y := Block().apply(tree, x))
+    plain["std"] = np.mean([rows.std() for rows in np.split(y, count)])
+    assert_close(pipe.apply(variables, x), plain, "outputs")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_refuses_before_anything_is_compiled(count):
+    last = lambda x: jnp.sort(x, 0)[:3]
+    pipe = jpipe.Pipeline([Block(), last], None, num_stages=2, num_microbatches=count, balance="even")
+    x = np.ones((8, 4), np.float32)
+    variables = pipe.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r"outputs has the shape \(3, 4\)"):
         pipe.apply(variables, x)
 
 

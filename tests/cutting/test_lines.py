@@ -1,0 +1,195 @@
+"""What blocks give to the model's outputs leaves them equal, and is the plain model's: sown values, regularisers."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+from cases import assert_close
+
+X = np.random.default_rng(0).normal(size=(8, 5))
+Dense = lambda width, **options: nn.Dense(width, param_dtype=jnp.float64, **options)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+class Block(nn.Module):
+    """A block that sows a scalar of its values, one of its parameters alone, and a count for each of three experts."""
+
+    in_training_alone: bool = False
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        y = jnp.tanh(Dense(6, name="own")(x))
+        share = jax.nn.softmax(y[:, :3])
+        if train or not self.in_training_alone:
+            self.sow("losses", "balance", jnp.mean(share[:, 0] ** 2))
+            self.sow("losses", "l2", jnp.sum(self.variables["params"]["own"]["kernel"] ** 2))
+            self.sow("intermediates", "counts", jnp.sum(share, 0))
+        return x + y
+
+
+class Sows(nn.Module):
+    """Blocks one by one, or by a scan."""
+
+    scanned: bool = False
+    in_training_alone: bool = False
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = Dense(6, name="front")(x)
+        if self.scanned:
+            axes = dict.fromkeys(("params", "losses", "intermediates"), 0)
+            call = nn.scan(lambda block, x, _: (block(x), None), axes, split_rngs={"params": True}, length=4)
+            x, _ = call(Block(name="blocks"), x, None)
+        else:
+            for i in range(4):
+                x = Block(self.in_training_alone, name=f"block_{i}")(x, train)
+        return Dense(2, name="head")(x)
+
+
+class Regularised(nn.Module):
+    """A regulariser, and a value of each block, that the model adds up at its end, or block by block."""
+
+    at_end: bool
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x, squares, own = Dense(6, name="front")(x), [], jnp.zeros(())
+        for i in range(4):
+            dense = Dense(6, name=f"block_{i}")
+            y = jnp.tanh(dense(x))
+            squares.append(jnp.sum(dense.variables["params"]["kernel"] ** 2))
+            own = own + jnp.mean(y**2) + (0 if self.at_end else squares[-1])
+            x = x + y
+        return Dense(2, name="head")(x), own + 0.3 * sum(squares if self.at_end else [])
+
+
+def loss(outputs, batch):
+    """Of outputs and all that comes with them."""
+    y, rest = outputs
+    return jnp.mean(y**2) + 0.1 * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(rest))
+
+
+def check(model, sown, num_stages, num_microbatches, **options):
+    """Loss, gradients, evaluation and outputs are those of the plain model; returns the pipeline."""
+    tree = model.init(jax.random.key(0), X)
+    pipe = jpipe.Pipeline(
+        model,
+        loss,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        sown=sown,
+        loss_over="microbatch",
+        **options,
+    )
+    variables, rows = pipe.from_model_variables(tree, {"inputs": X}), np.split(X, num_microbatches)
+    mutable = {"mutable": list(sown)} if sown else {}
+
+    def plain(params, train=True):
+        outputs = [model.apply({"params": params}, x, train, **mutable) for x in rows]
+        return sum(loss(one, None) for one in outputs) / num_microbatches
+
+    (value, _), gradients = pipe.value_and_grad(variables, {"inputs": X})
+    assert_close(
+        (value, pipe.model_variables({"params": gradients})["params"]), jax.value_and_grad(plain)(tree["params"])
+    )
+    assert_close(pipe.evaluate(variables, {"inputs": X}), plain(tree["params"], train=False))
+    return pipe, variables, tree
+
+
+@pytest.mark.parametrize(
+    ("model", "sown", "sizes"),
+    [
+        (Sows(), ("losses",), (2, 2)),
+        (Sows(scanned=True), ("losses", "intermediates"), (2, 2)),
+        (Sows(in_training_alone=True), ("losses", "intermediates"), (2, 2)),
+        (Regularised(at_end=True), (), (2, 2)),
+        *(
+            pytest.param(model, sown, sizes, marks=pytest.mark.slow)
+            for sizes in [(2, 1), (4, 4), (3, 2)]
+            for model, sown in [
+                (Sows(), ("losses", "intermediates")),
+                (Sows(scanned=True), ("losses",)),
+                (Regularised(at_end=True), ()),
+                (Regularised(at_end=False), ()),
+            ]
+        ),
+    ],
+)
+def test_blocks_stay_one_function_and_give_what_the_plain_model_gives(model, sown, sizes):
+    pipe, *_ = check(model, sown, *sizes)
+    functions = pipe.plan.model.group_of
+    blocks = [own for own, layer in zip(functions, pipe.plan.layers, strict=True) if "block" in layer.name]
+    assert len(pipe.plan.layers) == 6
+    # A factor of the sum itself is part of the last block.
+    assert len({*blocks[: 3 if model == Regularised(at_end=True) else 4]}) == 1, functions
+
+
+def test_apply_gives_sown_values_of_the_whole_batch():
+    model, sown = Sows(), ("losses", "intermediates")
+    pipe, variables, tree = check(model, sown, 2, 2, mesh=jax.make_mesh((2, 2), ("stage", "data")))
+    outputs = pipe.apply(variables, {"inputs": X})
+    assert_close(outputs, tuple(model.apply({"params": tree["params"]}, X, mutable=sown)))
+    state = pipe.create_state(jax.random.key(1), {"inputs": X}, optax.adam(1e-3))
+    assert pipe.train_step(state, {"inputs": X})[1]["finite"]
+
+
+class Sower(nnx.Module):
+    def __init__(self, rngs):
+        linear = lambda *sizes: nnx.Linear(*sizes, param_dtype=jnp.float64, rngs=rngs)
+        self.front, self.blocks, self.head = linear(5, 6), nnx.List([linear(6, 6) for _ in range(3)]), linear(6, 2)
+
+    def __call__(self, x):
+        x = self.front(x)
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+            self.sow(nnx.Intermediate, "mean", jnp.mean(x))
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_an_nnx_module_sows():
+    model = Sower(nnx.Rngs(0))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def plain(params):
+        module = nnx.merge(graph, params, rest)
+        return module(X), {"intermediates": nnx.to_pure_dict(nnx.state(module, nnx.Intermediate))}
+
+    pipe = jpipe.Pipeline(model, loss, num_stages=2, num_microbatches=2, sown="intermediates")
+    variables = pipe.init(jax.random.key(0), {"inputs": X})
+    (value, _), gradients = pipe.value_and_grad(variables, {"inputs": X})
+    expected = jax.value_and_grad(lambda params: loss(plain(params), None))(params)
+    assert_close(
+        (value, pipe.model_variables({"params": gradients})["params"]), (expected[0], nnx.to_pure_dict(expected[1]))
+    )
+    assert_close(pipe.apply(variables, {"inputs": X}), plain(params))
+
+
+def test_what_is_dropped_is_said(recwarn):
+    pipe = jpipe.Pipeline(Sows(), loss, num_stages=2, num_microbatches=2, sown="losses")
+    assert {*pipe.init(jax.random.key(0), {"inputs": X})} == {"params"}
+    assert sum('sown=("intermediates",)' in str(warning.message) for warning in recwarn) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "sown", "error", "message"),
+    [
+        ([Block(), Block()], "losses", ValueError, "sown='losses' is of a model that is one module"),
+        (jpipe.Layer(lambda key, x: x, lambda p, x: x), "losses", ValueError, "is a jpipe.Layer; let its apply return"),
+        (Sows(), 3, TypeError, "sown=3 are no collections"),
+        (Sows(), "params", TypeError, "sown='params' are no collections"),
+    ],
+)
+def test_bad_names(model, sown, error, message):
+    with pytest.raises(error, match=message):
+        jpipe.Pipeline(model, loss, num_stages=1, num_microbatches=1, sown=sown)
