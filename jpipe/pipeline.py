@@ -93,10 +93,7 @@ class Pipeline(Tabular):
       loss_over: what a loss of one number is of. Default: the mini-batch, whose parts micro-batches compute; a loss
         that couples examples is an error. "batch": any loss, of all outputs at once (one more forward; arXiv
         2101.06983). "microbatch": each micro-batch has its own, and the mean is taken.
-      sown: collections that a model, which is one Linen or nnx module, sows into. Its outputs are `(outputs, {"losses":
-        ...})` then, for the loss and for `apply`, as of `model.apply(..., mutable=["losses"])`; a value that is sown in
-        training alone is zero in evaluation. A scalar of `apply` is the mean over micro-batches, or their sum, if it is
-        a sum over examples.
+      sown: collections that a Linen or nnx model sows into; its outputs are `(outputs, {"losses": ...})` then.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -300,8 +297,8 @@ class Pipeline(Tabular):
           bare: which of the two it is. Default: told by its structure and by its shapes behind the first dimension.
 
         Raises:
-          ValueError: it may be both; or an output has no batch axis (a mean over the batch), so that nothing can be
-            joined. One that begins with an axis of 1 gives a row for each micro-batch.
+          ValueError: it may be both; or an output has no batch axis, and is no number, sum or mean. One that begins
+            with an axis of 1 gives a row for each micro-batch.
         """
         if (call := checks.call_of(f"apply, bare={bare}", variables, batch)) not in self._known:
             checks.check_is_variables(variables)

@@ -91,7 +91,7 @@ class Straight:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """What the last piece takes or gives: the outputs, and the last value of each line."""
+        """The numbers of what the last piece takes or gives: the outputs, and the last value of each line."""
         return *self.outputs, *{line: number for number, line in self.lines.items()}.values()
 
     @property

@@ -15,8 +15,6 @@ SOWN = (
     "self.sow does. To have its values behind the outputs of a model that is one module, name it in sown=(...) of "
     "jpipe.Pipeline; a layer of a list passes them on, `return x, total + value`"
 )
-INTERMEDIATES = "intermediates"
-"""The collection of sown values that Flax drops unless it is asked for."""
 NO_KEY = (
     "draws random numbers in evaluation mode, without a key; make it deterministic there, by an argument "
     "`deterministic` or `train`, or hand it what it would draw, such as the initial_carry of an nnx.RNN"
@@ -49,9 +47,13 @@ def as_collections(item: Item) -> LayerVariables:
     return dict(item)
 
 
-def tell_of_intermediates() -> None:
-    """Says that what a model sows is dropped."""
-    warn_once('self.sow("intermediates", ...) is dropped; sown=("intermediates",) gives it behind the outputs')
+def without_sown(variables: LayerVariables, sown: Sequence[str]) -> LayerVariables:
+    """Drops what was sown, which comes out behind the outputs if it is named; says once that intermediates aren't."""
+    if "intermediates" in variables and "intermediates" not in sown:
+        warn_once(
+            'self.sow("intermediates", ...) is dropped; sown="intermediates" gives it behind the outputs of a module'
+        )
+    return {name: tree for name, tree in variables.items() if name not in (*sown, "intermediates")}
 
 
 def check_method(module: type, name: str, method: Method | None, index: int) -> None:

@@ -20,15 +20,7 @@ from jax.sharding import PartitionSpec
 from jpipe.jax.trees import values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, ModeArguments, both_of, mode_arguments, modes, token_by_token
-from jpipe.layers.flax import (
-    INTERMEDIATES,
-    NO_KEY,
-    SOWN,
-    as_collections,
-    check_method,
-    dropout_in_words,
-    tell_of_intermediates,
-)
+from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words, without_sown
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 
@@ -67,7 +59,9 @@ def _adapted(calls: _LinenCalls) -> AnyLayer:
         init=calls.init,
         apply=calls.apply,
         bind=calls.bind,
-        from_item=lambda item: _unboxed(calls.kept(as_collections(item))),  # from elsewhere it may lack boxes
+        from_item=lambda item: _unboxed(
+            without_sown(as_collections(item), calls.sown)
+        ),  # from elsewhere it may lack boxes
         partition_specs=_partition_specs,
         decode=decode if can_decode else None,
         sown=calls.sown,
@@ -97,14 +91,7 @@ class _LinenCalls:
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         positional, keywords = both_of(inputs)
         options = {"method": self.method, **self._mode(train=False), **keywords}
-        made = dict(self.module.init(rngs, *positional, mutable=True, **options))
-        if INTERMEDIATES in made and INTERMEDIATES not in self.sown:
-            tell_of_intermediates()
-        return self.kept(made)
-
-    def kept(self, variables: LayerVariables) -> LayerVariables:
-        """Without what was sown while they were made."""
-        return {name: tree for name, tree in variables.items() if name not in (*self.sown, INTERMEDIATES)}
+        return without_sown(dict(self.module.init(rngs, *positional, mutable=True, **options)), self.sown)
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Calls `module.apply`; in training the collections other than "params" are mutable."""

@@ -25,15 +25,7 @@ from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested, values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
 from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
-from jpipe.layers.flax import (
-    INTERMEDIATES,
-    NO_KEY,
-    SOWN,
-    as_collections,
-    check_method,
-    dropout_in_words,
-    tell_of_intermediates,
-)
+from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words, without_sown
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")
@@ -195,11 +187,8 @@ class _NnxCalls:
                 raise LayerError(NO_KEY)
         if train and (written := self._written(collections.get("params"), variables, inputs, context)):
             raise LayerError(f"writes its parameter {written}, as only the optimiser may; keep it in an nnx.BatchStat")
-        lost = {*collections} - {*variables, *self.sown}
-        if INTERMEDIATES in lost:
-            tell_of_intermediates()
-        if train and (others := sorted(lost - {INTERMEDIATES})):
-            raise LayerError(f"makes the collection {others[0]!r} in training, as {SOWN}")
+        if (lost := without_sown(collections, self.sown).keys() - variables) and train:
+            raise LayerError(f"makes the collection {min(lost)!r} in training, as {SOWN}")
         if self.sown:
             outputs = outputs, {name: collections.get(name, {}) for name in self.sown}
         written = [name for name in collections if name in variables and name != "params"]

@@ -90,7 +90,7 @@ class Losses(nnx.Variable):
     """Losses of layers, which nothing would add up."""
 
 
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning", r"ignore:self.sow\(.intermediates")
 @pytest.mark.parametrize(
     ("layer", "what"),
     [
