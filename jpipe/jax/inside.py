@@ -27,7 +27,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.processes.progress import warn_once
@@ -221,6 +221,16 @@ def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[
     named = lambda variables: [v if isinstance(v, Literal) else names.get(v, v) for v in variables]
     place = {"ctx": equation.ctx, "source_info": equation.source_info}
     return [replaced(e, invars=named(e.invars), outvars=named(e.outvars), **place) for e in made.eqns]
+
+
+def meshes_of(equation: JaxprEqn) -> list[Mesh | AbstractMesh]:
+    """The meshes that an equation was traced for: of its context, its sharding constraint, its `shard_map`.
+
+    Reads its context, without which a model that was made under another mesh fails in the middle of `pipe.init`.
+    """
+    constraint = equation.params.get("sharding") if equation.primitive.name == "sharding_constraint" else None
+    mapped = equation.params["mesh"] if equation.primitive.name == "shard_map" else None
+    return [equation.ctx.cur_abstract_mesh, *filter(None, (getattr(constraint, "mesh", None), mapped))]
 
 
 @cache

@@ -80,9 +80,13 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
         try:
             with unsharded_creation():
                 module = factory(rngs=nnx.Rngs(key))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ValueError) and "set_mesh" not in str(error):
+                raise
             remedy = "it is called with rngs alone, which it hands on, as in lambda rngs: Block(width, rngs=rngs)"
-            raise TypeError(f"layers[{index}] raised {raised(error)}; {remedy}") from shortened(error)
+            if isinstance(error, ValueError):
+                remedy = "a factory is traced: leave jax.set_mesh out, and pass the mesh to jpipe.Pipeline(..., mesh=)"
+            raise type(error)(f"layers[{index}] raised {raised(error)}; {remedy}") from shortened(error)
         if not isinstance(module, nnx.Module):
             raise TypeError(f"layers[{index}] takes rngs and returned {type(module).__name__}; return an nnx module")
         return nnx.split(_mark_arrays(module))
