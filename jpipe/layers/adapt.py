@@ -152,7 +152,7 @@ def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
         remedy = f"call it, as in {kind}(...), or for a class of nnx pass `lambda rngs: {kind}(..., rngs=rngs)`"
         raise TypeError(f"layers[{index}] is the class {kind}, which makes layers and is none; {remedy}")
     if remedy := _of_another_library(layer):
-        raise TypeError(f"layers[{index}] is a {type(unwrap(layer)).__name__}; {remedy}")
+        raise TypeError(f"layers[{index}] is a {type(layer).__name__}; {remedy}")
     if callable(layer):
         _check_no_method(layer, index)
         name = getattr(function, "__name__", type(function).__name__)

@@ -131,7 +131,7 @@ EQX = SimpleNamespace(partition=lambda model, _: (model, None), combine=lambda p
     [
         (OfEquinox, lambda model: model, "layers is a OfEquinox; wrap the equinox model:"),
         (OfEquinox, lambda model: [model], r"layers\[0\] is a OfEquinox; wrap the equinox model:"),
-        (OfEquinox, lambda model: [nn.Dense(4), jax.vmap(model)], r"layers\[1\] is a OfEquinox; wrap the equinox"),
+        (OfEquinox, lambda model: [nn.Dense(4), jax.vmap(model)], r"layers\[1\] is a function; wrap the equinox"),
         (OfEquinox, lambda model: jpipe.freeze(model), "layers is a Frozen; wrap the equinox model:"),
         (OfKeras, lambda model: model, r"layers is a OfKeras; wrap the Keras model \(JAX backend\), once it is built:"),
         (OfKeras, lambda model: [jpipe.Shared(model)], r"layers\[0\] is a OfKeras; wrap the Keras model"),

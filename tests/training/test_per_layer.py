@@ -221,8 +221,8 @@ def test_networks_that_train_in_turns():
     inputs, pipes, states = lambda batch: (batch["noise"], batch["real"]), {}, {}
     for network, (loss, tx) in GAN.items():
         pipes[network] = jpipe.Pipeline(Gan(), loss, num_stages=2, num_microbatches=4, inputs=inputs)
-        labels = lambda params, network=network: {name: "trained" if name == network else "kept" for name in params}
-        own = jpipe.per_layer(optax.multi_transform({"trained": tx, "kept": optax.set_to_zero()}, labels))
+        labels = {name: name == network for name in GAN}
+        own = jpipe.per_layer(optax.multi_transform({True: tx, False: optax.set_to_zero()}, labels))
         states[network] = pipes[network].create_state(KEY, batches[0], own)
     variables = states["generator"].variables
     params = jax.device_get(pipes["critic"].model_variables(variables))["params"]
