@@ -27,7 +27,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.processes.progress import warn_once
@@ -223,6 +223,16 @@ def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[
     return [replaced(e, invars=named(e.invars), outvars=named(e.outvars), **place) for e in made.eqns]
 
 
+def meshes_of(equation: JaxprEqn) -> list[Mesh | AbstractMesh]:
+    """The meshes that an equation was traced for: of its context, its sharding constraint, its `shard_map`.
+
+    Reads its context, without which a model that was made under another mesh fails in the middle of `pipe.init`.
+    """
+    constraint = equation.params.get("sharding") if equation.primitive.name == "sharding_constraint" else None
+    mapped = equation.params["mesh"] if equation.primitive.name == "shard_map" else None
+    return [equation.ctx.cur_abstract_mesh, *filter(None, (getattr(constraint, "mesh", None), mapped))]
+
+
 @cache
 def _context(context: Any, mesh: AbstractMesh) -> Any:
     """Makes the context of an equation (compute type and the like), but with another mesh."""
@@ -366,3 +376,11 @@ def unsharded_creation() -> AbstractContextManager[object]:
     made where a mesh is set. The public flag `flax_always_shard_variable` is one for the whole program.
     """
     return nnx.use_eager_sharding(False)
+
+
+def sets_a_mesh(error: Exception) -> bool:
+    """Whether JAX raised this because `jax.set_mesh` is called in what it traces.
+
+    Reads its message. Without this the error of such a factory says nothing of jpipe.
+    """
+    return isinstance(error, ValueError) and "`set_mesh` can only be used outside" in str(error)

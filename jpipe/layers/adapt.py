@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from inspect import getclosurevars, isfunction, ismethod
+from inspect import getclosurevars, isfunction, ismethod, unwrap
 
 import flax.linen as nn
+import jax
 from flax import nnx
 
 from jpipe.jax.trees import values_within
@@ -34,7 +35,9 @@ def as_layers(layers: object, sown: Sequence[str] = ()) -> tuple[AnyLayer, ...]:
     """
     opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
-        raise TypeError(f"layers is a {type(layers).__name__}; pass a model that is one module, or a list of layers")
+        inner = opened.layer if isinstance(opened, Frozen) else opened
+        remedy = _of_another_library(inner) or "pass a model that is one module, or a list of layers"
+        raise TypeError(f"layers is a {type(layers).__name__}; {remedy}")
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
@@ -169,11 +172,36 @@ def _as_layer(place: _UsersLayer, index: int, sown: Sequence[str]) -> AnyLayer:
         kind = function.__name__
         remedy = f"call it, as in {kind}(...), or for a class of nnx pass `lambda rngs: {kind}(..., rngs=rngs)`"
         raise TypeError(f"layers[{index}] is the class {kind}, which makes layers and is none; {remedy}")
+    if remedy := _of_another_library(layer):
+        raise TypeError(f"layers[{index}] is a {type(layer).__name__}; {remedy}")
     if callable(layer):
         _check_no_method(layer, index)
         name = getattr(function, "__name__", type(function).__name__)
         return layer_of_functions(name, _called_function(layer, method, name, index), None)
     raise TypeError(f"layers[{index}] is a {type(layer).__name__}; use a module, function or jpipe.Layer(init, apply)")
+
+
+_EQUINOX = """
+  params, static = eqx.partition(model, eqx.is_inexact_array)
+  jpipe.Layer(lambda key, x: params, lambda params, x: jax.vmap(eqx.combine(params, static))(x))"""
+
+_KERAS = """
+  weights, rest = ([v.value for v in of] for of in (model.trainable_variables, model.non_trainable_variables))
+  jpipe.Layer(lambda key, x: weights, lambda weights, x: model.stateless_call(weights, rest, x)[0])"""
+
+
+def _of_another_library(layer: object) -> str:
+    """Says how to pass a model of Hugging Face, equinox or Keras; "" of what is none. It imports none of them.
+
+    As functions, also within `jax.vmap`, they would be layers without parameters, of which nothing is trained.
+    """
+    inner = unwrap(layer) if callable(layer) else layer
+    packages = {kind.__module__.partition(".")[0] for kind in type(inner).__mro__}
+    if isinstance(getattr(inner, "module", None), nn.Module) and "params" in dir(inner):
+        return 'pass its `.module`, and {"params": model.params} to pipe.from_model_variables'
+    if "equinox" in packages and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(inner)):
+        return f"wrap the equinox model:{_EQUINOX}"
+    return f"wrap the Keras model (JAX backend), once it is built:{_KERAS}" if "keras" in packages else ""
 
 
 def _check_no_method(layer: Callable, index: int) -> None:

@@ -185,7 +185,8 @@ def default_inputs(batch: Batch) -> PyTree:
         if "inputs" not in batch:
             raise ValueError(
                 f"the batch is a dict with the keys {sorted(map(str, batch))} and no 'inputs'; name what the first "
-                "layer takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline"
+                "layer takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline, which gives batch['x'], or "
+                "jpipe.Arguments(x=batch['x']) to pass it by keyword"
             )
         return batch["inputs"]
     if isinstance(batch, tuple | list):

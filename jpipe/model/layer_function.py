@@ -18,9 +18,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
+from jpipe.jax.inside import meshes_of
 from jpipe.jax.primitives import ClosedJaxpr
-from jpipe.jax.tracing import no_mesh, origins, replay, trace, uses
+from jpipe.jax.tracing import equations_in, no_mesh, origins, replay, trace, uses, without
 from jpipe.jax.trees import is_float, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.calls import CACHE
@@ -264,7 +266,17 @@ def trace_call(
         _check_outputs(outputs)
         return outputs, updates
 
-    return trace(call, variables, takes, batch, key)
+    closed, shapes = trace(call, variables, takes, batch, key)
+    return _in_mesh(closed, jax.sharding.get_abstract_mesh()), shapes
+
+
+def _in_mesh(closed: ClosedJaxpr, here: AbstractMesh) -> ClosedJaxpr:
+    """Gives the jaxpr back, or refuses one that was traced for a mesh of another size: JAX can't mix the two."""
+    for mesh in (mesh for equation in equations_in(closed.jaxpr.eqns) for mesh in meshes_of(equation)):
+        if mesh.size != here.size and not (mesh.empty or here.empty):
+            fault = f"works on the mesh {dict(mesh.shape)}, but the pipeline's is {dict(here.shape)}"
+            raise LayerError(f"{fault}; pass that one to jpipe.Pipeline(..., mesh=), or make the model under pipe.mesh")
+    return closed
 
 
 def _check_outputs(outputs: Activation) -> None:
@@ -288,6 +300,8 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
     def init(key: jax.Array, takes: Activation, batch: Batch) -> LayerVariables:
         return layer.init(key, positional(takes), batch)
 
+    here = jax.sharding.get_abstract_mesh()
+
     def traced() -> TracedInit:
         zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
         of_inputs, made = trace(init, key, takes, batch)
@@ -302,7 +316,10 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
                     of_list = "pipe.from_layer_variables(trees, batch)"
                     raise ValueError(f"{fault}; use pipe.from_model_variables(model.init(key, x), batch), or {of_list}")
 
-        return TracedInit(trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0], made, check)
+        jaxpr = trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0]
+        # Where new variables lie is the layout's to say, not a constraint's.
+        free = without(jaxpr, lambda equation: equation.primitive.name == "sharding_constraint")
+        return TracedInit(_in_mesh(free, here), made, check)
 
     try:
         with no_mesh():

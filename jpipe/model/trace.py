@@ -300,9 +300,10 @@ def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[Layer
 
 
 def described_inputs(inputs: Shapes) -> str:
-    """A model's inputs in words. A list is no array, though what takes one may raise whatever error then."""
-    remedy = " (a list is several arrays; if its items are examples, pass np.stack(examples) in its place)"
-    return describe(inputs) + remedy * bool(lists_in("inputs", inputs))
+    """A model's inputs in words, with the likely mistake: what takes arrays may raise any error for a list or dict."""
+    of_list = " (a list is several arrays; if its items are examples, pass np.stack(examples) in its place)"
+    of_dict = " (a dict is one argument; to pass its items by keyword: inputs=lambda batch: jpipe.Arguments(**batch))"
+    return describe(inputs) + of_list * bool(lists_in("inputs", inputs)) + of_dict * isinstance(inputs, dict)
 
 
 def _fault(error: Exception) -> str:

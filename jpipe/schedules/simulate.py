@@ -6,7 +6,7 @@ It goes through the slots of the executor's ticks, so it times what will run, an
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -161,6 +161,7 @@ def simulate(
     *,
     weight: float | Sequence[float] | None = None,
     recompute: float | Sequence[float] = 0.0,
+    microbatches: Sequence[float] | None = None,
 ) -> Timeline:
     """Times a schedule as the executor runs it, in lockstep.
 
@@ -184,11 +185,12 @@ def simulate(
         default: half of it.
       recompute: the same as `forward` for what a backward action computes anew before that (remat); 0 if that is
         nothing, or within `backward`. An R takes it from the B or I of its micro-batch.
+      microbatches: M numbers, how many times as long each micro-batch takes; default: all as long as the times say.
 
     Raises:
       TypeError: the schedule is not a `Schedule`, or a time is not a number.
       ValueError: a time is not positive (`transfer`, `weight`, `recompute`: negative) or not finite, there are not K of
-        them, or `weight` is more than `backward`.
+        them (M `microbatches`), or `weight` is more than `backward`.
 
     >>> from jpipe.schedules.orders import make_schedule
     >>> timeline = simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8))
@@ -200,7 +202,13 @@ def simulate(
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
     hop = as_number("transfer", transfer, "give the time of one hop, 0 for hops that take none")
-    return in_time(schedule, Work.of(schedule, forward, backward, weight, recompute), hop)
+    work = Work.of(schedule, forward, backward, weight, recompute)
+    if microbatches is not None:
+        remedy = f"give {schedule.num_microbatches} numbers, one for each micro-batch"
+        if len(microbatches) != schedule.num_microbatches:
+            raise ValueError(f"microbatches={microbatches!r:.60} has {len(microbatches)}; {remedy}")
+        work = replace(work, factors=[as_number("microbatches", n, remedy, positive=True) for n in microbatches])
+    return in_time(schedule, work, hop)
 
 
 @dataclass(frozen=True)
@@ -211,10 +219,12 @@ class Work:
       times: by kind, the time on each virtual stage `[K*V]`, or of each layer `[N]`, without what B and I compute anew.
         W may take no time, and I as long as B.
       anew: the same of what B and I compute anew of the forward, where no R does it for them.
+      factors: `[M]`, how many times as long each micro-batch takes; empty if all take as long.
     """
 
     times: Mapping[str, Sequence[float]]
     anew: Sequence[float]
+    factors: Sequence[float] = ()
 
     def summed(self, bounds: Sequence[tuple[int, int]]) -> "Work":
         """The work of virtual stages, from that of layers; `bounds` has the first layer and the end of each."""
@@ -247,7 +257,9 @@ class Work:
         """The time in which an action of virtual stages computes things anew, and its time without that."""
         s = schedule.placement.virtual_stage(stage, action.chunk)
         is_ahead = "R" in schedule.kinds and (stage, action._replace(kind="R")) in schedule.placed
-        return self.anew[s] if action.kind in "BI" and not is_ahead else 0.0, self.times[action.kind][s]
+        factor = self.factors[action.microbatch] if self.factors else 1.0
+        anew = self.anew[s] if action.kind in "BI" and not is_ahead else 0.0
+        return factor * anew, factor * self.times[action.kind][s]
 
 
 def in_time(schedule: Schedule, work: Work, hop: float = 0.0, moves: Sequence[float] = ()) -> Timeline:

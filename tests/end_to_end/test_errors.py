@@ -297,6 +297,16 @@ def test_layers_that_are_no_layers():
 
 
 @pytest.mark.usefixtures("nothing_compiles")
+@pytest.mark.parametrize("layers", [Masked(), [Masked(), dense()]])
+def test_a_dict_is_one_argument(layers):
+    """As Hugging Face's batches are passed; a regression: it said nothing of keywords."""
+    model = lambda **options: jax.eval_shape(make(layers, num_stages=1, **options).init, jax.random.key(0), BATCH)
+    by_keyword = r"a dict is one argument; .* keyword: inputs=lambda batch: jpipe\.Arguments\(\*\*batch\)"
+    refuses(ValueError, by_keyword, lambda: model(inputs=lambda batch: batch))
+    model(inputs=lambda batch: jpipe.Arguments(x=batch["inputs"], mask=batch["targets"]))
+
+
+@pytest.mark.usefixtures("nothing_compiles")
 def test_the_layer_at_fault_is_named_with_its_line():
     """A regression: "layer 1 can't take what layer 0 gives", where its own Dense was too wide, under 65 lines."""
     with pytest.raises(ValueError) as info:

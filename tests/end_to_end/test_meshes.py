@@ -21,6 +21,7 @@ from cases import (
     WIDTH,
     assert_close,
     check_step,
+    compilations,
     make_model,
     model,
     pipeline,
@@ -481,6 +482,61 @@ def test_another_mesh_in_context(make_mesh):
     pipe = small(nn.Dense(4), num_stages=1)
     with jax.set_mesh(make_mesh((2,), ("data",))), pytest.raises(ValueError, match=r"the mesh in context .*'data': 2"):
         pipe.init(KEY, ones(2, 4))
+    pipe = small(nn.Dense(4), num_stages=1, mesh=make_mesh((1,)))
+    with (
+        jax.set_mesh(make_mesh((1,), explicit=True)),
+        pytest.raises(ValueError, match=r"context .*\(Explicit,\).*Auto"),
+    ):
+        pipe.init(KEY, ones(2, 4))
+
+
+class OnItsMesh(nnx.Module):
+    """A layer that names another mesh: where it is made, how its weights or activations are split, in a `shard_map`."""
+
+    def __init__(self, mesh, place, rngs):
+        split = NamedSharding(mesh, PartitionSpec(None, "model"))
+        constrain = lambda x: jax.lax.with_sharding_constraint(x, split)
+        init = nnx.initializers.lecun_normal()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if place == "context" else contextlib.nullcontext():
+            kernel_init = (lambda *of: constrain(init(*of))) if place == "weights" else init
+            self.dense = nnx.Linear(4, 4, kernel_init=kernel_init, rngs=rngs)
+        mapped = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=split.spec, out_specs=split.spec)
+        self.after = {"activations": constrain, "shard_map": mapped}.get(place, jnp.tanh)
+
+    def __call__(self, x):
+        return self.after(self.dense(x))
+
+
+@pytest.mark.parametrize("place", ["context", "activations", "shard_map"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_on_another_mesh(make_mesh, place, whole):
+    """A regression: "context mesh ... should match the aval mesh", or an error of shard_map's, from inside of jpipe."""
+    theirs, x = make_mesh((2, 2), ("data", "model")), ones(4, 4)
+    model = lambda rngs: OnItsMesh(theirs, place, rngs)
+    pipe = jpipe.Pipeline(model if whole else [model, model], square, **SIZES, mesh=make_mesh((2,)))
+    words = r"OnItsMesh\)? works on the mesh {'data': 2, 'model': 2}, but the pipeline's is {'stage': 2}; .* mesh=\)"
+    with compilations() as count:
+        with pytest.raises(ValueError, match=words):
+            pipe.init(KEY, x)
+        assert count() == 0, "the error came after something was compiled"
+
+
+def test_weights_that_name_another_mesh(make_mesh):
+    """Where new weights lie isn't theirs to say. A regression: "incompatible devices for jitted computation"."""
+    theirs, x = make_mesh((2, 2), ("data", "model")), random(4, 4)
+    pipe = small(lambda rngs: OnItsMesh(theirs, "weights", rngs), num_stages=1)
+    variables = pipe.init(KEY, x)
+    (module,) = pipe.modules(variables)
+    assert_close(pipe.apply(variables, x), module(x))
+
+
+def test_a_factory_that_sets_a_mesh(make_mesh):
+    def factory(rngs):
+        with jax.set_mesh(make_mesh((2,), ("model",))):
+            return nnx.Linear(4, 4, rngs=rngs)
+
+    with pytest.raises(ValueError, match=r"layers\[0\] raised ValueError at test_meshes.py.*leave jax\.set_mesh out"):
+        jpipe.Pipeline(factory, square, **SIZES)
 
 
 # --- evaluation and metrics -------------------------------------------------------------------------------------------

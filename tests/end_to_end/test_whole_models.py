@@ -160,6 +160,63 @@ def test_a_ready_nnx_module():
     jax.tree.map(np.testing.assert_array_equal, found, {"params": nnx.to_pure_dict(nnx.state(model, nnx.Param))})
 
 
+class Drops(nnx.Module):
+    """Residual blocks, each with dropout: eleven in a list, two under `nnx.vmap`; noise, and a raw key."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([DropsOnce(rngs) for _ in range(11)])
+        self.a_stack = nnx.split_rngs(splits=2)(nnx.vmap(DropsOnce))(rngs)
+        self.raw, self.noise = nnx.RngKey(jax.random.PRNGKey(7), tag="raw"), rngs
+
+    def __call__(self, x, train):
+        for block in self.blocks:
+            x = block(x)
+        x = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.a_stack, x)
+        keys = [self.noise.noise(), self.noise.noise(), jax.random.wrap_key_data(self.raw[...])] if train else []
+        return x + sum(jax.random.normal(key, x.shape) for key in keys)
+
+
+class DropsOnce(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(self.dense(x)))
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_streams_of_nnx(ready):
+    """What docs/howto/your-model.md says of them, by plain nnx: from this alone the same numbers are drawn."""
+    model, key, x = Drops(nnx.Rngs(0)), jax.random.key(5), random(4, 4)
+    pipe = pipeline(model if ready else lambda rngs: Drops(rngs))
+    tree = {"params": nnx.to_pure_dict(nnx.state(model, nnx.Param))}
+    (loss, _), grads = pipe.value_and_grad(pipe.from_model_variables(tree, x), x, key=key)
+    graphdef, params, keys, counts = nnx.split(model, nnx.Param, nnx.RngKey, nnx.RngCount)
+
+    def started(m):
+        streams = []
+        for n, (path, stream) in enumerate(nnx.to_flat_state(keys)):
+            start = jax.random.fold_in(jax.random.fold_in(key, m), n)
+            if path == ("raw",):
+                start = jax.random.key_data(start)
+            elif path[0] == "a_stack":
+                start = jax.random.split(start, (2,))
+            streams.append((path, stream.replace(start)))
+        return nnx.from_flat_state(streams)
+
+    def plain(tree):
+        own = jax.tree.map(lambda leaf: leaf, params)
+        nnx.replace_by_pure_dict(own, tree["params"])
+        zeros = [jax.tree.map(jnp.zeros_like, counts) for _ in range(2)]
+        models = [nnx.merge(graphdef, own, started(m), zeros[m]) for m in range(2)]
+        return square(jnp.concatenate([models[m](x[2 * m : 2 * m + 2], train=True) for m in range(2)]), x)
+
+    wanted, wanted_grads = jax.value_and_grad(plain)(tree)
+    assert len(nnx.to_flat_state(keys)) == 14
+    assert_close(loss, wanted)
+    assert_close(pipe.model_variables({"params": grads}), wanted_grads)
+
+
 def test_what_nothing_uses_is_kept_and_what_counts_counts():
     case = whole_models.Case(Odd(), random(4, 4), square)
     pipe, variables = plain_whole.check(case, num_stages=3, num_microbatches=1)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax import export
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from absent_cudnn import absent_cudnn
 from cases import assert_equal
@@ -68,6 +68,32 @@ def test_an_error_in_words():
     line = r"TypeError at test_inside\.py:\d+, `return jnp\.dot\(x, jnp\.ones\(5\)\)`: .*"
     assert re.fullmatch(line, inside.raised(caught.value))
     assert inside.raised(ValueError("of no line.")) == "ValueError: of no line"
+
+
+def test_meshes_of():
+    mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec("a"))
+
+    def function(x):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            x = jnp.sin(x)
+        x = jax.lax.with_sharding_constraint(x, split)
+        return jnp.cos(jax.shard_map(jnp.exp, mesh=mesh, in_specs=split.spec, out_specs=split.spec)(x))
+
+    equations = jax.make_jaxpr(function)(X).eqns
+    found = {equation.primitive.name: [at.size for at in inside.meshes_of(equation)] for equation in equations}
+    assert found == {"sin": [1], "sharding_constraint": [0, 1], "shard_map": [0, 1], "cos": [0]}, f"{CHANGED} meshes_of"
+
+
+def test_sets_a_mesh():
+    def function(x):
+        with jax.set_mesh(jax.make_mesh((1,), ("a",))):
+            return x
+
+    with pytest.raises(ValueError) as caught:
+        jax.make_jaxpr(function)(X)
+    assert inside.sets_a_mesh(caught.value), f"{CHANGED} sets_a_mesh: {caught.value}"
+    assert not inside.sets_a_mesh(ValueError("shapes don't fit"))
 
 
 def test_carry_out_in_another_mesh():

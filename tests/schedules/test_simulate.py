@@ -86,6 +86,9 @@ def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbat
         # A hop of 3 shows where nothing runs beside it: F1 is on its way to stage 1 while B0 runs there.
         ({"forward": 1, "backward": 2, "transfer": 3},
          ("F0 0-1, F1 1-2, B0 10-12, B1 13-15", "F0 4-5, B0 5-7, F1 7-8, B1 8-10")),
+        # Micro-batch 1 takes three times as long: B0 of stage 1 waits until F1 of stage 0 has ended, and is sent.
+        ({"microbatches": [1, 3]},
+         ("F0 0-1, F1 1-4, B0 6-8, B1 15-21", "F0 1-2, B0 4-6, F1 6-9, B1 9-15")),
     ],
 )  # fmt: skip
 def test_timeline_of_two_stages(times, drawn):
@@ -148,6 +151,8 @@ def test_peak_in_flight(num_stages, num_microbatches):
         ({"transfer": float("inf")}, ValueError, "transfer=inf has to be at least 0 and finite"),
         ({"transfer": [1.0, 2.0]}, TypeError, "transfer=[1.0, 2.0] is no number; give the time of one hop"),
         ({"backward": [True, False]}, TypeError, "backward=True is no number; use one number"),
+        ({"microbatches": [1.0]}, ValueError, "microbatches=[1.0] has 1; give 2 numbers, one for each micro-batch"),
+        ({"microbatches": [1.0, 0.0]}, ValueError, "microbatches=0.0 has to be more than 0 and finite; give 2 numbers"),
     ],
 )
 def test_wrong_times_are_named(times, error, message):
@@ -155,6 +160,21 @@ def test_wrong_times_are_named(times, error, message):
         simulate(make("gpipe", 2, 2), **times)
     with pytest.raises(TypeError, match=r"schedule='gpipe' must be a Schedule; make one with jpipe\.make_schedule"):
         simulate("gpipe")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", names(train=True))
+def test_microbatches_of_other_lengths(name):
+    """As many times as long, each: alike they scale the times; unlike they take as long as their work, and no longer
+    than if each were as long as the longest."""
+    schedule, factors = make(name, 3, 6, 2 if name in CHUNKED else 1), [4.0, 1.0, 2.0, 1.0, 1.0, 3.0]
+    times = {"forward": 2.0, "backward": 4.0, "recompute": 2.0}
+    plain, thrice = simulate(schedule, **times), simulate(schedule, **times, microbatches=[3.0] * 6)
+    assert (thrice.makespan, thrice.busy) == (3 * plain.makespan, tuple(3 * busy for busy in plain.busy))
+    unlike = simulate(schedule, **times, microbatches=factors)
+    assert unlike.busy == (8 * sum(factors),) * 3
+    assert max(unlike.busy) < unlike.makespan <= 4 * plain.makespan
+    first = next(span for span in unlike.spans if span.action.kind == "F")
+    assert first.end - first.start == 4 * 2.0 / schedule.num_chunks
 
 
 @pytest.mark.parametrize("name", names(train=True, split=None))

@@ -1,5 +1,8 @@
 """`per_layer`: a transformation sees each layer's own tree, of a model that is one module the plain model's own."""
 
+import functools
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import pytest
 
 import jpipe
 import whole_models
-from cases import model, pipeline
+from cases import assert_close, model, pipeline
 from updates import check_updates, is_kernel, is_matrix, labels, one_by_one, params
 
 KEY = jax.random.key(3)
@@ -180,3 +183,102 @@ def test_a_mistake_within_the_transformation_is_told_as_it_is(kind):
     message = r"(?m)^jpipe.per_layer: tx.init raised TypeError: object of type 'int' has no len\(\)$"
     with pytest.raises(TypeError, match=message):
         pipe.abstract_state(np.ones((4, 4)), optax.chain(optax.scale(0.1), jpipe.per_layer(wrong)))
+
+
+# --- several optimisers -----------------------------------------------------------------------------------------------
+
+
+Dense = functools.partial(nn.Dense, param_dtype=jnp.float64)
+
+
+class Network(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(Dense(6)(x))
+        return Dense(self.width)(x + nn.tanh(Dense(6)(x)))
+
+
+class Gan(nn.Module):
+    @nn.compact
+    def __call__(self, noise, real):
+        made = Network(4, name="generator")(noise)
+        return Network(1, name="critic")(jnp.stack([real, made], axis=1))[..., 0]
+
+
+GAN = {
+    "critic": (lambda y, _: nn.softplus(-y[:, 0]).mean() + nn.softplus(y[:, 1]).mean(), optax.adam(1e-2)),
+    "generator": (lambda y, _: nn.softplus(-y[:, 1]).mean(), optax.sgd(0.3, momentum=0.9)),
+}
+"""For each network its loss, and its optimiser."""
+
+
+def test_networks_that_train_in_turns():
+    """docs/howto/optimizers.md: two pipelines of one model pass the variables on, each updates one network."""
+    rng = np.random.default_rng(0)
+    batches = [{"noise": rng.normal(size=(8, 3)), "real": rng.normal(size=(8, 4))} for _ in range(3)]
+    inputs, pipes, states = lambda batch: (batch["noise"], batch["real"]), {}, {}
+    for network, (loss, tx) in GAN.items():
+        pipes[network] = jpipe.Pipeline(Gan(), loss, num_stages=2, num_microbatches=4, inputs=inputs)
+        labels = {name: name == network for name in GAN}
+        own = jpipe.per_layer(optax.multi_transform({True: tx, False: optax.set_to_zero()}, labels))
+        states[network] = pipes[network].create_state(KEY, batches[0], own)
+    variables = states["generator"].variables
+    params = jax.device_get(pipes["critic"].model_variables(variables))["params"]
+    opt_states = {network: tx.init(params[network]) for network, (_, tx) in GAN.items()}
+
+    def plainly(params, network, batch):
+        """One turn by JAX and optax: (the loss, the parameters after it)."""
+        loss, tx = GAN[network]
+        apply = lambda own: Gan().apply({"params": {**params, network: own}}, *inputs(batch))
+        wanted, grads = jax.value_and_grad(lambda own: loss(apply(own), batch))(params[network])
+        updates, opt_states[network] = tx.update(grads, opt_states[network], params[network])
+        return wanted, {**params, network: optax.apply_updates(params[network], updates)}
+
+    for batch, network in itertools.product(batches, GAN):
+        states[network], metrics = pipes[network].train_step(states[network].replace(variables=variables), batch)
+        variables = states[network].variables
+        wanted, params = plainly(params, network, batch)
+        assert_close(metrics["loss"], wanted)
+    assert_close(pipes["generator"].model_variables(variables)["params"], params)
+
+
+class Routed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(4):
+            x = RoutedBlock(name=f"h_{i}")(x)
+        return x
+
+
+class RoutedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        weights = nn.softmax(Dense(2, name="router")(x))
+        return x + sum(weights[:, i : i + 1] * nn.tanh(Dense(4, name=f"expert_{i}")(x)) for i in range(2))
+
+
+@pytest.mark.parametrize("as_list", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_router_with_an_optimiser_of_its_own(as_list):
+    x, square = np.random.default_rng(0).normal(size=(8, 4)), lambda y, batch: (y**2).mean()
+    label = lambda path, _: "router" if any(part.key == "router" for part in path) else "rest"
+    labels = lambda params: jax.tree_util.tree_map_with_path(label, params)
+    tx = optax.multi_transform({"router": optax.sgd(0.5, momentum=0.9), "rest": optax.adamw(1e-2)}, labels)
+    layers = [RoutedBlock() for _ in range(4)]
+    pipe = jpipe.Pipeline(layers if as_list else Routed(), square, num_stages=2, num_microbatches=4)
+    state = pipe.create_state(KEY, x, jpipe.per_layer(tx))
+
+    def tree(variables):
+        trees = [one["params"] for one in pipe.layer_variables(variables)] if as_list else []
+        return {f"h_{i}": own for i, own in enumerate(trees)} if as_list else pipe.model_variables(variables)["params"]
+
+    params = jax.device_get(tree(state.variables))
+    opt_state, start = tx.init(params), params
+    for _ in range(3):
+        grads = jax.grad(lambda params: square(Routed().apply({"params": params}, x), x))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state, _ = pipe.train_step(state, x)
+    assert_close(tree(state.variables), params)
+    assert np.abs(params["h_0"]["router"]["kernel"] - start["h_0"]["router"]["kernel"]).max() > 1e-3
