@@ -18,6 +18,7 @@ from jpipe.execution.decoding import PickLogits
 from jpipe.execution.generator import as_asked, generate
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
+from jpipe.layers.connections import without_key
 from jpipe.memory import batches
 from jpipe.memory.layout import StageTree
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
@@ -67,8 +68,8 @@ class Pipeline(Tabular):
         micro-batches and divided once (weights are constants), or these and `metrics`, a dict of scalars (means) or
         pairs `(sum, weight)`, which `train_step` gives divided. A dict of means or pairs, alone or as `(dict,
         metrics)`, is a loss of several means, each over its own weight, which has to follow from the batch. If it has
-        a parameter `key`, it gets a random key, the last layer's folded with 0x1055 (None in evaluation). None: the
-        pipeline only applies and generates, and its batches are what `inputs` reads from, such as bare inputs.
+        a parameter `key`, it gets a random key, the last layer's folded with 0x1055 (None in evaluation, unless one is
+        passed). None: the pipeline only applies and generates, and its batches are what `inputs` reads from.
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules; 2 for "v".
@@ -80,7 +81,8 @@ class Pipeline(Tabular):
         its axes, as their Flax metadata says. Default: the first K devices.
       batch_axes: the mesh's data axes, a name or several in order. Default: its "replica", "data" and "fsdp".
       inputs: batch -> what the model takes, `jpipe.Arguments` if by keyword. Default: `batch["inputs"]`, the first of
-        a tuple, or a bare array.
+        a tuple, or a bare array. `lambda batch, key: ...` gets a micro-batch's random key: the first layer's, or the
+        module's, folded with 0x1A97.
       merge: rules by collection for variables other than parameters (`jpipe.model.merging`): "mean", "sum", "last",
         "moments", "keep" (only read) or "gradient" (its gradient is its new value). Default: "moments" for
         "batch_stats", "keep" for "frozen", "gradient" for "_overwrite_with_gradient", else the mean of floats and the
@@ -111,7 +113,7 @@ class Pipeline(Tabular):
         balance: str | Iterable[float] = "flops",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] = BATCH_AXES,
-        inputs: Callable[[Batch], PyTree] | None = None,
+        inputs: Callable[..., PyTree] | None = None,
         merge: Mapping[str, str] | None = None,
         shard_over: Sequence[str] = (),
         gather: str = "step",
@@ -133,7 +135,7 @@ class Pipeline(Tabular):
             layers=layers,
             whole=whole,
             loss_fn=loss_fn,
-            read_inputs=inputs,
+            read_inputs=without_key(inputs),
             remat=as_remat(remat),
             merge=check_rules(merge),
             balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
@@ -286,27 +288,31 @@ class Pipeline(Tabular):
         (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trained=step.batch)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
-    def apply(self, variables: Variables, batch: Batch, *, bare: bool | None = None) -> PyTree:
+    def apply(
+        self, variables: Variables, batch: Batch, key: jax.Array | None = None, *, bare: bool | None = None
+    ) -> PyTree:
         """The outputs in evaluation mode, each with a batch axis of B; None for those of one module that no loss reads.
 
         Args:
           variables: by collection.
           batch: a batch `[B, ...]`, or the bare inputs that the first layer takes.
+          key: a random key, as of `evaluate`.
           bare: which of the two it is. Default: told by its structure and by its shapes behind the first dimension.
 
         Raises:
           ValueError: it may be both; or an output has no batch axis (a mean over the batch), so that nothing can be
             joined. One that begins with an axis of 1 gives a row for each micro-batch.
         """
-        if (call := checks.call_of(f"apply, bare={bare}", variables, batch)) not in self._known:
+        key = None if key is None else as_key(key)
+        if (call := checks.call_of(f"apply, bare={bare}", variables, batch, key)) not in self._known:
             checks.check_is_variables(variables)
             micro = self.planner.for_outputs(batch, bare)
             checks.check_complete(self.plan, variables)
-            step = self.planner.evaluation_step(micro, with_loss=False)
+            step = self.planner.evaluation_step(micro, key, with_loss=False)
             run = partial(self._jit_apply, step, self.planner.output_axes(micro))
-            checks.check_agree(self.plan, "bare" if micro.bare else "apply", batch)
+            checks.check_agree(self.plan, "bare" if micro.bare else "apply", batch, key)
             self._known[call] = run
-        return self._run("the forward pass", self._known[call], variables, batch)
+        return self._run("the forward pass", self._known[call], variables, batch, key)
 
     def generate(
         self,
@@ -334,15 +340,19 @@ class Pipeline(Tabular):
         run = partial(self._jit_generate, **options)
         return self._run("generation", run, variables, prompts, *drawn_by)
 
-    def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
-        """The loss of the whole batch in evaluation mode, forward only."""
-        if (call := checks.call_of("evaluate", variables, batch)) not in self._known:
+    def evaluate(self, variables: Variables, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+        """The loss of the whole batch in evaluation mode, forward only.
+
+        With a random key layers, `inputs` and the loss get theirs of each micro-batch, as in training.
+        """
+        key = None if key is None else as_key(key)
+        if (call := checks.call_of("evaluate", variables, batch, key)) not in self._known:
             micro = self.planner.for_evaluation(batch)
             checks.check_complete(self.plan, variables)
-            run = partial(self._jit_evaluate, self.planner.evaluation_step(micro, with_loss=True))
-            checks.check_agree(self.plan, "evaluate", batch)
+            run = partial(self._jit_evaluate, self.planner.evaluation_step(micro, key, with_loss=True))
+            checks.check_agree(self.plan, "evaluate", batch, key)
             self._known[call] = run
-        return self._run("the loss", self._known[call], variables, batch)
+        return self._run("the loss", self._known[call], variables, batch, key)
 
     # --- training ---
 

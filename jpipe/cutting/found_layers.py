@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.cutting.module import make_whole
+from jpipe.cutting.module import trace_whole
 from jpipe.cutting.whole import cut_model
 from jpipe.jax.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe
+from jpipe.layers.connections import without_key
 from jpipe.memory.batches import default_inputs
 from jpipe.model.loss import LossFn
 from jpipe.model.trace import trace_model
@@ -68,7 +69,7 @@ def layers_of(
     batch: Batch,
     loss_fn: LossFn | None = None,
     *,
-    inputs: Callable[[Batch], PyTree] | None = None,
+    inputs: Callable[..., PyTree] | None = None,
     num_layers: int = 1,
 ) -> FoundLayers:
     """The layers that a pipeline would cut a model into.
@@ -87,9 +88,8 @@ def layers_of(
     if layer is None:
         raise TypeError(f"model is a {type(model).__name__}; pass one module, a factory of one, or a jpipe.Layer")
     wanted = as_integer("num_layers", num_layers, "ask for a count of layers")
-    read, shapes = inputs or default_inputs, jax.eval_shape(lambda batch: batch, batch)
-    whole = make_whole(layer, read, shapes)
-    whole, modes = whole.read_by(loss_fn, whole.trace(read, shapes), shapes)
+    read, shapes = without_key(inputs or default_inputs), jax.eval_shape(lambda batch: batch, batch)
+    whole, modes = trace_whole(layer, loss_fn, read, shapes)
     cut = cut_model(whole, modes, wanted)
     traced = trace_model(cut.layers(modes), read, shapes)
     found = []

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +26,15 @@ from jpipe.jax.tracing import trace, uses
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.layers.connections import with_inputs
 from jpipe.model.groups import strong
-from jpipe.model.layer_function import TracedInit, trace_call, trace_init
+from jpipe.model.layer_function import TracedInit, in_either_mode, trace_call, trace_init
 from jpipe.model.loss import LossFn, call_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import check_updates, described_inputs, inputs_of, telling, warn_of_dropouts
 from jpipe.types import Batch, PyTree, Shapes
 
-Read = Callable[[Batch], PyTree]
+Read = Callable[..., PyTree]
 """From a batch to the model's inputs."""
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +78,12 @@ class WholeModel:
 
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
-        (training, outputs), (evaluation, _) = (self.trace_mode(read_inputs, batch, train) for train in (True, False))
-        modes = Modes(Traced(training), Traced(evaluation), outputs)
+        mode = lambda **options: self.trace_mode(read_inputs, batch, **options)
+        training, outputs = mode(train=True, key=key_shape())
+        sampling = evaluation = or_error(lambda: Traced(mode(train=False, key=key_shape())[0]))
+        if isinstance(sampling, str) or sampling.straight.draws:
+            evaluation = or_error(lambda: Traced(mode(train=False)[0]))
+        modes = Modes(Traced(training), evaluation, sampling, outputs)
         return modes if self.read is None else modes.reading(self.read)
 
     def read_by(self, loss_fn: LossFn | None, modes: Modes, batch: Shapes) -> tuple[WholeModel, Modes]:
@@ -90,12 +96,14 @@ class WholeModel:
         read = outputs_read(loss_fn, modes.outputs, batch)
         return replace(self, read=read), modes.reading(read)
 
-    def trace_mode(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
+    def trace_mode(
+        self, read_inputs: Read, batch: Shapes, *, train: bool, key: jax.ShapeDtypeStruct | None = None
+    ) -> tuple[Straight, Shapes]:
         """(the model's equations in training or evaluation, the shapes of its outputs)."""
-        (layer,), key = with_inputs([self.layer], read_inputs), key_shape() if train else None
-        told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
+        (layer,) = with_inputs([self.layer], read_inputs)
+        told = lambda: told_of(trace(read_inputs, batch)[1], self.variables, *[WITHOUT_KEY] * (key is None))
         with telling(layer.name, told), layer.dropouts() as dropouts:
-            closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key)
+            closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key, train=train)
             check_updates(self.variables, updates, closed)
         if train and not uses(closed)[-1]:
             warn_of_dropouts(layer.name, dropouts)
@@ -103,8 +111,19 @@ class WholeModel:
         return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
 
 
-def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
-    """A model with variables for the shapes of a micro-batch `[b, ...]`.
+def trace_whole(layer: AnyLayer, loss_fn: LossFn | None, read_inputs: Read, batch: Shapes) -> tuple[WholeModel, Modes]:
+    """A model, and its traces of what a loss reads, for the shapes of a micro-batch; errors as of `make_whole`."""
+
+    def traced(train: bool) -> tuple[WholeModel, Modes]:
+        whole = make_whole(layer, read_inputs, batch, train=train)
+        return whole, whole.trace(read_inputs, batch)
+
+    whole, modes = in_either_mode(traced)
+    return whole.read_by(loss_fn, modes, batch)
+
+
+def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes, *, train: bool = False) -> WholeModel:
+    """A model with variables for the shapes of a micro-batch `[b, ...]`, those of evaluation or of training.
 
     Raises:
       ValueError: the inputs can't be read, or the model raises an error.
@@ -113,14 +132,17 @@ def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
         return WholeModel(layer, strong(jax.eval_shape(lambda v: v, layer.ready)), None)
     inputs = inputs_of(read_inputs, batch)
     with telling(layer.name, lambda: told_of(inputs)):
-        init = trace_init(layer, key_shape(), inputs, batch)
+        init = trace_init(layer, key_shape(), inputs, batch, train=train)
     return WholeModel(layer, strong(init.variables), init)
 
 
-def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:
+WITHOUT_KEY = "it was called without a random key; pipe.evaluate and pipe.apply take one: key=jax.random.key(...)"
+
+
+def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None, *more: str) -> list[str]:
     """The lines that explain an error of a model: what it was called with, and its parameters."""
     has = [f"it has the parameters {describe(variables['params'])}"] if variables and "params" in variables else []
-    return [f"it was called with {described_inputs(inputs)}", *has]
+    return [f"it was called with {described_inputs(inputs)}", *has, *more]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,22 +151,39 @@ class Modes:
 
     Attributes:
       training: in training.
-      evaluation: in evaluation.
+      evaluation: in evaluation; or the error that the model raises there.
+      sampling: in evaluation with a random key, the same trace if nothing is drawn; or the error.
       outputs: the shapes of the model's outputs, `[b, ...]`, also of those that nobody reads.
     """
 
     training: Traced
-    evaluation: Traced
+    evaluation: Traced | str
+    sampling: Traced | str
     outputs: Shapes
+
+    @property
+    def evaluated(self) -> Traced:
+        """The trace in evaluation by which the model is cut; that of training, if there is none."""
+        return next(one for one in (self.evaluation, self.sampling, self.training) if isinstance(one, Traced))
 
     def reading(self, read: tuple[bool, ...]) -> Modes:
         """The same traces, of which only these outputs are read."""
-        modes = [replace(traced.straight, read=read) for traced in (self.training, self.evaluation)]
+        modes = self.training, self.evaluation, self.sampling
+        straight = {id(one): replace(one.straight, read=read) for one in modes if isinstance(one, Traced)}
         # No piece has a slice of what some place uses whole, in whichever mode.
-        both = [straight.depths_read for straight in modes]
-        depths = {leaf: min(d[leaf] for d in both if leaf in d) for leaf in {*both[0], *both[1]}}
-        training, evaluation = (Traced(replace(straight, depths=depths)) for straight in modes)
-        return Modes(training, evaluation, self.outputs)
+        each = [one.depths_read for one in straight.values()]
+        depths = {leaf: min(d[leaf] for d in each if leaf in d) for leaf in set().union(*each)}
+        traced = {of: Traced(replace(one, depths=depths)) for of, one in straight.items()}
+        evaluation, sampling = (traced.get(id(one), one) for one in modes[1:])
+        return Modes(traced[id(self.training)], evaluation, sampling, self.outputs)
+
+
+def or_error(make: Callable[[], Made]) -> Made | str:
+    """What a function gives, or the words of its ValueError: it is raised again where somebody needs the result."""
+    try:
+        return make()
+    except ValueError as error:
+        return str(error)
 
 
 # --- names of pieces --------------------------------------------------------------------------------------------------

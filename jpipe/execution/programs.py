@@ -158,25 +158,31 @@ def value_and_grad(
     return (loss, updates, metrics), StageTree(grads, layouts["params"])
 
 
-def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
+def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch, key: jax.Array | None = None) -> jax.Array:
     """The loss of a batch `[B, ...]` in evaluation mode."""
     assert step.loss is not None
-    return step.loss.means(run_step(step, run_inference, (variables, batch, None, None), PartitionSpec()))[0]
+    return step.loss.means(run_step(step, run_inference, (variables, batch, key, None), PartitionSpec()))[0]
 
 
-def apply(step: Step, joined_along: tuple[int, ...], variables: dict[str, StageTree], batch: Batch) -> PyTree:
+def apply(
+    step: Step,
+    joined_along: tuple[int, ...],
+    variables: dict[str, StageTree],
+    batch: Batch,
+    key: jax.Array | None = None,
+) -> PyTree:
     """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode.
 
     Args:
       step: forward only.
       joined_along: the batch axis of each leaf of the outputs.
-      variables, batch: all collections; what the step was made for.
+      variables, batch, key: all collections; what the step was made for.
     """
     specs = [to_spec(at, step.model.axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
     leaves = run_step(
         step,
         run_inference,
-        (variables, batch, None, None),
+        (variables, batch, key, None),
         [PartitionSpec(None, *spec) for spec in specs],
         after=lambda leaves: list(map(join_microbatches, leaves, joined_along)),
         result_specs=specs,

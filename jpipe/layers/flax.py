@@ -11,10 +11,6 @@ from flax import nnx
 from jpipe.layers.base import Item, LayerError, LayerVariables, Method
 
 SOWN = "self.sow does; pass the values on, `return x, total + value`, or by a jpipe.Layer whose `apply` returns them"
-NO_KEY = (
-    "draws random numbers in evaluation mode, without a key; make it deterministic there, by an argument "
-    "`deterministic` or `train`, or hand it what it would draw, such as the initial_carry of an nnx.RNN"
-)
 
 
 def logical_rules(axes: Collection[str]) -> Callable[[], AbstractContextManager[object]]:

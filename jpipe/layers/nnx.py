@@ -23,10 +23,21 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.inside import collection_of, raised, shortened, unsharded_creation
 from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested, values_within
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
+from jpipe.layers.base import (
+    NO_KEY,
+    Activation,
+    AnyLayer,
+    Context,
+    Inputs,
+    Item,
+    LayerError,
+    LayerVariables,
+    Method,
+    Specs,
+)
 from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
-from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
-from jpipe.types import Batch, Leaf, PyTree, Shapes
+from jpipe.layers.flax import SOWN, as_collections, check_method, dropout_in_words
+from jpipe.types import Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")
 
@@ -115,9 +126,9 @@ def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
         raise TypeError(f"layers[{index}] uses {name} through a function; name one of its methods")
     check_method(type(module), name, calls.method, index)
 
-    def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+    def init(inputs: Inputs, context: Context) -> LayerVariables:
         with unsharded_creation():
-            return _collections(nnx.state(_mark_arrays(factory(rngs=nnx.Rngs(key)))))
+            return _collections(nnx.state(_mark_arrays(factory(rngs=nnx.Rngs(context.key)))))
 
     def decode(takes: Shapes, size: int, length: int) -> AnyLayer:
         make = functools.partial(_with_caches, factory, takes, size, length)

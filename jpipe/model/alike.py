@@ -28,6 +28,7 @@ from jpipe.model.groups import (
     DECODE,
     EVALUATION,
     INIT,
+    SAMPLING,
     TRAIN,
     Constants,
     LayerGroup,
@@ -43,7 +44,7 @@ from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.types import Shapes
 
-MODES = (TRAIN, INIT, EVALUATION, DECODE)
+MODES = (TRAIN, INIT, EVALUATION, SAMPLING, DECODE)
 """The functions by which layers are compared, one after the other."""
 
 
@@ -147,8 +148,9 @@ class Alike:
         first = next(iter(jax.tree.leaves(takes)), None)
         if mode == TRAIN:
             return trace.jaxpr, trace.updated
-        if mode == EVALUATION:
-            return trace_call(layer, trace.variables, takes, self._batch, None)[0], ()
+        if mode in (EVALUATION, SAMPLING):
+            key = None if mode == EVALUATION else key_shape()
+            return trace_call(layer, trace.variables, takes, self._batch, key, train=False)[0], ()
         if mode == DECODE:
             # It isn't traced in `generate`'s own trace, whose rules name `CACHE`: there the layers are in it already.
             if first is None or first.ndim < 2 or group.rules.get(CACHE) == CACHE or not layer.keeps_cache:
@@ -156,7 +158,7 @@ class Alike:
             layer = decoding(layer, takes, *first.shape[:2])
         elif layer.ready is not None:  # it came with its values, and isn't initialised
             return None
-        made = trace_init(layer, key_shape(), takes, self._batch)
+        made = trace_init(layer, key_shape(), takes, self._batch, train=trace.init_trains and mode == INIT)
         return made.jaxpr, [name for name in sorted(made.variables) for _ in jax.tree.leaves(made.variables[name])]
 
 
