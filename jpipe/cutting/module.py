@@ -14,13 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.cutting.places import Traced
+from jpipe.cutting.places import Traced, or_error
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
 from jpipe.layers.base import AnyLayer, describe
@@ -34,7 +33,6 @@ from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[..., PyTree]
 """From a batch to the model's inputs."""
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,14 +174,6 @@ class Modes:
         traced = {of: Traced(replace(one, depths=depths)) for of, one in straight.items()}
         evaluation, sampling = (traced.get(id(one), one) for one in modes[1:])
         return Modes(traced[id(self.training)], evaluation, sampling, self.outputs)
-
-
-def or_error(make: Callable[[], Made]) -> Made | str:
-    """What a function gives, or the words of its ValueError: it is raised again where somebody needs the result."""
-    try:
-        return make()
-    except ValueError as error:
-        return str(error)
 
 
 # --- names of pieces --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ SHARES, FEWEST = 2, 4
 """A piece that takes more than so many shares of a virtual stage, of at least so many, is cut again by all means."""
 NEARLY = 3 / 4
 """A new piece with more than this part of the FLOPs of the old one is nearly the same."""
+Made = TypeVar("Made")
 MOST_WIDER = 2
 """A piece is cut at an inner place that bears at most so many times the bytes of its wider end."""
 
@@ -175,6 +177,14 @@ class Traced:
             if made is not None and part in first:
                 spans[part] = min(first[part], made), max(made + 1, first[part] + 1)
         return spans
+
+
+def or_error(make: Callable[[], Made]) -> Made | str:
+    """What a function gives, or the words of its ValueError: it is raised again where somebody needs the result."""
+    try:
+        return make()
+    except ValueError as error:
+        return str(error)
 
 
 def find_places(traced: Traced, wanted: int, forbidden: Callable[[int], bool]) -> list[int]:

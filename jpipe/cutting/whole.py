@@ -16,18 +16,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jpipe.cutting.module import (
-    Modes,
-    WholeModel,
-    or_error,
-    paths_below,
-    paths_of,
-    piece_names,
-    with_zeros,
-    without_unread,
-)
+from jpipe.cutting.module import Modes, WholeModel, paths_below, paths_of, piece_names, with_zeros, without_unread
 from jpipe.cutting.pieces import Cutting, NoSuchPlace, Piece, ReadsOthers, TiedTogether, decide_cutting, make_pieces
-from jpipe.cutting.places import Traced
+from jpipe.cutting.places import Traced, or_error
 from jpipe.cutting.straight import INLINED, Part, rows_of
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.flops import flops_of

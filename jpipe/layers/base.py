@@ -38,13 +38,6 @@ class LayerError(ValueError):
     """A fault of a layer, as the rest of a sentence that begins with its name."""
 
 
-NO_KEY = (
-    "draws random numbers in evaluation mode, and got no key; pass one: pipe.evaluate(variables, batch, key), or "
-    "pipe.apply; or make it deterministic there, by an argument `deterministic` or `train`, or hand it what it would "
-    "draw, such as the initial_carry of an nnx.RNN"
-)
-
-
 class Context(NamedTuple):
     """The facts that a layer is told besides its variables and inputs.
 

@@ -67,6 +67,13 @@ def both_of(inputs: Inputs) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     return inputs[0].both if len(inputs) == 1 and isinstance(inputs[0], Arguments) else (inputs, {})
 
 
+NO_KEY = (
+    "draws random numbers in evaluation mode, and got no key; pass one: pipe.evaluate(variables, batch, key), or "
+    "pipe.apply; or make it deterministic there, by an argument `deterministic` or `train`, or hand it what it would "
+    "draw, such as the initial_carry of an nnx.RNN"
+)
+
+
 # --- signatures -------------------------------------------------------------------------------------------------------
 
 

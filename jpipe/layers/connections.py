@@ -16,18 +16,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jpipe.layers.base import (
-    NO_KEY,
-    Activation,
-    AnyLayer,
-    Context,
-    Inputs,
-    LayerError,
-    LayerVariables,
-    describe,
-    positional,
-)
-from jpipe.layers.calls import decoding, signature_of
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, describe, positional
+from jpipe.layers.calls import NO_KEY, decoding, signature_of
 from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]

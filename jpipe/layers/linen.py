@@ -18,19 +18,8 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 
 from jpipe.jax.trees import values_within
-from jpipe.layers.base import (
-    NO_KEY,
-    Activation,
-    AnyLayer,
-    Context,
-    Inputs,
-    Item,
-    LayerError,
-    LayerVariables,
-    Method,
-    Specs,
-)
-from jpipe.layers.calls import CACHE, ModeArguments, both_of, mode_arguments, modes, token_by_token
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
+from jpipe.layers.calls import CACHE, NO_KEY, ModeArguments, both_of, mode_arguments, modes, token_by_token
 from jpipe.layers.flax import SOWN, as_collections, check_method, dropout_in_words
 from jpipe.types import Leaf, PyTree, Shapes
 

@@ -23,19 +23,8 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.inside import collection_of, raised, shortened, unsharded_creation
 from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested, values_within
-from jpipe.layers.base import (
-    NO_KEY,
-    Activation,
-    AnyLayer,
-    Context,
-    Inputs,
-    Item,
-    LayerError,
-    LayerVariables,
-    Method,
-    Specs,
-)
-from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
+from jpipe.layers.calls import CACHE, NO_KEY, both_of, mode_arguments, signature_of, token_by_token
 from jpipe.layers.flax import SOWN, as_collections, check_method, dropout_in_words
 from jpipe.types import Leaf, PyTree, Shapes
 

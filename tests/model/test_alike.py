@@ -16,6 +16,7 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.layers.adapt import as_layers
 from jpipe.model.alike import Kinds
+from jpipe.model.random_keys import layer_key
 from jpipe.model.trace import trace_model
 
 wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
@@ -192,7 +193,7 @@ def test_equal_layers_are_traced_once_and_others_once_each():
     calls.clear()
     layers = as_layers([jnp.sin, *each(layer, 2.0, 2.0, 3.0, 3.0, 2.0, 3.0), jnp.cos])
     trace_model(layers, lambda batch: batch, X)
-    assert calls == [2.0, 3.0, 2.0, 3.0], "in training, and to be compared in evaluation"
+    assert calls == [2.0, 3.0] * 3, "in training, and to be compared in evaluation, without a key and with one"
 
 
 # --- with the right numbers -------------------------------------------------------------------------------------------
@@ -251,6 +252,29 @@ def test_a_step_and_evaluation_equal_the_sequential_model(kind, options, make_me
             key, x = sequential.init_key(jax.random.key(KEY), index), jnp.zeros((4, 8), jnp.float64)
             own = layers[index].init({"params": key, "dropout": jax.random.fold_in(key, 1)}, x, train=False)
             assert_close(initial[index], own, f"layer {index}")
+
+
+def test_what_is_drawn_in_evaluation_has_the_right_numbers():
+    """Blocks that differ in it alone, and there only if there is a key, are one function."""
+
+    def drawing(scale):
+        init = lambda key, x: jnp.ones((), x.dtype)
+        noise = lambda key, x: 0 if key is None else scale * jax.random.normal(key, x.shape, x.dtype)
+        return jpipe.Layer(init, lambda p, x, key, train: p * x if train else x + noise(key, x))
+
+    scales, x, key = (0.1, 0.2, 0.3), np.ones((2, 8), np.float32), jax.random.key(KEY)
+    layers = [jnp.sin, *map(drawing, scales), jnp.cos]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=2)
+    variables = pipe.init(key, x)
+    assert (1, 2, 3) in [group.indices for group in pipe.plan.model.groups]
+    expected = []
+    for m, part in enumerate(np.split(x, 2)):
+        part = jnp.sin(part)
+        for index, scale in enumerate(scales, start=1):
+            part = part + scale * jax.random.normal(layer_key(key, index, m), part.shape)
+        expected.append(jnp.cos(part))
+    np.testing.assert_allclose(pipe.apply(variables, x, key), np.concatenate(expected), rtol=1e-6)
+    np.testing.assert_allclose(pipe.apply(variables, x), jnp.cos(jnp.sin(x)), rtol=1e-6)
 
 
 # --- kinds of parts of a trace ----------------------------------------------------------------------------------------
