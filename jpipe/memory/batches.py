@@ -141,8 +141,8 @@ def _check_dtype(name: str, dtype: np.dtype) -> None:
     """Checks that a batch's array holds numbers, and no random keys."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
-            f"{name} has random keys, {dtype}; take one of each micro-batch by inputs=lambda batch, key: ...; or pass "
-            "jax.random.key_data(keys) of a key for each example, and call jax.random.wrap_key_data on it"
+            f"{name} has random keys, {dtype}; pass jax.random.key_data(keys), and call jax.random.wrap_key_data on it"
+            ", or let each micro-batch have one: inputs=lambda batch, key: ..."
         )
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
         raise TypeError(f"{name} has the dtype {dtype}, but a batch holds numbers only; leave it out, or encode it")
