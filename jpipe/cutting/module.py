@@ -159,11 +159,6 @@ class Modes:
     sampling: Traced | str
     outputs: Shapes
 
-    @property
-    def evaluated(self) -> Traced:
-        """The trace in evaluation by which the model is cut; that of training, if there is none."""
-        return next(one for one in (self.evaluation, self.sampling, self.training) if isinstance(one, Traced))
-
     def reading(self, read: tuple[bool, ...]) -> Modes:
         """The same traces, of which only these outputs are read."""
         modes = self.training, self.evaluation, self.sampling

@@ -258,8 +258,9 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
       ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
+    evaluated = next(one for one in (modes.evaluation, modes.sampling, modes.training) if isinstance(one, Traced))
     try:
-        cutting = decide_cutting(modes.training, modes.evaluated, shapes, wanted)
+        cutting = decide_cutting(modes.training, evaluated, shapes, wanted)
     except TiedTogether as error:
         tied, changed = (
             ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3]) for parts in error.args

@@ -165,17 +165,13 @@ def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch, key: jax
 
 
 def apply(
-    step: Step,
-    joined_along: tuple[int, ...],
-    variables: dict[str, StageTree],
-    batch: Batch,
-    key: jax.Array | None = None,
+    step: Step, joined: tuple[int, ...], variables: dict[str, StageTree], batch: Batch, key: jax.Array | None = None
 ) -> PyTree:
     """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode.
 
     Args:
       step: forward only.
-      joined_along: the batch axis of each leaf of the outputs.
+      joined: the batch axis of each leaf of the outputs.
       variables, batch, key: all collections; what the step was made for.
     """
     specs = [to_spec(at, step.model.axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
@@ -184,7 +180,7 @@ def apply(
         run_inference,
         (variables, batch, key, None),
         [PartitionSpec(None, *spec) for spec in specs],
-        after=lambda leaves: list(map(join_microbatches, leaves, joined_along)),
+        after=lambda leaves: list(map(join_microbatches, leaves, joined)),
         result_specs=specs,
     )
     return jax.tree.unflatten(jax.tree.structure(step.model.groups[-1].gives), leaves)

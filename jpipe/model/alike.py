@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.types import Shapes
 
-MODES = (TRAIN, INIT, EVALUATION, SAMPLING, DECODE)
+MODES = (TRAIN, INIT, EVALUATION, DECODE)
 """The functions by which layers are compared, one after the other."""
 
 
@@ -118,7 +119,21 @@ class Alike:
         begin = {*depend.get(INIT, ()), *depend.get(DECODE, ())}
         if "moments" in map(group.rules.get, depend.get(TRAIN, ())) or CACHE in begin:
             return None
-        return replace(group, indices=together, constants=constants)
+        sampled = cache(partial(self._sampled, group, together))
+        return replace(group, indices=together, constants=constants, sampled=sampled)
+
+    def _sampled(self, group: LayerGroup, together: Sequence[int]) -> Constants:
+        """The constants of layers of a group in evaluation with a random key, for which few ask.
+
+        Raises:
+          ValueError: they are several functions there.
+        """
+        functions = {i: self._function(group, i, SAMPLING) for i in together}
+        if len({one and one.trace.kind for one in functions.values()}) > 1:
+            fault = f"layers {', '.join(map(str, together))} are one function without a random key in evaluation, and"
+            raise ValueError(f"{fault} several with one; evaluate without a key, or have them differ in training too")
+        found = {i: scalars_of(one.trace.closed) for i, one in functions.items() if one}
+        return differing(found, together[0]) if found else Constants()
 
     def _may_join(self, group: LayerGroup, index: int) -> bool:
         """Whether a layer's functions are of the same kinds as those of a group; one after the other is traced."""

@@ -12,7 +12,7 @@ and `jax.checkpoint` are taken out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -193,6 +193,7 @@ class LayerGroup:
       rules: what becomes of collections other than parameters, by name.
       variable_set: the index in `Model.variable_sets` of the set that their variables are in; None without variables.
       constants: the numbers in which they differ, by function; empty if they are the same.
+      sampled: gives those in evaluation with a random key.
       trace: of the first of them; None in tests that make groups by hand.
     """
 
@@ -209,6 +210,7 @@ class LayerGroup:
     rules: Mapping[str, str] = field(default_factory=lambda: DEFAULT_RULES)
     variable_set: int | None = None
     constants: Mapping[str, Constants] = field(default_factory=dict)
+    sampled: Callable[[], Constants] = Constants
     trace: LayerTrace | None = None
 
     @property

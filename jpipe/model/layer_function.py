@@ -25,7 +25,7 @@ from jpipe.jax.tracing import no_mesh, origins, replay, trace, uses
 from jpipe.jax.trees import is_float, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.calls import CACHE
-from jpipe.model.groups import EVALUATION, GRADIENT, INIT, SAMPLING, TRAIN, Constants, LayerGroup
+from jpipe.model.groups import EVALUATION, GRADIENT, INIT, TRAIN, Constants, LayerGroup
 from jpipe.model.loss import TracedLoss
 from jpipe.model.remat import Remat
 from jpipe.partitioner.axes import AXIS
@@ -121,8 +121,9 @@ class LayerFunction:
     @property
     def constants(self) -> Constants:
         """The numbers in which the layers of the group differ."""
-        mode = TRAIN if self.train else EVALUATION if self.key is None else SAMPLING
-        return self.group.constants.get(mode, Constants())
+        if self.key is not None and not self.train:
+            return self.group.sampled()
+        return self.group.constants.get(TRAIN if self.train else EVALUATION, Constants())
 
     @property
     def arguments(self) -> LayerArguments:
