@@ -18,7 +18,6 @@ from jpipe.execution.decoding import PickLogits
 from jpipe.execution.generator import as_asked, generate
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
-from jpipe.layers.connections import without_key
 from jpipe.memory import batches
 from jpipe.memory.layout import StageTree
 from jpipe.memory.records import as_auto, from_items, from_layers, ready_values, to_items, to_layers
@@ -39,7 +38,7 @@ from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.communication import Communication, communication
-from jpipe.tools.gradient_check import GradientCheck, check_gradients
+from jpipe.tools.gradient_check import GradientCheck, Reference, check_gradients
 from jpipe.tools.page import Page, facts_of, show
 from jpipe.tools.summary import notes_on_room, summarize
 from jpipe.training.train_state import TrainState, Variables, abstract_state, make_opt_state, state_to_place, steps_for
@@ -80,9 +79,8 @@ class Pipeline(Tabular):
       mesh: a mesh with an axis `stage` of K devices. Micro-batches are split over its data axes, weights over any of
         its axes, as their Flax metadata says. Default: the first K devices.
       batch_axes: the mesh's data axes, a name or several in order. Default: its "replica", "data" and "fsdp".
-      inputs: batch -> what the model takes, `jpipe.Arguments` if by keyword. Default: `batch["inputs"]`, the first of
-        a tuple, or a bare array. `lambda batch, key: ...` gets a micro-batch's random key: the first layer's, or the
-        module's, folded with 0x1A97.
+      inputs: batch -> what the model takes, `jpipe.Arguments` if by keyword. A parameter `key` gets a random key, the
+        first layer's folded with 0x1A97. Default: `batch["inputs"]`, the first of a tuple, or a bare array.
       merge: rules by collection for variables other than parameters (`jpipe.model.merging`): "mean", "sum", "last",
         "moments", "keep" (only read) or "gradient" (its gradient is its new value). Default: "moments" for
         "batch_stats", "keep" for "frozen", "gradient" for "_overwrite_with_gradient", else the mean of floats and the
@@ -135,7 +133,7 @@ class Pipeline(Tabular):
             layers=layers,
             whole=whole,
             loss_fn=loss_fn,
-            read_inputs=without_key(inputs),
+            read_inputs=batches.without_key(inputs),
             remat=as_remat(remat),
             merge=check_rules(merge),
             balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
@@ -288,15 +286,12 @@ class Pipeline(Tabular):
         (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trained=step.batch)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
-    def apply(
-        self, variables: Variables, batch: Batch, key: jax.Array | None = None, *, bare: bool | None = None
-    ) -> PyTree:
+    def apply(self, variables: Variables, batch: Batch, key: Leaf | None = None, *, bare: bool | None = None) -> PyTree:
         """The outputs in evaluation mode, each with a batch axis of B; None for those of one module that no loss reads.
 
         Args:
-          variables: by collection.
+          variables, key: by collection; a random key, if a layer draws random numbers in evaluation.
           batch: a batch `[B, ...]`, or the bare inputs that the first layer takes.
-          key: a random key, as of `evaluate`.
           bare: which of the two it is. Default: told by its structure and by its shapes behind the first dimension.
 
         Raises:
@@ -341,10 +336,7 @@ class Pipeline(Tabular):
         return self._run("generation", run, variables, prompts, *drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        """The loss of the whole batch in evaluation mode, forward only.
-
-        With a random key layers, `inputs` and the loss get theirs of each micro-batch, as in training.
-        """
+        """The loss of the whole batch in evaluation mode, forward only. With a key layers draw as in training."""
         key = None if key is None else as_key(key)
         if (call := checks.call_of("evaluate", variables, batch, key)) not in self._known:
             micro = self.planner.for_evaluation(batch)
@@ -361,11 +353,7 @@ class Pipeline(Tabular):
         return communication(self.planner, batch, repr(self))
 
     def check_gradients(
-        self,
-        variables: Variables,
-        batch: Batch,
-        key: jax.Array | None = None,
-        reference: Callable[[list[Item], Batch], jax.Array] | None = None,
+        self, variables: Variables, batch: Batch, key: jax.Array | None = None, reference: Reference | None = None
     ) -> GradientCheck:
         """Loss and gradients beside the plain model's, to be printed; `agrees`: they differ by rounding alone.
 

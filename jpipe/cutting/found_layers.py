@@ -12,8 +12,7 @@ from jpipe.cutting.whole import cut_model
 from jpipe.jax.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe
-from jpipe.layers.connections import without_key
-from jpipe.memory.batches import default_inputs
+from jpipe.memory.batches import default_inputs, without_key
 from jpipe.model.loss import LossFn
 from jpipe.model.trace import trace_model
 from jpipe.processes.tables import Table, Tabular

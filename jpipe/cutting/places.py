@@ -29,9 +29,9 @@ SHARES, FEWEST = 2, 4
 """A piece that takes more than so many shares of a virtual stage, of at least so many, is cut again by all means."""
 NEARLY = 3 / 4
 """A new piece with more than this part of the FLOPs of the old one is nearly the same."""
-Made = TypeVar("Made")
 MOST_WIDER = 2
 """A piece is cut at an inner place that bears at most so many times the bytes of its wider end."""
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +180,7 @@ class Traced:
 
 
 def or_error(make: Callable[[], Made]) -> Made | str:
-    """What a function gives, or the words of its ValueError: it is raised again where somebody needs the result."""
+    """The result of a function, or the words of its ValueError: for what only some ask for, who raise it again."""
     try:
         return make()
     except ValueError as error:

@@ -333,7 +333,8 @@ def cut_decoder(
     tokens = jax.ShapeDtypeStruct((size, 1), jax.tree.leaves(inputs)[0].dtype)
     read: Read = lambda tokens: jax.tree.unflatten(structure, [tokens])
     with telling(f"generate: {layer.name}", lambda: told_of(read(tokens))):
-        init = trace_init(layer, key_shape(), read(tokens), tokens)
+        train = model.whole.init is not None and model.whole.init.train
+        init = trace_init(layer, key_shape(), read(tokens), tokens, train=train)
     whole = WholeModel(layer, strong(init.variables), init, model.whole.read)
     cutting = model.cutting.renumbered(_numbers(model.whole, whole))
     decoder = CutModel(whole, cutting)

@@ -211,19 +211,12 @@ INPUTS = 0x1A97
 """A function `inputs` that takes a random key gets the first layer's, with this folded in."""
 
 
-def without_key(read_inputs: Callable[..., PyTree]) -> Read:
-    """A function of the batch that may be called without the random key that it names, for shapes."""
-    if "key" not in signature_of(read_inputs):
-        return read_inputs
-    return lambda batch, key=None: read_inputs(batch, key=jax.random.key(0) if key is None else key)
-
-
 def with_inputs(layers: Sequence[AnyLayer], read_inputs: Callable[..., PyTree]) -> list[AnyLayer]:
     """Lets the first layer read its inputs from the micro-batch, on whatever stage it lies: nothing is sent to it.
 
     Args:
       layers: the layers as `connect` gives them.
-      read_inputs: micro-batch -> the inputs of the first one; as `without_key` gives it.
+      read_inputs: micro-batch -> the inputs of the first one; it may name a random key.
     """
     first, takes_key = layers[0], "key" in signature_of(read_inputs)
 
