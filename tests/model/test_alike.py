@@ -277,6 +277,23 @@ def test_what_is_drawn_in_evaluation_has_the_right_numbers():
     np.testing.assert_allclose(pipe.apply(variables, x), jnp.cos(jnp.sin(x)), rtol=1e-6)
 
 
+def test_several_functions_in_evaluation_with_a_key():
+    """Layers that draw by other distributions there, where they are one function otherwise."""
+
+    def layer(scale, draw):
+        noise = lambda key, x: 0 if key is None else draw(key, x.shape, x.dtype)
+        return jpipe.Layer(lambda key, x: (), lambda p, x, key, train: scale * x if train else x + noise(key, x))
+
+    x, draws = np.ones((2, 8), np.float32), (jax.random.normal, jax.random.uniform)
+    pipe = jpipe.Pipeline([jnp.sin, *map(layer, (2.0, 3.0), draws), jnp.cos], None, num_stages=1, num_microbatches=2)
+    variables = pipe.init(jax.random.key(KEY), x)
+    np.testing.assert_allclose(pipe.apply(variables, x), jnp.cos(jnp.sin(x)), rtol=1e-6)
+    with pytest.raises(
+        ValueError, match="layers 1, 2 are one function without a random key in evaluation, and several"
+    ):
+        pipe.apply(variables, x, jax.random.key(KEY))
+
+
 # --- kinds of parts of a trace ----------------------------------------------------------------------------------------
 
 
