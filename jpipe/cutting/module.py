@@ -94,12 +94,10 @@ class WholeModel:
         read = outputs_read(loss_fn, modes.outputs, batch)
         return replace(self, read=read), modes.reading(read)
 
-    def trace_mode(
-        self, read_inputs: Read, batch: Shapes, *, train: bool, key: jax.ShapeDtypeStruct | None = None
-    ) -> tuple[Straight, Shapes]:
+    def trace_mode(self, read: Read, batch: Shapes, *, train: bool, key: Shapes = None) -> tuple[Straight, Shapes]:
         """(the model's equations in training or evaluation, the shapes of its outputs)."""
-        (layer,) = with_inputs([self.layer], read_inputs)
-        told = lambda: told_of(trace(read_inputs, batch)[1], self.variables, *[WITHOUT_KEY] * (key is None))
+        (layer,) = with_inputs([self.layer], read)
+        told = lambda: told_of(trace(read, batch)[1], self.variables, *[WITHOUT_KEY] * (key is None))
         with telling(layer.name, told), layer.dropouts() as dropouts:
             closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key, train=train)
             check_updates(self.variables, updates, closed)

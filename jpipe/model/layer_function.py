@@ -257,13 +257,7 @@ class LayerShardings:
 
 
 def trace_call(
-    layer: AnyLayer,
-    variables: dict[str, Shapes],
-    takes: Shapes,
-    batch: Shapes,
-    key: jax.ShapeDtypeStruct | None,
-    *,
-    train: bool = True,
+    layer: AnyLayer, variables: dict[str, Shapes], takes: Shapes, batch: Shapes, key: Shapes, *, train: bool = True
 ) -> tuple[ClosedJaxpr, tuple[Shapes, dict[str, Shapes]]]:
     """Traces a layer's call: (jaxpr: variables, inputs, batch, key -> outputs, new state; the shapes of these two)."""
 
@@ -285,9 +279,7 @@ def _check_outputs(outputs: Activation) -> None:
             raise LayerError(f"gives {leaf.dtype} at {place}; give plain arrays, such as jax.random.key_data(key)")
 
 
-def trace_init(
-    layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes, *, train: bool = False
-) -> TracedInit:
+def trace_init(layer: AnyLayer, key: Shapes, takes: Shapes, batch: Shapes, *, train: bool = False) -> TracedInit:
     """Traces a layer's initialisation, in evaluation mode or, for variables that only training has, in training mode.
 
     There are two tries. The first is without a mesh: Flax constrains new variables to the mesh axes in their metadata,

@@ -58,7 +58,7 @@ from jpipe.planning.request import Request
 from jpipe.planning.step import Step, make_step
 from jpipe.processes.progress import task, warn_once
 from jpipe.schedules.orders import forward_only
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch, PyTree, Shapes
 
 Method = TypeVar("Method", bound=Callable)
 
@@ -292,9 +292,7 @@ class Planner:
                 advance()
         return self.known.setdefault(place, tuple(layers))
 
-    def _functions(
-        self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, *, train: bool, with_loss: bool
-    ) -> list[LayerFunction]:
+    def _functions(self, micro: MicroBatch, key: Shapes | None, *, train: bool, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
         model, remat = self.model(micro), self.request.remat
         loss = (self.loss(micro) if key is not None else self.loss(micro, with_key=False)) if with_loss else None
@@ -425,8 +423,8 @@ class Planner:
     def _make_step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, *, train: bool, with_loss: bool) -> Step:
         """A step with random keys of a type, or without; in training one with a backward, if the loss follows."""
         layers = self.layers(micro, key) if train and with_loss and key is not None else ()
-        functions = [layer.function for layer in layers]
-        functions = functions or self._functions(micro, key, train=train, with_loss=with_loss)
+        traced = [layer.function for layer in layers]
+        functions = traced or self._functions(micro, key, train=train, with_loss=with_loss)
         schedule, outputs, loss = self.request.schedule, None, functions[-1].loss
         if not layers:
             schedule = forward_only(**{**schedule.sizes, "num_microbatches": micro.count}, style=schedule.style)

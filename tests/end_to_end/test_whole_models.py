@@ -370,6 +370,7 @@ def test_random_numbers_in_evaluation(model):
         with pytest.raises(ValueError, match=r"draws random numbers in evaluation mode.*pipe.evaluate\(.*key\)"):
             call(variables, batch)
     assert pipe.check_gradients(variables, batch, KEY).agrees
+    assert len(jpipe.layers_of(model, batch, square, inputs=inputs)) == len(pipe.plan.layers)
 
 
 class Guarded(nn.Module):
