@@ -38,7 +38,7 @@ from jpipe.processes.tables import Table, Tabular
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.tools.communication import Communication, communication
-from jpipe.tools.gradient_check import GradientCheck, check_gradients
+from jpipe.tools.gradient_check import GradientCheck, Reference, check_gradients
 from jpipe.tools.page import Page, facts_of, show
 from jpipe.tools.summary import notes_on_room, summarize
 from jpipe.training.train_state import TrainState, Variables, abstract_state, make_opt_state, state_to_place, steps_for
@@ -67,8 +67,8 @@ class Pipeline(Tabular):
         micro-batches and divided once (weights are constants), or these and `metrics`, a dict of scalars (means) or
         pairs `(sum, weight)`, which `train_step` gives divided. A dict of means or pairs, alone or as `(dict,
         metrics)`, is a loss of several means, each over its own weight, which has to follow from the batch. If it has
-        a parameter `key`, it gets a random key, the last layer's folded with 0x1055 (None in evaluation). None: the
-        pipeline only applies and generates, and its batches are what `inputs` reads from, such as bare inputs.
+        a parameter `key`, it gets a random key, the last layer's folded with 0x1055 (None in evaluation, unless one is
+        passed). None: the pipeline only applies and generates, and its batches are what `inputs` reads from.
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules; 2 for "v".
@@ -79,8 +79,8 @@ class Pipeline(Tabular):
       mesh: a mesh with an axis `stage` of K devices. Micro-batches are split over its data axes, weights over any of
         its axes, as their Flax metadata says. Default: the first K devices.
       batch_axes: the mesh's data axes, a name or several in order. Default: its "replica", "data" and "fsdp".
-      inputs: batch -> what the model takes, `jpipe.Arguments` if by keyword. Default: `batch["inputs"]`, the first of
-        a tuple, or a bare array.
+      inputs: batch -> what the model takes, `jpipe.Arguments` if by keyword. A parameter `key` gets a random key, the
+        first layer's folded with 0x1A97. Default: `batch["inputs"]`, the first of a tuple, or a bare array.
       merge: rules by collection for variables other than parameters (`jpipe.model.merging`): "mean", "sum", "last",
         "moments", "keep" (only read) or "gradient" (its gradient is its new value). Default: "moments" for
         "batch_stats", "keep" for "frozen", "gradient" for "_overwrite_with_gradient", else the mean of floats and the
@@ -112,7 +112,7 @@ class Pipeline(Tabular):
         balance: str | Iterable[float] = "flops",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] = BATCH_AXES,
-        inputs: Callable[[Batch], PyTree] | None = None,
+        inputs: Callable[..., PyTree] | None = None,
         merge: Mapping[str, str] | None = None,
         shard_over: Sequence[str] = (),
         gather: str = "step",
@@ -135,7 +135,7 @@ class Pipeline(Tabular):
             layers=layers,
             whole=whole,
             loss_fn=loss_fn,
-            read_inputs=inputs,
+            read_inputs=batches.without_key(inputs),
             remat=as_remat(remat),
             merge=check_rules(merge),
             balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
@@ -288,11 +288,11 @@ class Pipeline(Tabular):
         (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key, trained=step.batch)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
-    def apply(self, variables: Variables, batch: Batch, *, bare: bool | None = None) -> PyTree:
+    def apply(self, variables: Variables, batch: Batch, key: Leaf | None = None, *, bare: bool | None = None) -> PyTree:
         """The outputs in evaluation mode, each with a batch axis of B; None for those of one module that no loss reads.
 
         Args:
-          variables: by collection.
+          variables, key: by collection; a random key, if a layer draws random numbers in evaluation.
           batch: a batch `[B, ...]`, or the bare inputs that the first layer takes.
           bare: which of the two it is. Default: told by its structure and by its shapes behind the first dimension.
 
@@ -300,15 +300,16 @@ class Pipeline(Tabular):
           ValueError: it may be both; or an output has no batch axis, and is no number, sum or mean. One that begins
             with an axis of 1 gives a row for each micro-batch.
         """
-        if (call := checks.call_of(f"apply, bare={bare}", variables, batch)) not in self._known:
+        key = None if key is None else as_key(key)
+        if (call := checks.call_of(f"apply, bare={bare}", variables, batch, key)) not in self._known:
             checks.check_is_variables(variables)
             micro = self.planner.for_outputs(batch, bare)
             checks.check_complete(self.plan, variables)
-            step = self.planner.evaluation_step(micro, with_loss=False)
+            step = self.planner.evaluation_step(micro, key, with_loss=False)
             run = partial(self._jit_apply, step, self.planner.output_axes(micro))
-            checks.check_agree(self.plan, "bare" if micro.bare else "apply", batch)
+            checks.check_agree(self.plan, "bare" if micro.bare else "apply", batch, key)
             self._known[call] = run
-        return self._run("the forward pass", self._known[call], variables, batch)
+        return self._run("the forward pass", self._known[call], variables, batch, key)
 
     def generate(
         self,
@@ -336,15 +337,16 @@ class Pipeline(Tabular):
         run = partial(self._jit_generate, **options)
         return self._run("generation", run, variables, prompts, *drawn_by)
 
-    def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
-        """The loss of the whole batch in evaluation mode, forward only."""
-        if (call := checks.call_of("evaluate", variables, batch)) not in self._known:
+    def evaluate(self, variables: Variables, batch: Batch, key: jax.Array | None = None) -> jax.Array:
+        """The loss of the whole batch in evaluation mode, forward only. With a key layers draw as in training."""
+        key = None if key is None else as_key(key)
+        if (call := checks.call_of("evaluate", variables, batch, key)) not in self._known:
             micro = self.planner.for_evaluation(batch)
             checks.check_complete(self.plan, variables)
-            run = partial(self._jit_evaluate, self.planner.evaluation_step(micro, with_loss=True))
-            checks.check_agree(self.plan, "evaluate", batch)
+            run = partial(self._jit_evaluate, self.planner.evaluation_step(micro, key, with_loss=True))
+            checks.check_agree(self.plan, "evaluate", batch, key)
             self._known[call] = run
-        return self._run("the loss", self._known[call], variables, batch)
+        return self._run("the loss", self._known[call], variables, batch, key)
 
     # --- training ---
 
@@ -353,11 +355,7 @@ class Pipeline(Tabular):
         return communication(self.planner, batch, repr(self))
 
     def check_gradients(
-        self,
-        variables: Variables,
-        batch: Batch,
-        key: jax.Array | None = None,
-        reference: Callable[[list[Item], Batch], jax.Array] | None = None,
+        self, variables: Variables, batch: Batch, key: jax.Array | None = None, reference: Reference | None = None
     ) -> GradientCheck:
         """Loss and gradients beside the plain model's, to be printed; `agrees`: they differ by rounding alone.
 

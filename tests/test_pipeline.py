@@ -212,6 +212,49 @@ def test_layers_are_told_the_mode(layer):
     assert float(loss) == 3, "training"
     assert float(pipe.evaluate(variables, batch)) == 0, "evaluation"
     assert_equal(pipe.apply(variables, batch), jnp.zeros((4, 2), jnp.float32), "evaluation")
+    drawn = isinstance(layer, jpipe.Layer)
+    assert float(pipe.evaluate(variables, batch, jax.random.key(1))) == drawn, "evaluation with a key"
+
+
+class Learned(nn.Module):
+    """Learns the scale of its noise, which only training has."""
+
+    noisy: bool = False
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = jnp.tanh(nn.Dense(4, param_dtype=jnp.float64)(x))
+        if train or self.noisy:
+            scale = self.param("scale", nn.initializers.ones, (), jnp.float64) if train else 1
+            x = x + scale * jax.random.normal(self.make_rng("dropout"), x.shape)
+        return x
+
+
+def test_what_only_training_has_and_draws_in_evaluation(x64):
+    """Layers of a list, too; initial values are those of the layer's own `init` in training mode."""
+    layers, batch = [Learned(), Learned(), Learned(noisy=True), Learned()], np.random.default_rng(0).normal(size=(8, 4))
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=4)
+    key = jax.random.key(3)
+    variables = pipe.init(key, batch)
+    trees = jax.device_get(pipe.layer_variables(variables))
+    for index, layer in enumerate(layers):
+        own = init_key(key, index)
+        own = layer.init({"params": own, "dropout": jax.random.fold_in(own, 1)}, batch, train=True)
+        assert_close(trees[index], own, f"layer {index}")
+
+    def loss(trees, train):
+        losses = []
+        for m, x in enumerate(np.split(batch, 4)):
+            for index, (layer, tree) in enumerate(zip(layers, trees, strict=True)):
+                x = layer.apply(tree, x, train=train, rngs={"dropout": layer_key(key, index, m)})
+            losses.append(jnp.mean(x**2))
+        return sum(losses) / 4
+
+    (found, _), grads = pipe.value_and_grad(variables, batch, key)
+    assert_close((found, pipe.layer_variables({"params": grads})), jax.value_and_grad(loss)(trees, True))
+    assert_close(pipe.evaluate(variables, batch, key), loss(trees, False))
+    with pytest.raises(ValueError, match=r"^Learned draws random numbers in evaluation mode.* key\)"):
+        pipe.evaluate(variables, batch)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.cutting.module import make_whole
+from jpipe.cutting.module import trace_whole
 from jpipe.cutting.whole import cut_model
 from jpipe.jax.flops import count_flops
 from jpipe.layers.adapt import as_whole
 from jpipe.layers.base import describe
-from jpipe.memory.batches import default_inputs
+from jpipe.memory.batches import default_inputs, without_key
 from jpipe.model.loss import LossFn
 from jpipe.model.trace import trace_model
 from jpipe.processes.tables import Table, Tabular
@@ -68,7 +68,7 @@ def layers_of(
     batch: Batch,
     loss_fn: LossFn | None = None,
     *,
-    inputs: Callable[[Batch], PyTree] | None = None,
+    inputs: Callable[..., PyTree] | None = None,
     num_layers: int = 1,
     sown: str | Sequence[str] = (),
 ) -> FoundLayers:
@@ -89,9 +89,8 @@ def layers_of(
     if layer is None:
         raise TypeError(f"model is a {type(model).__name__}; pass one module, a factory of one, or a jpipe.Layer")
     wanted = as_integer("num_layers", num_layers, "ask for a count of layers")
-    read, shapes = inputs or default_inputs, jax.eval_shape(lambda batch: batch, batch)
-    whole = make_whole(layer, read, shapes)
-    whole, modes = whole.read_by(loss_fn, whole.trace(read, shapes), shapes)
+    read, shapes = without_key(inputs or default_inputs), jax.eval_shape(lambda batch: batch, batch)
+    whole, modes = trace_whole(layer, loss_fn, read, shapes)
     cut = cut_model(whole, modes, wanted)
     traced = trace_model(cut.layers(modes), read, shapes)
     found = []

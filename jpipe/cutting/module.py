@@ -20,19 +20,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.cutting.lines import NO_LINES, Lines, find_lines, with_lines
-from jpipe.cutting.places import Traced
+from jpipe.cutting.places import Traced, or_error
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, describe
 from jpipe.layers.connections import with_inputs
 from jpipe.model.groups import strong
-from jpipe.model.layer_function import TracedInit, trace_call, trace_init
+from jpipe.model.layer_function import TracedInit, in_either_mode, trace_call, trace_init
 from jpipe.model.loss import LossFn, call_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import check_updates, described_inputs, inputs_of, telling, warn_of_dropouts
 from jpipe.types import Batch, PyTree, Shapes
 
-Read = Callable[[Batch], PyTree]
+Read = Callable[..., PyTree]
 """From a batch to the model's inputs."""
 
 
@@ -79,9 +79,12 @@ class WholeModel:
 
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
-        training, outputs = self.trace_mode(read_inputs, batch, True)
-        evaluation, _ = self.trace_mode(read_inputs, batch, False, outputs)
-        modes = Modes(Traced(training), Traced(evaluation), outputs)
+        training, outputs = self.trace_mode(read_inputs, batch, train=True, key=key_shape())
+        mode = lambda **key: Traced(self.trace_mode(read_inputs, batch, train=False, trained=outputs, **key)[0])
+        sampling = evaluation = or_error(lambda: mode(key=key_shape()))
+        if isinstance(sampling, str) or sampling.straight.draws:
+            evaluation = or_error(mode)
+        modes = Modes(Traced(training), evaluation, sampling, outputs)
         return modes if self.read is None else modes.reading(self.read).with_lines(self.lines)
 
     def read_by(self, loss_fn: LossFn | None, modes: Modes, batch: Shapes) -> tuple[WholeModel, Modes]:
@@ -93,23 +96,23 @@ class WholeModel:
         """
         read = outputs_read(loss_fn, modes.outputs, batch)
         modes = modes.reading(read)
-        both = modes.training.straight, modes.evaluation.straight
-        lines = find_lines(*both, num_examples=jax.tree.leaves(batch)[0].shape[0])
+        straight = [one.straight for one in (modes.training, modes.sampling) if isinstance(one, Traced)]
+        lines = find_lines(straight[0], straight[-1], jax.tree.leaves(batch)[0].shape[0])
         return replace(self, read=read, lines=lines), modes.with_lines(lines)
 
     def trace_mode(
-        self, read_inputs: Read, batch: Shapes, train: bool, trained: Shapes = None
+        self, read: Read, batch: Shapes, *, train: bool, key: Shapes = None, trained: Shapes = None
     ) -> tuple[Straight, Shapes]:
         """(the model's equations in training or evaluation, the shapes of its outputs).
 
         What it sows in training alone, where `trained` are the shapes of its outputs, is zero in evaluation.
         """
-        (layer,), key = with_inputs([self.layer], read_inputs), key_shape() if train else None
+        (layer,) = with_inputs([self.layer], read)
         if layer.sown and trained is not None:
             layer = _sowing(layer, trained[1])
-        told = lambda: told_of(trace(read_inputs, batch)[1], self.variables)
+        told = lambda: told_of(trace(read, batch)[1], self.variables, *[WITHOUT_KEY] * (key is None))
         with telling(layer.name, told), layer.dropouts() as dropouts:
-            closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key)
+            closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key, train=train)
             check_updates(self.variables, updates, closed)
         if train and not uses(closed)[-1]:
             warn_of_dropouts(layer.name, dropouts)
@@ -129,8 +132,19 @@ def _sowing(layer: AnyLayer, wanted: Shapes) -> AnyLayer:
     return replace(layer, apply=apply)
 
 
-def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
-    """A model with variables for the shapes of a micro-batch `[b, ...]`.
+def trace_whole(layer: AnyLayer, loss_fn: LossFn | None, read_inputs: Read, batch: Shapes) -> tuple[WholeModel, Modes]:
+    """A model, and its traces of what a loss reads, for the shapes of a micro-batch; errors as of `make_whole`."""
+
+    def traced(train: bool) -> tuple[WholeModel, Modes]:
+        whole = make_whole(layer, read_inputs, batch, train=train)
+        return whole, whole.trace(read_inputs, batch)
+
+    whole, modes = in_either_mode(traced)
+    return whole.read_by(loss_fn, modes, batch)
+
+
+def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes, *, train: bool = False) -> WholeModel:
+    """A model with variables for the shapes of a micro-batch `[b, ...]`, those of evaluation or of training.
 
     Raises:
       ValueError: the inputs can't be read, or the model raises an error.
@@ -139,14 +153,17 @@ def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
         return WholeModel(layer, strong(jax.eval_shape(lambda v: v, layer.ready)), None)
     inputs = inputs_of(read_inputs, batch)
     with telling(layer.name, lambda: told_of(inputs)):
-        init = trace_init(layer, key_shape(), inputs, batch)
+        init = trace_init(layer, key_shape(), inputs, batch, train=train)
     return WholeModel(layer, strong(init.variables), init)
 
 
-def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:
+WITHOUT_KEY = "it was called without a random key; pipe.evaluate and pipe.apply take one: key=jax.random.key(...)"
+
+
+def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None, *more: str) -> list[str]:
     """The lines that explain an error of a model: what it was called with, and its parameters."""
     has = [f"it has the parameters {describe(variables['params'])}"] if variables and "params" in variables else []
-    return [f"it was called with {described_inputs(inputs)}", *has]
+    return [f"it was called with {described_inputs(inputs)}", *has, *more]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,27 +172,33 @@ class Modes:
 
     Attributes:
       training: in training.
-      evaluation: in evaluation.
+      evaluation: in evaluation; or the error that the model raises there.
+      sampling: in evaluation with a random key, the same trace if nothing is drawn; or the error.
       outputs: the shapes of the model's outputs, `[b, ...]`, also of those that nobody reads.
     """
 
     training: Traced
-    evaluation: Traced
+    evaluation: Traced | str
+    sampling: Traced | str
     outputs: Shapes
 
     def reading(self, read: tuple[bool, ...]) -> Modes:
         """The same traces, of which only these outputs are read."""
-        modes = [replace(traced.straight, read=read) for traced in (self.training, self.evaluation)]
+        modes = self.training, self.evaluation, self.sampling
+        straight = {id(one): replace(one.straight, read=read) for one in modes if isinstance(one, Traced)}
         # No piece has a slice of what some place uses whole, in whichever mode.
-        both = [straight.depths_read for straight in modes]
-        depths = {leaf: min(d[leaf] for d in both if leaf in d) for leaf in {*both[0], *both[1]}}
-        training, evaluation = (Traced(replace(straight, depths=depths)) for straight in modes)
-        return Modes(training, evaluation, self.outputs)
+        each = [one.depths_read for one in straight.values()]
+        depths = {leaf: min(d[leaf] for d in each if leaf in d) for leaf in set().union(*each)}
+        traced = {of: Traced(replace(one, depths=depths)) for of, one in straight.items()}
+        evaluation, sampling = (traced.get(id(one), one) for one in modes[1:])
+        return Modes(traced[id(self.training)], evaluation, sampling, self.outputs)
 
     def with_lines(self, lines: Lines) -> Modes:
         """The same traces, with lines."""
-        training, evaluation = (Traced(with_lines(one.straight, lines)) for one in (self.training, self.evaluation))
-        return Modes(training, evaluation, self.outputs)
+        of = lambda one: one if isinstance(one, str) else Traced(with_lines(one.straight, lines))
+        sampling = of(self.sampling)
+        evaluation = sampling if self.evaluation is self.sampling else of(self.evaluation)
+        return Modes(Traced(with_lines(self.training.straight, lines)), evaluation, sampling, self.outputs)
 
 
 # --- names of pieces --------------------------------------------------------------------------------------------------

@@ -99,6 +99,11 @@ class Straight:
         """The numbers of the leaves of the batch, and of the random key if there is one."""
         return self.flat.arguments[self.num_variables :]
 
+    @property
+    def draws(self) -> bool:
+        """Whether a random key, the last of the data, has an influence on outputs and state."""
+        return any(self.data[-1] in self.flat.equations[i].reads for i in self.needed)
+
     @cached_property
     def sources(self) -> list[Follows]:
         """The kinds of arguments that each value follows from, by its number."""

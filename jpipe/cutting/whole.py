@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.cutting.module import Modes, WholeModel, paths_below, paths_of, piece_names, with_zeros, without_unread
 from jpipe.cutting.pieces import Cutting, NoSuchPlace, Piece, ReadsOthers, TiedTogether, decide_cutting, make_pieces
-from jpipe.cutting.places import Traced
+from jpipe.cutting.places import Traced, or_error
 from jpipe.cutting.straight import INLINED, Part, rows_of
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.flops import flops_of
@@ -33,7 +33,7 @@ from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.model.groups import bits
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
-from jpipe.types import Batch, Leaf, PyTree, Shapes
+from jpipe.types import Leaf, PyTree, Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,20 +109,28 @@ class CutModel:
         Raises:
           ValueError: the model does other things there than in the traces in which its places were found.
         """
-        cutting = self.cutting
+        like, kinds = (modes.training, self._places(modes.training)), Kinds()
+        training = self.pieces_of(*like, kinds)
+
+        def of(traced: Traced | str) -> list[Piece] | str:
+            if isinstance(traced, str):
+                return traced
+            return or_error(lambda: self.pieces_of(traced, self._places(traced, like), kinds))
+
+        evaluation = of(modes.evaluation)
+        sampling = evaluation if modes.sampling is modes.evaluation else of(modes.sampling)
+        num_leaves = len(modes.training.straight.data) - 1  # the last is the random key
+        return self.as_layers((training, evaluation, sampling), self.wanted(modes.outputs), num_leaves)
+
+    def _places(self, traced: Traced, like: tuple[Traced, Sequence[int]] | None = None) -> list[int]:
+        """The places in a trace; arguments as of `Cutting.places_in`."""
         try:
-            training = cutting.places_in(modes.training)
-            evaluation = cutting.places_in(modes.evaluation, (modes.training, training))
+            return self.cutting.places_in(traced, like)
         except NoSuchPlace as error:
             raise ValueError(
                 f"{self.whole.layer.name} does other things for this batch than for the first one behind the piece "
                 f"{self.names[error.args[0]]}; pass the same dtypes and dimensions, or mark places by x = jpipe.cut(x)"
             ) from None
-        kinds = Kinds()
-        trained = self.pieces_of(modes.training, training, kinds)
-        evaluated = self.pieces_of(modes.evaluation, evaluation, kinds)
-        num_leaves = len(modes.evaluation.straight.data)  # there is no random key
-        return self.as_layers(trained, evaluated, self.wanted(modes.outputs), num_leaves)
 
     @property
     def read(self) -> tuple[bool, ...]:
@@ -156,8 +164,7 @@ class CutModel:
 
     def as_layers(
         self,
-        training: Sequence[Piece],
-        evaluation: Sequence[Piece],
+        modes: Sequence[Sequence[Piece] | str],
         outputs: Shapes,
         num_leaves: int,
         writes: tuple[str, ...] = (),
@@ -165,13 +172,14 @@ class CutModel:
         """Makes layers of all pieces.
 
         Args:
-          training, evaluation: the pieces in both modes.
+          modes: the pieces in training, in evaluation, and in evaluation with a random key; or why there are none.
           outputs: the shapes of the model's outputs, with None for what isn't read.
           num_leaves: how many leaves the batch has.
           writes: the collections of which they give new values in evaluation too.
         """
-        modes = enumerate(zip(training, evaluation, strict=True))
-        return tuple(_PieceLayer(self, i, *pair, outputs, num_leaves, writes).layer() for i, pair in modes)
+        of = lambda i: tuple(one if isinstance(one, str) else one[i] for one in modes)
+        indices = range(len(self.cutting.parts))
+        return tuple(_PieceLayer(self, i, of(i), outputs, num_leaves, writes).layer() for i in indices)
 
     def to_model(self, trees: Mapping[int, Mapping[str, PyTree]]) -> dict[str, PyTree]:
         """The model's own variables by collection, from the pieces' by index; collections that these lack are missing.
@@ -250,8 +258,9 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
       ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
+    evaluated = next(one for one in (modes.evaluation, modes.sampling, modes.training) if isinstance(one, Traced))
     try:
-        cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
+        cutting = decide_cutting(modes.training, evaluated, shapes, wanted)
     except TiedTogether as error:
         tied, changed = (
             ", ".join(sorted("/".join(whole.paths[part.leaf]) for part in parts)[:3]) for parts in error.args
@@ -299,7 +308,7 @@ class _PieceLayer:
     Attributes:
       model: the model.
       index: of the piece.
-      training, evaluation: the piece in both modes.
+      modes: the piece in training, in evaluation, and in evaluation with a random key; or why there is none.
       outputs: the shapes of the model's outputs.
       num_leaves: how many leaves the batch has.
       writes: the collections of which it gives new values in evaluation too.
@@ -307,8 +316,7 @@ class _PieceLayer:
 
     model: CutModel
     index: int
-    training: Piece
-    evaluation: Piece
+    modes: tuple[Piece | str, ...]
     outputs: Shapes
     num_leaves: int
     writes: tuple[str, ...]
@@ -321,7 +329,8 @@ class _PieceLayer:
     def layer(self) -> AnyLayer:
         """The layer, whose variables are named as the model names them."""
         model, cutting = self.model.whole, self.model.cutting
-        pieces, inits = (self.training, self.evaluation), [] if model.init is None else [self.model.inits[self.index]]
+        pieces = [piece for piece in dict.fromkeys(self.modes) if isinstance(piece, Piece)]
+        inits = [] if model.init is None else [self.model.inits[self.index]]
         parts = [*(piece.part for piece in pieces), *inits]
         numbers = [(part.kind, list(map(bits, part.closed.consts))) for part in parts]
         reads = [(piece.variables, piece.data, piece.num_given, piece.written) for piece in pieces]
@@ -343,16 +352,19 @@ class _PieceLayer:
         """The piece's part of the leaves of the model's variables."""
         return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+    def init(self, inputs: Inputs, context: Context) -> LayerVariables:
         """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
+        key = context.key
+        assert key is not None and self.model.whole.init is not None
         if key.dtype != key_shape().dtype:  # others may draw other numbers for a block alone than for all at once
-            assert self.model.whole.init is not None
             return self._chosen(replayed(self.model.whole.init.jaxpr, key))
         return self._by_collection(replayed(self.model.inits[self.index].closed, key))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[PyTree, LayerVariables]:
         """Computes what crosses out of the piece, and the new state."""
-        piece = self.training if context.train else self.evaluation
+        piece = self.modes[0 if context.train else 1 if context.key is None else 2]
+        if isinstance(piece, str):
+            raise ValueError(piece)
         places, values = jax.tree.leaves(self.tree), jax.tree.leaves({name: variables[name] for name in self.tree})
         by_place = dict(zip(places, values, strict=True))
         leaves = [by_place[i] for i in range(len(self.parts))]

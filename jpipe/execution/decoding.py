@@ -27,7 +27,7 @@ from jpipe.cutting.straight import Part
 from jpipe.cutting.whole import CutModel
 from jpipe.jax.inside import line_of, needed_part
 from jpipe.jax.tracing import compiled, equations_in, no_mesh, replay, trace, uses
-from jpipe.layers.base import AnyLayer, describe, positional
+from jpipe.layers.base import AnyLayer, Context, describe, positional
 from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.connections import with_inputs
 from jpipe.memory.storage import Storage, build_storage
@@ -52,11 +52,11 @@ def on_inputs(plan: Plan) -> Sequence[LayerFunction]:
     if cut is not None:
         layers = cut.layers(cut.whole.trace(lambda inputs: inputs, traced.inputs))
         groups = [replace(group, layer=layers[group.indices[0]]) for group in traced.groups]
-        return [LayerFunction(group, None, remat, traced.inputs) for group in groups]
+        return [LayerFunction(group, None, remat, traced.inputs, train=False) for group in groups]
     first, *others = traced.groups
     (layer,) = with_inputs(plan.request.layers[:1], lambda inputs: inputs)
-    of_others = [LayerFunction(group, None, remat, traced.batch) for group in others]
-    return [LayerFunction(replace(first, layer=layer), None, remat, traced.inputs), *of_others]
+    of_others = [LayerFunction(group, None, remat, traced.batch, train=False) for group in others]
+    return [LayerFunction(replace(first, layer=layer), None, remat, traced.inputs, train=False), *of_others]
 
 
 def warn_of_uncached(plan: Plan, model: Model) -> None:
@@ -182,7 +182,7 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     placement = request.schedule.placement
     sizes = request.schedule.sizes | {"num_microbatches": placement.num_stages}
     schedule = forward_only(**sizes, style=placement.style)
-    functions = [LayerFunction(group, None, request.remat, model.batch) for group in model.groups]
+    functions = [LayerFunction(group, None, request.remat, model.batch, train=False) for group in model.groups]
     return make_step(plan, model, schedule, functions, idles_work=False)
 
 
@@ -295,7 +295,8 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
 
     def extremes() -> PyTree:
         """The smallest and the largest number of each leaf of a new cache."""
-        made = group.layer.init(jax.random.key(0), positional(zeros(group.takes)), zeros(step.model.batch))[CACHE]
+        context = Context(jax.random.key(0), False, zeros(step.model.batch))
+        made = group.layer.init(positional(zeros(group.takes)), context)[CACHE]
         return jax.tree.map(lambda a: jnp.stack([a.min(), a.max()]) if a.size else jnp.zeros(2, a.dtype), made)
 
     with shapes_only(step.plan.request.mesh):
@@ -333,7 +334,8 @@ def cut_decoder(
     tokens = jax.ShapeDtypeStruct((size, 1), jax.tree.leaves(inputs)[0].dtype)
     read: Read = lambda tokens: jax.tree.unflatten(structure, [tokens])
     with telling(f"generate: {layer.name}", lambda: told_of(read(tokens))):
-        init = trace_init(layer, key_shape(), read(tokens), tokens)
+        train = model.whole.init is not None and model.whole.init.train
+        init = trace_init(layer, key_shape(), read(tokens), tokens, train=train)
     whole = WholeModel(layer, strong(init.variables), init, model.whole.read, model.whole.lines)
     cutting = model.cutting.renumbered(_numbers(model.whole, whole))
     decoder = CutModel(whole, cutting)
@@ -356,7 +358,7 @@ def _pieces_in_decode_mode(model: CutModel, read: Read, tokens: jax.ShapeDtypeSt
                 f"generate: the piece {model.names[index]} of {model.whole.layer.name} reads the tokens in decode "
                 "mode; only the first may: leave out there what is made of them, such as a mask of padding"
             )
-    return model.as_layers(pieces, pieces, outputs, 1, (CACHE,))
+    return model.as_layers((pieces,) * 3, outputs, 1, (CACHE,))
 
 
 def _numbers(training: WholeModel, decoder: WholeModel) -> list[int]:

@@ -158,27 +158,29 @@ def value_and_grad(
     return (loss, updates, metrics), StageTree(grads, layouts["params"])
 
 
-def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
+def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch, key: jax.Array | None = None) -> jax.Array:
     """The loss of a batch `[B, ...]` in evaluation mode."""
     assert step.loss is not None
-    return step.loss.means(run_step(step, run_inference, (variables, batch, None, None), PartitionSpec()))[0]
+    return step.loss.means(run_step(step, run_inference, (variables, batch, key, None), PartitionSpec()))[0]
 
 
-def apply(step: Step, joined_along: tuple[Joining, ...], variables: dict[str, StageTree], batch: Batch) -> PyTree:
+def apply(
+    step: Step, joined: tuple[Joining, ...], variables: dict[str, StageTree], batch: Batch, key: jax.Array | None = None
+) -> PyTree:
     """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode.
 
     Args:
       step: forward only.
-      joined_along: how the micro-batches of each leaf of the outputs are joined.
-      variables, batch: all collections; what the step was made for.
+      joined: how the micro-batches of each leaf of the outputs are joined.
+      variables, batch, key: all collections; what the step was made for.
     """
     specs = [to_spec(at, step.model.axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
     leaves = run_step(
         step,
         run_inference,
-        (variables, batch, None, None),
+        (variables, batch, key, None),
         [PartitionSpec(None, *spec) for spec in specs],
-        after=lambda leaves: list(map(join_microbatches, leaves, joined_along)),
+        after=lambda leaves: list(map(join_microbatches, leaves, joined)),
         result_specs=specs,
     )
     return jax.tree.unflatten(jax.tree.structure(step.model.groups[-1].gives), leaves)

@@ -42,7 +42,7 @@ class Context(NamedTuple):
     """The facts that a layer is told besides its variables and inputs.
 
     Attributes:
-      key: its random key for this micro-batch; None in evaluation.
+      key: its random key for this micro-batch, or for its initialisation; None in evaluation, unless one is passed.
       train: training or evaluation mode.
       batch: the micro-batch, for layers that read it; None for others.
     """
@@ -71,7 +71,7 @@ class AnyLayer:
       name: a short name for tables and errors.
       made_of: the kind of the layer, and all values that decide what it computes of (variables, inputs, context), on
         variables of which shapes; see `is_same`.
-      init: (key, inputs, batch) -> new variables, for a layer that is called with `inputs`.
+      init: (inputs, context) -> new variables, of those that it has in the context's mode.
       apply: (variables, inputs, context) -> (outputs, new values of all collections but the parameters). In evaluation
         it gives no new values, but for caches in decode mode.
       bind: item -> the layer with these variables as a function of its inputs, in evaluation mode.
@@ -93,7 +93,7 @@ class AnyLayer:
 
     name: str
     made_of: Sequence[object]
-    init: Callable[[jax.Array, Inputs, Batch], LayerVariables]
+    init: Callable[[Inputs, Context], LayerVariables]
     apply: Apply
     bind: Callable[[Item], Callable[..., Activation]]
     to_item: Callable[[LayerVariables], Item] = lambda variables: variables

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables
-from jpipe.types import Batch, Leaf, PyTree, Shapes
+from jpipe.types import Leaf, PyTree, Shapes
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -65,6 +65,13 @@ class Arguments:
 def both_of(inputs: Inputs) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """(positional arguments, keyword arguments) of a layer that is called with these inputs."""
     return inputs[0].both if len(inputs) == 1 and isinstance(inputs[0], Arguments) else (inputs, {})
+
+
+NO_KEY = (
+    "draws random numbers in evaluation mode, and got no key; pass one: pipe.evaluate(variables, batch, key), or "
+    "pipe.apply; or make it deterministic there, by an argument `deterministic` or `train`, or hand it what it would "
+    "draw, such as the initial_carry of an nnx.RNN"
+)
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------
@@ -141,10 +148,10 @@ def token_by_token(layer: AnyLayer, length: int) -> AnyLayer:
       length: of the sequences that it is initialised for.
     """
 
-    def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+    def init(inputs: Inputs, context: Context) -> LayerVariables:
         # Flax makes a cache as long as the inputs of `init` are, so these are whole sequences, [size, length, ...].
         sequences = jax.tree.map(lambda a: jnp.zeros((a.shape[0], length, *a.shape[2:]), a.dtype), inputs)
-        return layer.init(key, sequences, batch)
+        return layer.init(sequences, context)
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         return layer.apply(variables, inputs, Context(None, False, context.batch))

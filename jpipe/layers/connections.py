@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, describe, positional
-from jpipe.layers.calls import decoding
+from jpipe.layers.calls import NO_KEY, decoding, signature_of
 from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]
@@ -167,8 +167,8 @@ class Connections(NamedTuple):
 def _around(layer: AnyLayer, connections: Connections) -> AnyLayer:
     """Puts connections around a layer. Where skips are under way it takes and gives `WithSkips`."""
 
-    def init(key: jax.Array, arriving: Inputs, batch: Batch) -> LayerVariables:
-        return layer.init(key, connections.split(arriving, batch)[0], batch)
+    def init(arriving: Inputs, context: Context) -> LayerVariables:
+        return layer.init(connections.split(arriving, context.batch)[0], context)
 
     def apply(variables: LayerVariables, arriving: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         inputs, skips = connections.split(arriving, context.batch)
@@ -207,20 +207,29 @@ def no_batch(batch: Batch) -> None:
     """Reads None: the side input of a layer as it decodes, where there is no batch."""
 
 
-def with_inputs(layers: Sequence[AnyLayer], read_inputs: Read) -> list[AnyLayer]:
+INPUTS = 0x1A97
+"""A function `inputs` that takes a random key gets the first layer's, with this folded in."""
+
+
+def with_inputs(layers: Sequence[AnyLayer], read_inputs: Callable[..., PyTree]) -> list[AnyLayer]:
     """Lets the first layer read its inputs from the micro-batch, on whatever stage it lies: nothing is sent to it.
 
     Args:
       layers: the layers as `connect` gives them.
-      read_inputs: micro-batch -> the inputs of the first one.
+      read_inputs: micro-batch -> the inputs of the first one; it may name a random key.
     """
-    first = layers[0]
+    first, takes_key = layers[0], "key" in signature_of(read_inputs)
 
-    def init(key: jax.Array, nothing: Inputs, batch: Batch) -> LayerVariables:
-        return first.init(key, positional(read_inputs(batch)), batch)
+    def init(nothing: Inputs, context: Context) -> LayerVariables:
+        return first.init(positional(read_inputs(context.batch)), context)
 
     def apply(variables: LayerVariables, nothing: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        return first.apply(variables, positional(read_inputs(context.batch)), context)
+        keys = {}
+        if takes_key:
+            if context.key is None:
+                raise LayerError(NO_KEY)
+            keys = {"key": jax.random.fold_in(context.key, INPUTS)}
+        return first.apply(variables, positional(read_inputs(context.batch, **keys)), context)
 
     made_of = ("reads its inputs", first.made_of, read_inputs)
     return [replace(first, made_of=made_of, init=init, apply=apply, decode=None, reads_batch=True), *layers[1:]]

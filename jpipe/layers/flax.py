@@ -15,10 +15,6 @@ SOWN = (
     "self.sow does. To have its values behind the outputs of a model that is one module, name it in sown=(...) of "
     "jpipe.Pipeline; a layer of a list passes them on, `return x, total + value`"
 )
-NO_KEY = (
-    "draws random numbers in evaluation mode, without a key; make it deterministic there, by an argument "
-    "`deterministic` or `train`, or hand it what it would draw, such as the initial_carry of an nnx.RNN"
-)
 
 
 def logical_rules(axes: Collection[str]) -> Callable[[], AbstractContextManager[object]]:

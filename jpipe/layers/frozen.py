@@ -92,7 +92,7 @@ def frozen_layer(layer: AnyLayer, where: Where) -> AnyLayer:
     return replace(
         layer,
         made_of=("frozen", layer.made_of, where),
-        init=lambda key, inputs, batch: new(layer.init(key, inputs, batch)),
+        init=lambda inputs, context: new(layer.init(inputs, context)),
         apply=lambda variables, inputs, context: layer.apply(thawed(variables), inputs, context),
         to_item=lambda variables: layer.to_item(_without_missing(variables)),
         from_item=lambda item: apart(layer.from_item(item)),

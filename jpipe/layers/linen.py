@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jax.trees import values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
-from jpipe.layers.calls import CACHE, ModeArguments, both_of, mode_arguments, modes, token_by_token
-from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words, without_sown
-from jpipe.types import Batch, Leaf, PyTree, Shapes
+from jpipe.layers.calls import CACHE, NO_KEY, ModeArguments, both_of, mode_arguments, modes, token_by_token
+from jpipe.layers.flax import SOWN, as_collections, check_method, dropout_in_words, without_sown
+from jpipe.types import Leaf, PyTree, Shapes
 
 
 def linen_layer(module: nn.Module, index: int, method: Method | None, sown: tuple[str, ...] = ()) -> AnyLayer:
@@ -86,11 +86,12 @@ class _LinenCalls:
     sown: tuple[str, ...]
     writes: tuple[str, ...] = ()
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        """Calls `module.init` in evaluation mode, with a random stream for parameters and one for everything else."""
-        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+    def init(self, inputs: Inputs, context: Context) -> LayerVariables:
+        """Calls `module.init`, with a random stream for parameters and one for everything else."""
+        assert context.key is not None
+        rngs = {"params": context.key, "dropout": jax.random.fold_in(context.key, 1)}
         positional, keywords = both_of(inputs)
-        options = {"method": self.method, **self._mode(train=False), **keywords}
+        options = {"method": self.method, **self._mode(context.train), **keywords}
         return without_sown(dict(self.module.init(rngs, *positional, mutable=True, **options)), self.sown)
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:

@@ -24,9 +24,9 @@ from jpipe.jax.inside import collection_of, raised, sets_a_mesh, shortened, unsh
 from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested, values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
-from jpipe.layers.calls import CACHE, both_of, mode_arguments, signature_of, token_by_token
-from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words, without_sown
-from jpipe.types import Batch, Leaf, PyTree, Shapes
+from jpipe.layers.calls import CACHE, NO_KEY, both_of, mode_arguments, signature_of, token_by_token
+from jpipe.layers.flax import SOWN, as_collections, check_method, dropout_in_words, without_sown
+from jpipe.types import Leaf, PyTree, Shapes
 
 Module = TypeVar("Module")
 
@@ -123,9 +123,9 @@ def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
         raise TypeError(f"layers[{index}] uses {name} through a function; name one of its methods")
     check_method(type(module), name, calls.method, index)
 
-    def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+    def init(inputs: Inputs, context: Context) -> LayerVariables:
         with unsharded_creation():
-            return _collections(nnx.state(_mark_arrays(factory(rngs=nnx.Rngs(key)))))
+            return _collections(nnx.state(_mark_arrays(factory(rngs=nnx.Rngs(context.key)))))
 
     def decode(takes: Shapes, size: int, length: int) -> AnyLayer:
         make = functools.partial(_with_caches, factory, takes, size, length)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
-
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerVariables, bind_by_call
 from jpipe.layers.calls import both_of, mode_arguments, signature_of
-from jpipe.types import Batch, PyTree
+from jpipe.types import PyTree
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,8 @@ class Layer:
     Args:
       init: `init(key, x) -> params`, a pytree of floating-point arrays.
       apply: `apply(params, x) -> y`. If its signature has a parameter `key` it is given the layer's own random key
-        (None in evaluation); if it has one of those that `Pipeline` knows (`train`, `deterministic`, ...), the mode.
+        (None in evaluation, unless one is passed); if it has one of those that `Pipeline` knows (`train`,
+        `deterministic`, ...), the mode.
       name: shown in tables and errors.
 
     `x` and `y` are any pytrees of arrays; a tuple `x` is passed as several positional arguments. With `jpipe.pop` or
@@ -42,14 +41,14 @@ def layer_of_functions(name: str, apply: Callable[..., Activation], init: Callab
     def from_item(item: Item) -> LayerVariables:
         return {} if init is None else {"params": item}
 
-    def new(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+    def new(inputs: Inputs, context: Context) -> LayerVariables:
         positional, keywords = both_of(inputs)
-        return {} if init is None else from_item(init(key, *positional, **keywords))
+        return {} if init is None else from_item(init(context.key, *positional, **keywords))
 
     def call(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         options: dict[str, object] = {**mode_arguments(apply, context.train)}
         if init is not None and "key" in signature_of(apply):
-            options["key"] = context.key if context.train else None
+            options["key"] = context.key
         positional, keywords = both_of(inputs)
         own = () if init is None else (variables["params"],)
         return apply(*own, *positional, **{**options, **keywords}), {}

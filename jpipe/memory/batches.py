@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jpipe.jax.tracing import trace
 from jpipe.jax.trees import check_same_structure, lists_in, named_leaves, outline
 from jpipe.layers.base import describe
+from jpipe.layers.calls import signature_of
 from jpipe.model.groups import LayerGroup
 from jpipe.partitioner.axes import AXIS
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Partial, Shard
@@ -142,6 +143,7 @@ def _check_dtype(name: str, dtype: np.dtype) -> None:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
             f"{name} has random keys, {dtype}; pass jax.random.key_data(keys), and call jax.random.wrap_key_data on it"
+            ", or let each micro-batch have one: inputs=lambda batch, key: ..."
         )
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
         raise TypeError(f"{name} has the dtype {dtype}, but a batch holds numbers only; leave it out, or encode it")
@@ -198,6 +200,13 @@ def default_inputs(batch: Batch) -> PyTree:
             f"the batch is a {type(batch).__name__}, and no dict; pass inputs=lambda batch: batch.... to jpipe.Pipeline"
         )
     return batch
+
+
+def without_key(read_inputs: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A function of the batch that may be called without the random key that it names, for shapes."""
+    if "key" not in signature_of(read_inputs):
+        return read_inputs
+    return lambda batch, key=None: read_inputs(batch, key=jax.random.key(0) if key is None else key)
 
 
 def is_bare(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from jpipe.model.groups import (
     DECODE,
     EVALUATION,
     INIT,
+    SAMPLING,
     TRAIN,
     Constants,
     LayerGroup,
@@ -117,7 +119,21 @@ class Alike:
         begin = {*depend.get(INIT, ()), *depend.get(DECODE, ())}
         if "moments" in map(group.rules.get, depend.get(TRAIN, ())) or CACHE in begin:
             return None
-        return replace(group, indices=together, constants=constants)
+        sampled = cache(partial(self._sampled, group, together))
+        return replace(group, indices=together, constants=constants, sampled=sampled)
+
+    def _sampled(self, group: LayerGroup, together: Sequence[int]) -> Constants:
+        """The constants of layers of a group in evaluation with a random key, for which few ask.
+
+        Raises:
+          ValueError: they are several functions there.
+        """
+        functions = {i: self._function(group, i, SAMPLING) for i in together}
+        if len({one and one.trace.kind for one in functions.values()}) > 1:
+            fault = f"layers {', '.join(map(str, together))} are one function without a random key in evaluation, and"
+            raise ValueError(f"{fault} several with one; evaluate without a key, or have them differ in training too")
+        found = {i: scalars_of(one.trace.closed) for i, one in functions.items() if one}
+        return differing(found, together[0]) if found else Constants()
 
     def _may_join(self, group: LayerGroup, index: int) -> bool:
         """Whether a layer's functions are of the same kinds as those of a group; one after the other is traced."""
@@ -147,8 +163,9 @@ class Alike:
         first = next(iter(jax.tree.leaves(takes)), None)
         if mode == TRAIN:
             return trace.jaxpr, trace.updated
-        if mode == EVALUATION:
-            return trace_call(layer, trace.variables, takes, self._batch, None)[0], ()
+        if mode in (EVALUATION, SAMPLING):
+            key = None if mode == EVALUATION else key_shape()
+            return trace_call(layer, trace.variables, takes, self._batch, key, train=False)[0], ()
         if mode == DECODE:
             # It isn't traced in `generate`'s own trace, whose rules name `CACHE`: there the layers are in it already.
             if first is None or first.ndim < 2 or group.rules.get(CACHE) == CACHE or not layer.keeps_cache:
@@ -156,7 +173,7 @@ class Alike:
             layer = decoding(layer, takes, *first.shape[:2])
         elif layer.ready is not None:  # it came with its values, and isn't initialised
             return None
-        made = trace_init(layer, key_shape(), takes, self._batch)
+        made = trace_init(layer, key_shape(), takes, self._batch, train=trace.init_trains and mode == INIT)
         return made.jaxpr, [name for name in sorted(made.variables) for _ in jax.tree.leaves(made.variables[name])]
 
 

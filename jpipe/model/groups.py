@@ -12,7 +12,7 @@ and `jax.checkpoint` are taken out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -145,8 +145,9 @@ def role_of(collection: str, rules: Mapping[str, str]) -> str:
 WEIGHTS = ("params", KEEP)
 """The roles of collections that are the same for a whole step, so that data axes may split them."""
 
-INIT, TRAIN, EVALUATION, DECODE = "init", "train", "evaluation", "decode"
-"""The functions of a layer: its initialisation, its calls in either mode, its initialisation in decode mode."""
+INIT, TRAIN, EVALUATION, SAMPLING, DECODE = "init", "train", "evaluation", "sampling", "decode"
+"""The functions of a layer: its initialisation, its calls in training, in evaluation without a random key and with one,
+its initialisation in decode mode."""
 
 
 class LayerTrace(NamedTuple):
@@ -159,6 +160,7 @@ class LayerTrace(NamedTuple):
       dropouts: the names of its dropouts.
       updated: the collection of each leaf of the new state.
       written: the collections of which it gives other values than it is called with.
+      init_trains: whether it is initialised in training mode: in evaluation it has fewer variables.
     """
 
     jaxpr: ClosedJaxpr
@@ -167,6 +169,7 @@ class LayerTrace(NamedTuple):
     dropouts: list[str]
     updated: list[str]
     written: frozenset[str]
+    init_trains: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +193,7 @@ class LayerGroup:
       rules: what becomes of collections other than parameters, by name.
       variable_set: the index in `Model.variable_sets` of the set that their variables are in; None without variables.
       constants: the numbers in which they differ, by function; empty if they are the same.
+      sampled: gives those in evaluation with a random key.
       trace: of the first of them; None in tests that make groups by hand.
     """
 
@@ -206,6 +210,7 @@ class LayerGroup:
     rules: Mapping[str, str] = field(default_factory=lambda: DEFAULT_RULES)
     variable_set: int | None = None
     constants: Mapping[str, Constants] = field(default_factory=dict)
+    sampled: Callable[[], Constants] = Constants
     trace: LayerTrace | None = None
 
     @property

@@ -12,8 +12,9 @@ layer's activation have to be stored (`jpipe.model.traced_layer`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, rep
 from jpipe.partitioner.splits import Splits
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
+Made = TypeVar("Made")
+
 
 class TracedInit(NamedTuple):
     """A layer's initialisation.
@@ -43,11 +46,13 @@ class TracedInit(NamedTuple):
       jaxpr: a random key, and constants if they are told apart -> the leaves of its variables, made of inputs of zeros.
       variables: their shapes by collection.
       check: called with the layer's name, raises a ValueError if they follow from more than the key and shapes.
+      train: whether it is in training mode.
     """
 
     jaxpr: ClosedJaxpr
     variables: dict[str, Shapes]
     check: Callable[[str], None]
+    train: bool = False
 
 
 class LayerArguments(NamedTuple):
@@ -58,7 +63,7 @@ class LayerArguments(NamedTuple):
       state: the leaves of its state as before the step, in the order of `LayerGroup.state_names`.
       fixed: the leaves of collections that it only reads, in the order of `LayerGroup.fixed_names`; then its constants
         (`LayerFunction.constants`).
-      key: its random key for the micro-batch; None in evaluation.
+      key: its random key for the micro-batch; None in evaluation without one.
       batch: the micro-batch, a pytree of `[b, ...]`; None for a layer that doesn't read it.
       known: what the loss that follows it needs of the whole mini-batch (`TracedLoss.known`); empty without one.
     """
@@ -95,11 +100,12 @@ class LayerFunction:
 
     Attributes:
       group: the layers.
-      key: the type of their random keys in training; None in evaluation.
+      key: the type of their random keys; None in evaluation without one.
       remat: the choice of residuals (`jpipe.model.traced_layer` reads it).
       batch: the shapes of the micro-batch, `[b, ...]`.
       loss: the user's loss, which the last layer's function computes too; None for other layers, and where the model's
         outputs are wanted.
+      train: whether the layers train.
     """
 
     group: LayerGroup
@@ -107,11 +113,7 @@ class LayerFunction:
     remat: Remat
     batch: Shapes
     loss: TracedLoss | None = None
-
-    @property
-    def train(self) -> bool:
-        """Whether the layer trains: then there is a key."""
-        return self.key is not None
+    train: bool = True
 
     @property
     def reads_batch(self) -> bool:
@@ -121,6 +123,8 @@ class LayerFunction:
     @property
     def constants(self) -> Constants:
         """The numbers in which the layers of the group differ."""
+        if self.key is not None and not self.train:
+            return self.group.sampled()
         return self.group.constants.get(TRAIN if self.train else EVALUATION, Constants())
 
     @property
@@ -152,7 +156,8 @@ class LayerFunction:
             if self.constants.places:
                 # The layer's code holds the numbers of the group's first layer, so its trace is run with others:
                 # this layer's constants, which are what is left of `leaves`.
-                jaxpr, shapes = trace_call(group.layer, group.variables, group.takes, self.arguments.batch, self.key)
+                called_with = group.variables, group.takes, self.arguments.batch, self.key
+                jaxpr, shapes = trace_call(group.layer, *called_with, train=self.train)
                 run = replay(self.constants.put_into(jaxpr, list(leaves)), shapes)
                 outputs, new_state = run(variables, inputs, context.batch, context.key)
             else:
@@ -198,7 +203,7 @@ class LayerFunction:
             variables=variables,
             gathered=[splits.gathered(spec) for name in group.names for spec in group.specs[name]] + constants,
             state=[at for name in group.state_names for at in by_name[name]],
-            arguments=[*variables, *[whole] * self.train, *batch, *known],
+            arguments=[*variables, *[whole] * (self.key is not None), *batch, *known],
             activation=takes_at,
             outputs=gives_at if self.loss is None else None,
             sums=(lambda at: (*at[:-1], REPLICATED)) if splits.over_stages else as_it_lies,  # `stage` is the last axis
@@ -254,15 +259,12 @@ class LayerShardings:
 
 
 def trace_call(
-    layer: AnyLayer, variables: dict[str, Shapes], takes: Shapes, batch: Shapes, key: jax.ShapeDtypeStruct | None
+    layer: AnyLayer, variables: dict[str, Shapes], takes: Shapes, batch: Shapes, key: Shapes, *, train: bool = True
 ) -> tuple[ClosedJaxpr, tuple[Shapes, dict[str, Shapes]]]:
-    """Traces a layer's call: (jaxpr: variables, inputs, batch, key -> outputs, new state; the shapes of these two).
-
-    In evaluation there is no key.
-    """
+    """Traces a layer's call: (jaxpr: variables, inputs, batch, key -> outputs, new state; the shapes of these two)."""
 
     def call(v: LayerVariables, x: Activation, b: Batch, k: jax.Array | None) -> tuple[Activation, LayerVariables]:
-        outputs, updates = layer.apply(v, positional(x), Context(k, key is not None, b))
+        outputs, updates = layer.apply(v, positional(x), Context(k, train, b))
         _check_outputs(outputs)
         return outputs, updates
 
@@ -289,8 +291,8 @@ def _check_outputs(outputs: Activation) -> None:
             raise LayerError(f"gives {leaf.dtype} at {place}; give plain arrays, such as jax.random.key_data(key)")
 
 
-def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes) -> TracedInit:
-    """Traces a layer's initialisation.
+def trace_init(layer: AnyLayer, key: Shapes, takes: Shapes, batch: Shapes, *, train: bool = False) -> TracedInit:
+    """Traces a layer's initialisation, in evaluation mode or, for variables that only training has, in training mode.
 
     There are two tries. The first is without a mesh: Flax constrains new variables to the mesh axes in their metadata,
     whether or not the mesh has these axes. The second is with the mesh in context: a layer that constrains its own
@@ -298,7 +300,7 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
     """
 
     def init(key: jax.Array, takes: Activation, batch: Batch) -> LayerVariables:
-        return layer.init(key, positional(takes), batch)
+        return layer.init(positional(takes), Context(key, train, batch))
 
     here = jax.sharding.get_abstract_mesh()
 
@@ -319,7 +321,7 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
         jaxpr = trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0]
         # Where new variables lie is the layout's to say, not a constraint's.
         free = without(jaxpr, lambda equation: equation.primitive.name == "sharding_constraint")
-        return TracedInit(_in_mesh(free, here), made, check)
+        return TracedInit(_in_mesh(free, here), made, check, train)
 
     try:
         with no_mesh():
@@ -330,9 +332,20 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
         return traced()
 
 
+def in_either_mode(traced: Callable[[bool], Made]) -> Made:
+    """Traces a layer that is initialised in evaluation mode; in training mode, if it has variables there alone."""
+    try:
+        return traced(False)
+    except Exception:
+        with suppress(Exception):
+            return traced(True)
+        raise
+
+
 def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
     """Traces the initialisation of a group's layers, to make new variables; errors as of its `check`."""
-    traced = trace_init(group.layer, key, group.takes, batch)
+    train = group.trace is not None and group.trace.init_trains
+    traced = trace_init(group.layer, key, group.takes, batch, train=train)
     traced.check(group.in_words)
     constants = group.constants.get(INIT, Constants())
     if not constants.places:

@@ -289,7 +289,7 @@ def trace_loss(
     lying: Sequence[AxisSharding] = (),
     count: int = 1,
     over: str | None = None,
-    train: bool = True,
+    with_key: bool = True,
 ) -> TracedLoss:
     """Traces a loss function at what the model gives for one micro-batch.
 
@@ -300,13 +300,14 @@ def trace_loss(
       lying: how a micro-batch lies in each leaf of the outputs of all of them; empty if each has a loss of its own.
       count: M, the number of micro-batches.
       over: one of `OVER`.
-      train: training, or evaluation, where there is no key.
+      with_key: whether it gets a random key, if it takes one.
 
     Raises:
       ValueError: it raised an error; or returned neither a floating-point scalar, nor a tuple of scalars and metrics,
         nor a dict of scalars and pairs; or a weight depends on the outputs; or it couples examples.
     """
-    call, key = functools.partial(call_loss, loss_fn), key_shape() if train and "key" in signature_of(loss_fn) else None
+    takes_key = with_key and "key" in signature_of(loss_fn)
+    call, key = functools.partial(call_loss, loss_fn), key_shape() if takes_key else None
     with _telling(loss_fn, "one micro-batch", outputs, batch, key):
         jaxpr, returned = trace(call, outputs, batch, key)
     terms, metrics = loss_parts(returned)
@@ -380,7 +381,8 @@ def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Sha
     except Exception as error:
         fault = f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}"
         if key is None and "key" in signature_of(function):
-            raise ValueError(f"{fault}. It was called with key=None, as in evaluation; return as much there") from error
+            remedy = "return as much there, or pass key= to pipe.evaluate"
+            raise ValueError(f"{fault}. It was called with key=None, as in evaluation; {remedy}") from error
         hint = "; the first batch has to be a whole one" * jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
         called = f"the outputs {describe(outputs)} and the batch {describe(batch)} of {of}{hint}"
         raise ValueError(f"{fault}; it was called with {called}") from error

@@ -27,7 +27,7 @@ from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import FROZEN
 from jpipe.model.alike import Alike
 from jpipe.model.groups import DEFAULT_RULES, KEEP, WEIGHTS, LayerGroup, LayerTrace, Model, role_of, same_type, strong
-from jpipe.model.layer_function import trace_call, trace_init
+from jpipe.model.layer_function import in_either_mode, trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.per_device import named_axes, results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, replicated, summed
@@ -137,15 +137,18 @@ def _trace_layer(
 
     with telling(name, told):
         made = layer.ready if sharing is None else sharing.variables
-        if made is None:
-            made = trace_init(layer, key_shape(), takes, batch).variables
-        variables = strong(jax.eval_shape(lambda v: v, made))
-        _check_parameters(variables)
-        with layer.dropouts() as dropouts:
-            jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
-        written = check_updates(variables, updates, jaxpr)
-    updated = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
-    return LayerTrace(jaxpr, variables, strong(gives), dropouts, updated, written)
+
+        def traced(train: bool) -> LayerTrace:
+            new = trace_init(layer, key_shape(), takes, batch, train=train).variables if made is None else made
+            variables.update(strong(jax.eval_shape(lambda v: v, new)))
+            _check_parameters(variables)
+            with layer.dropouts() as dropouts:
+                jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
+            written = check_updates(variables, updates, jaxpr)
+            updated = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
+            return LayerTrace(jaxpr, dict(variables), strong(gives), dropouts, updated, written, train)
+
+        return in_either_mode(traced)
 
 
 def _group_of(

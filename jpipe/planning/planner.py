@@ -23,7 +23,7 @@ from typing import TypeVar, cast
 import jax
 import numpy as np
 
-from jpipe.cutting.module import Modes, WholeModel, make_whole
+from jpipe.cutting.module import Modes, WholeModel, make_whole, trace_whole
 from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import equations_in
@@ -59,7 +59,7 @@ from jpipe.planning.request import Request
 from jpipe.planning.step import Step, make_step
 from jpipe.processes.progress import task, warn_once
 from jpipe.schedules.orders import forward_only
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch, PyTree, Shapes
 
 Method = TypeVar("Method", bound=Callable)
 
@@ -268,19 +268,20 @@ class Planner:
         return None
 
     @once("request.splits", "cut")
-    def loss(self, micro: MicroBatch, *, train: bool = True) -> TracedLoss | None:
-        """The loss that follows a micro-batch, checked; None if there is none. In evaluation it gets no random key."""
+    def loss(self, micro: MicroBatch, *, with_key: bool = True) -> TracedLoss | None:
+        """The loss that follows a micro-batch, checked; None if there is none. In evaluation there may be no key."""
         loss_fn, over = self.request.loss_fn, self.request.loss_over
         if loss_fn is None:
             return None
-        if not train and (training := self.loss(micro)) and not training.takes_key:
+        if not with_key and (training := self.loss(micro)) and not training.takes_key:
             return training
         outputs = self.model(micro).groups[-1].gives
         lying = [] if micro.count == 1 or over == "microbatch" else self.outputs_lie(micro)
         with self.tracing():
             if self.cut is not None:
                 loss_fn = self.cut.loss(loss_fn, self._whole(micro)[1].outputs, micro.shapes)
-            return trace_loss(loss_fn, outputs, micro.shapes, lying=lying, count=micro.count, over=over, train=train)
+            options = {"lying": lying, "count": micro.count, "over": over, "with_key": with_key}
+            return trace_loss(loss_fn, outputs, micro.shapes, **options)
 
     def layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         """The layers of each group in training, for a type of random keys."""
@@ -288,7 +289,7 @@ class Planner:
         place = "layers", self.request.splits, self.cut, remat, micro, key
         if place in self.known:
             return self.known[place]
-        functions, layers = self._functions(micro, key, with_loss=True), []
+        functions, layers = self._functions(micro, key, train=True, with_loss=True), []
         with (
             self.tracing(),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
@@ -302,12 +303,12 @@ class Planner:
                 advance()
         return self.known.setdefault(place, tuple(layers))
 
-    def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
+    def _functions(self, micro: MicroBatch, key: Shapes | None, *, train: bool, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
         model, remat = self.model(micro), self.request.remat
-        loss = (self.loss(micro) if key is not None else self.loss(micro, train=False)) if with_loss else None
+        loss = (self.loss(micro) if key is not None else self.loss(micro, with_key=False)) if with_loss else None
         of = lambda g: loss if g == model.last else None
-        return [LayerFunction(group, key, remat, model.batch, of(g)) for g, group in enumerate(model.groups)]
+        return [LayerFunction(group, key, remat, model.batch, of(g), train) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---
 
@@ -364,8 +365,7 @@ class Planner:
         if self.cut is not None:
             return self.cut.whole, self.cut.whole.trace(read, micro.shapes)
         assert asked.whole is not None
-        whole = make_whole(asked.whole, read, micro.shapes)
-        return whole.read_by(asked.loss_fn, whole.trace(read, micro.shapes), micro.shapes)
+        return trace_whole(asked.whole, asked.loss_fn, read, micro.shapes)
 
     @once("request.mesh")
     def _cut(self, micro: MicroBatch, wanted: int) -> CutModel:
@@ -409,7 +409,8 @@ class Planner:
                 trees = named(model), named(trace_model(asked.layers, asked.read_inputs, twice, rules=asked.rules))
             else:
                 whole = self.cut.whole
-                trees = whole.variables, make_whole(whole.layer, asked.read_inputs, twice).variables
+                train = whole.init is not None and whole.init.train
+                trees = whole.variables, make_whole(whole.layer, asked.read_inputs, twice, train=train).variables
             pairs = zip(*(named_leaves("variables", tree) for tree in trees), strict=True)
             faults = [f"{path} is {describe(a)}, {describe(b)}" for (path, a), (_, b) in pairs if a.shape != b.shape]
         if faults:
@@ -422,23 +423,24 @@ class Planner:
 
         It is kept: the order of its residuals in memory may have taken a compilation.
         """
-        return self._step(micro, key_shape(key), with_loss=True)
+        return self._step(micro, key_shape(key), train=True, with_loss=True)
 
-    def evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
-        """The step forward only, whose outputs the loss may follow; a ValueError if there is none."""
+    def evaluation_step(self, micro: MicroBatch, key: Key | None = None, *, with_loss: bool) -> Step:
+        """The step forward only, whose outputs the loss may follow; a ValueError if there is none, or no needed key."""
         if with_loss:
             self.request.check_has_loss()
-        return self._step(micro, None, with_loss=with_loss)
+        return self._step(micro, None if key is None else key_shape(key), train=False, with_loss=with_loss)
 
-    def _make_step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, *, with_loss: bool) -> Step:
-        """A step with these random keys, of training if the loss follows; without keys one of evaluation."""
-        layers = self.layers(micro, key) if with_loss and key is not None else ()
-        functions = [layer.function for layer in layers] or self._functions(micro, key, with_loss)
+    def _make_step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, *, train: bool, with_loss: bool) -> Step:
+        """A step with random keys of a type, or without; in training one with a backward, if the loss follows."""
+        layers = self.layers(micro, key) if train and with_loss and key is not None else ()
+        traced = [layer.function for layer in layers]
+        functions = traced or self._functions(micro, key, train=train, with_loss=with_loss)
         schedule, outputs, loss = self.request.schedule, None, functions[-1].loss
         if not layers:
             schedule = forward_only(**{**schedule.sizes, "num_microbatches": micro.count}, style=schedule.style)
         if loss is not None and loss.at_once is not None:
-            outputs = self._step(micro, key, with_loss=False)
+            outputs = self._step(micro, key, train=train, with_loss=False)
         with self.tracing():
             plan, model = self.known_plan(), self.model(micro)
             return make_step(plan, model, schedule, functions, layers, self.known, outputs=outputs)

@@ -367,6 +367,141 @@ class Adapted(nn.Module):
         return x
 
 
+class Sampler(nn.Module):
+    """Draws in evaluation too, or is handed a key (`asks`); what only has to be there in training is twice as much."""
+
+    asks: bool = False
+
+    @nn.compact
+    def __call__(self, x, z_key=None, train: bool = False):
+        for _ in range(3):
+            x = x + jnp.tanh(dense(4)(x))
+        z_key = z_key if self.asks else self.make_rng("noise")
+        return dense(2)(x + (2 if train else 1) * jax.random.normal(z_key, x.shape))
+
+
+class NnxSampler(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, width, param_dtype=FLOAT, rngs=rngs) for width in (4, 4, 4, 2)])
+        self.rngs = rngs
+
+    def __call__(self, x, train: bool = False):
+        for layer in self.layers[:3]:
+            x = x + jnp.tanh(layer(x))
+        return self.layers[3](x + (2 if train else 1) * jax.random.normal(self.rngs.noise(), x.shape))
+
+
+def at_noise(model, params, x, key, train):
+    """The outputs for a micro-batch in plain Flax, by the key that jpipe has for it."""
+    if isinstance(model, Sampler):
+        if model.asks:
+            return model.apply({"params": params}, x, jax.random.fold_in(key, 0x1A97), train=train)
+        return model.apply({"params": params}, x, train=train, rngs={"noise": jax.random.fold_in(key, 1)})
+    graph, _, rest = nnx.split(model(nnx.Rngs(0)), nnx.Param, ...)
+    module = nnx.merge(graph, nnx.State(params), rest)
+    module.rngs = nnx.Rngs(jax.random.fold_in(key, 0))
+    return module(x, train=train)
+
+
+@pytest.mark.parametrize("model", [Sampler(), Sampler(asks=True), NnxSampler], ids=["linen", "inputs", "nnx"])
+def test_random_numbers_in_evaluation(model):
+    """They were refused, and so couldn't be trained."""
+    model = model if isinstance(model, nn.Module) else lambda rngs: NnxSampler(rngs)
+    batch = {"inputs": random(8, 4)}
+    inputs = (lambda batch, key: (batch["inputs"], key)) if getattr(model, "asks", False) else None
+    pipe = pipeline(model, num_microbatches=4, inputs=inputs)
+    variables = pipe.init(KEY, batch)
+    params = jax.device_get(pipe.model_variables(variables)["params"])
+
+    def outputs(params, train):
+        parts = enumerate(np.split(batch["inputs"], 4))
+        each = [at_noise(model, params, part, jax.random.fold_in(KEY, m), train) for m, part in parts]
+        return jnp.concatenate(each)
+
+    expected = jax.value_and_grad(lambda params: (outputs(params, True) ** 2).mean())(params)
+    (loss, _), grads = pipe.value_and_grad(variables, batch, KEY)
+    assert_close((loss, pipe.model_variables({"params": grads})["params"]), expected)
+    assert_close(pipe.apply(variables, batch, KEY), outputs(params, False))
+    assert_close(pipe.evaluate(variables, batch, KEY), (outputs(params, False) ** 2).mean())
+    for call in (pipe.apply, pipe.evaluate):
+        with pytest.raises(ValueError, match=r"draws random numbers in evaluation mode.*pipe.evaluate\(.*key\)"):
+            call(variables, batch)
+    assert pipe.check_gradients(variables, batch, KEY).agrees
+    assert len(jpipe.layers_of(model, batch, square, inputs=inputs)) == len(pipe.plan.layers)
+
+
+class Guarded(nn.Module):
+    """Draws if there is a random key; without one it is `quiet`, or fails."""
+
+    quiet: bool
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        for _ in range(3):
+            x = jnp.tanh(dense(4)(x))
+        if not (train or self.quiet or self.is_initializing()):
+            raise NotImplementedError("no evaluation")
+        return x + jax.random.normal(self.make_rng("dropout"), x.shape) if self.has_rng("dropout") else x
+
+
+def test_evaluation_is_planned_when_it_is_asked_for():
+    """With a key and without one it may do other things; a model without any evaluation trains."""
+    batch = {"inputs": random(8, 4)}
+    pipe = pipeline(Guarded(quiet=True))
+    variables = pipe.init(KEY, batch)
+    plain = jax.device_get(pipe.model_variables(variables))
+    outputs = Guarded(quiet=True).apply(plain, batch["inputs"])
+    assert_close(pipe.apply(variables, batch), outputs)
+    keys = [jax.random.fold_in(KEY, m) for m in range(2)]
+    parts = zip(np.split(batch["inputs"], 2), keys, strict=True)
+    drawn = [Guarded(quiet=True).apply(plain, part, rngs={"dropout": key}) for part, key in parts]
+    assert_close(pipe.apply(variables, batch, KEY), np.concatenate(drawn))
+    pipe = pipeline(Guarded(quiet=False))
+    trained = pipe.value_and_grad(pipe.from_model_variables(plain, batch), batch, KEY)
+    assert_close(trained[0][0], (np.concatenate(drawn) ** 2).mean())
+    for key in (None, KEY):
+        with pytest.raises(ValueError, match=r"Guarded raised NotImplementedError at .*: no evaluation"):
+            pipe.evaluate(variables, batch, key)
+
+
+class Taught(nn.Module):
+    """In training there are classifiers behind blocks (`deep`), or the blocks are scaled by what they learn."""
+
+    deep: bool
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x, beside = dense(4)(x), []
+        for i in range(3):
+            scale = (
+                jnp.exp(self.param(f"scale_{i}", nn.initializers.zeros, (), FLOAT)) if train and not self.deep else 1.0
+            )
+            x = x + scale * jnp.tanh(dense(4)(x))
+            beside.append(x)
+        names = enumerate(beside[:2] if train and self.deep else [])
+        heads = [nn.Dense(2, param_dtype=FLOAT, name=f"beside_{i}")(h) for i, h in names]
+        return {"a": dense(2)(x), "b": jnp.stack(heads).mean(0) if heads else jnp.zeros((len(x), 2))}
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["scales", "deep supervision"])
+def test_parameters_that_only_training_has(deep):
+    """They were refused with Flax's ScopeParamNotFoundError: a model was initialised in evaluation mode."""
+    model, batch = Taught(deep), {"inputs": random(8, 4)}
+    rngs = {"params": KEY, "dropout": jax.random.fold_in(KEY, 1)}
+    tree = model.init(rngs, batch["inputs"], train=True)
+    pipe = pipeline(model, squares, num_microbatches=4)
+    variables = pipe.init(KEY, batch)
+    assert_close(pipe.model_variables(variables), tree)
+    loss = lambda params, train: squares(model.apply({"params": params}, batch["inputs"], train=train), batch)
+    (found, _), grads = pipe.value_and_grad(pipe.from_model_variables(tree, batch), batch)
+    expected = jax.value_and_grad(loss)(tree["params"], True)
+    assert_close((found, pipe.model_variables({"params": grads})["params"]), expected)
+    assert_close(pipe.evaluate(variables, batch), loss(tree["params"], False))
+    for other in (tree["params"] | {"more": np.zeros(3)}, model.init(KEY, batch["inputs"])["params"]):
+        with pytest.raises(ValueError, match=r"more|scale_0|beside_0"):
+            pipe.from_model_variables({"params": other}, batch)
+
+
 def stacked(key, x):
     return {"w": jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, 4, 4)))}
 

@@ -132,3 +132,25 @@ def test_outputs_that_the_loss_does_not_read_stay_where_they_are():
     prompts = prompts_of(6, 5)
     expected = without_cache(lambda tokens: model.apply(tree, tokens)[0], prompts, 4)
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 4, logits=lambda pair: pair[0]), expected)
+
+
+class Taught(nn.Module):
+    """A decoder that has a parameter in training alone."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens, train: bool = False):
+        x = embed()(tokens)
+        for _ in range(2):
+            x = Block(self.decode)(x)
+        x = x * self.param("scale", nn.initializers.ones, (), jnp.float64) if train else x
+        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x)
+
+
+def test_parameters_that_only_training_has():
+    pipe, variables = pipeline(Taught(), num_stages=2)
+    tree, prompts = jax.device_get(pipe.model_variables(variables)), prompts_of(6, 5)
+    assert "scale" in tree["params"]
+    expected = without_cache(lambda tokens: Taught().apply(tree, tokens), prompts, 4)
+    np.testing.assert_array_equal(pipe.generate(variables, prompts, 4), expected)

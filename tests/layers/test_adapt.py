@@ -69,7 +69,7 @@ def test_a_partial_of_an_nnx_class_is_a_factory():
     """A regression: it was called with the activations."""
     (layer,) = as_layers([functools.partial(nnx.Linear, 4, 3)])
     assert layer.name == "Linear"
-    variables = layer.init(jax.random.key(0), (X,), None)
+    variables = layer.init((X,), Context(jax.random.key(0), False))
     assert layer.apply(variables, (X,), Context(None, True))[0].shape == (2, 3)
 
 

@@ -143,7 +143,7 @@ def test_nnx_caches_are_as_their_modules_compute(embeds, ready):
     with jax.numpy_dtype_promotion("standard"):
         found = decoding(as_layers([layer])[0], takes, SIZE, LENGTH)
     x = jnp.ones((SIZE, 1), jnp.int32) if embeds else jnp.ones((SIZE, 1, 8))
-    variables = found.init(jax.random.key(0), (x,), None)
+    variables = found.init((x,), Context(jax.random.key(0), False))
     with jax.numpy_dtype_promotion("standard"):
         _, new = found.apply(variables, (x,), Context(None, False))
     kinds = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(new["cache"]) if leaf.ndim}

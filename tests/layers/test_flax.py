@@ -40,7 +40,7 @@ def test_partition_specs_by_logical_rules(key):
 
     def specs(layer):
         layer = adapt(layer)
-        variables = jax.eval_shape(lambda k: layer.init(k, (X,), None), key)
+        variables = jax.eval_shape(lambda k: layer.init((X,), Context(k, False)), key)
         return layer.partition_specs(variables)["params"]
 
     ones, names = nn.initializers.ones, ("embed", "mlp")

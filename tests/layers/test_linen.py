@@ -16,7 +16,7 @@ def adapt(layer):
 
 def test_linen_item_is_what_init_returns(key):
     layer = adapt(nn.Dense(3))
-    variables = layer.init(key, (X,), None)
+    variables = layer.init((X,), Context(key, False))
     assert_equal(variables, nn.Dense(3).init(key, X))
     assert layer.to_item(variables) is variables
     outputs, updates = layer.apply(variables, (X,), Context(None, True))

@@ -20,7 +20,7 @@ def adapt(layer):
 
 def test_nnx_item_is_a_pure_dict(key):
     layer = adapt(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
-    variables = layer.init(key, (X,), None)
+    variables = layer.init((X,), Context(key, False))
     module = nnx.Linear(4, 3, rngs=nnx.Rngs(key))
     assert_equal(variables, {"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
     assert_close(layer.bind(variables)(X), module(X))
@@ -31,7 +31,7 @@ def test_ready_nnx_module_keeps_its_values(key):
     module = nnx.Linear(4, 3, rngs=nnx.Rngs(7))
     layer = adapt(module)
     assert_equal(layer.ready, {"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
-    assert_equal(layer.init(key, (X,), None), layer.ready)
+    assert_equal(layer.init((X,), Context(key, False)), layer.ready)
 
 
 def test_the_users_nnx_module_is_not_changed():
@@ -63,7 +63,7 @@ def test_parameters_of_types_of_their_own_are_parameters():
         return nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
 
     (layer,) = as_layers([make])
-    variables = layer.init(jax.random.key(0), (jnp.ones((1, 4), jnp.float32),), None)
+    variables = layer.init((jnp.ones((1, 4), jnp.float32),), Context(jax.random.key(0), False))
     assert set(variables) == {"params"}
     assert set(variables["params"]) == {"base_module", "lora_a", "lora_b"}
     outputs, _ = layer.apply(variables, (jnp.ones((1, 4), jnp.float32),), Context(None, True))

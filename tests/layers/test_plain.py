@@ -19,7 +19,7 @@ def adapt(layer):
 
 def test_plain_item_is_what_init_returns(key):
     layer = adapt(jpipe.Layer(lambda key, x: [jnp.ones(4)], lambda params, x: x * params[0]))
-    variables = layer.init(key, (X,), None)
+    variables = layer.init((X,), Context(key, False))
     assert list(variables) == ["params"]
     assert isinstance(layer.to_item(variables), list)
     assert_equal(layer.from_item(layer.to_item(variables)), variables)
@@ -28,7 +28,7 @@ def test_plain_item_is_what_init_returns(key):
 
 def test_function_has_no_variables(key):
     layer = adapt(lambda x, y: (y, x))
-    assert layer.init(key, (X, X), None) == {}
+    assert layer.init((X, X), Context(key, False)) == {}
     assert layer.to_item({}) == {}
     outputs, _ = layer.apply({}, (X, 2 * X), Context(None, True))
     assert_equal(outputs, (2 * X, X))

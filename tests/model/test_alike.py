@@ -16,6 +16,7 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.primitives import PLAIN_CALLS
 from jpipe.layers.adapt import as_layers
 from jpipe.model.alike import Kinds
+from jpipe.model.random_keys import layer_key
 from jpipe.model.trace import trace_model
 
 wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
@@ -251,6 +252,46 @@ def test_a_step_and_evaluation_equal_the_sequential_model(kind, options, make_me
             key, x = sequential.init_key(jax.random.key(KEY), index), jnp.zeros((4, 8), jnp.float64)
             own = layers[index].init({"params": key, "dropout": jax.random.fold_in(key, 1)}, x, train=False)
             assert_close(initial[index], own, f"layer {index}")
+
+
+def test_what_is_drawn_in_evaluation_has_the_right_numbers():
+    """Blocks are one function, and evaluation with a key is compared when it is asked for."""
+
+    def drawing(scale):
+        init = lambda key, x: jnp.ones((), x.dtype)
+        noise = lambda key, x: 0 if key is None else scale * jax.random.normal(key, x.shape, x.dtype)
+        return jpipe.Layer(init, lambda p, x, key, train: p * scale * x if train else x + noise(key, x))
+
+    scales, x, key = (0.1, 0.2, 0.3), np.ones((2, 8), np.float32), jax.random.key(KEY)
+    layers = [jnp.sin, *map(drawing, scales), jnp.cos]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=2)
+    variables = pipe.init(key, x)
+    assert (1, 2, 3) in [group.indices for group in pipe.plan.model.groups]
+    expected = []
+    for m, part in enumerate(np.split(x, 2)):
+        part = jnp.sin(part)
+        for index, scale in enumerate(scales, start=1):
+            part = part + scale * jax.random.normal(layer_key(key, index, m), part.shape)
+        expected.append(jnp.cos(part))
+    np.testing.assert_allclose(pipe.apply(variables, x, key), np.concatenate(expected), rtol=1e-6)
+    np.testing.assert_allclose(pipe.apply(variables, x), jnp.cos(jnp.sin(x)), rtol=1e-6)
+
+
+def test_several_functions_in_evaluation_with_a_key():
+    """Layers that draw by other distributions there, where they are one function otherwise."""
+
+    def layer(scale, draw):
+        noise = lambda key, x: 0 if key is None else draw(key, x.shape, x.dtype)
+        return jpipe.Layer(lambda key, x: (), lambda p, x, key, train: scale * x if train else x + noise(key, x))
+
+    x, draws = np.ones((2, 8), np.float32), (jax.random.normal, jax.random.uniform)
+    pipe = jpipe.Pipeline([jnp.sin, *map(layer, (2.0, 3.0), draws), jnp.cos], None, num_stages=1, num_microbatches=2)
+    variables = pipe.init(jax.random.key(KEY), x)
+    np.testing.assert_allclose(pipe.apply(variables, x), jnp.cos(jnp.sin(x)), rtol=1e-6)
+    with pytest.raises(
+        ValueError, match="layers 1, 2 are one function without a random key in evaluation, and several"
+    ):
+        pipe.apply(variables, x, jax.random.key(KEY))
 
 
 # --- kinds of parts of a trace ----------------------------------------------------------------------------------------
