@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.jax.primitives import ClosedJaxpr
-from jpipe.jax.tracing import no_mesh, origins, replay, trace, uses
+from jpipe.jax.tracing import no_mesh, origins, replay, trace, uses, with_keys_by_index
 from jpipe.jax.trees import is_float, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.calls import CACHE
@@ -302,7 +302,8 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch:
                     of_list = "pipe.from_layer_variables(trees, batch)"
                     raise ValueError(f"{fault}; use pipe.from_model_variables(model.init(key, x), batch), or {of_list}")
 
-        return TracedInit(trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0], made, check)
+        jaxpr = trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0]
+        return TracedInit(with_keys_by_index(jaxpr), made, check)
 
     try:
         with no_mesh():

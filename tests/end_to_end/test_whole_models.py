@@ -1,5 +1,7 @@
 """A model that is one module trains in a pipeline as it does in plain JAX, without a line of it changed."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from flax import nnx
 
 import jpipe
 import plain_whole
+import sequential
 import whole_models
 from cases import assert_close
 
@@ -236,6 +239,51 @@ def test_stacked_weights_under_other_keys(impl):
     if impl == "rbg":
         with pytest.raises(ValueError, match="use keys of JAX's default implementation"):
             pipeline(jpipe.Layer(init, apply)).init(key, X)
+
+
+def keys_of(kind, key):
+    """The keys of four blocks and of a head, made in the ways in which libraries make them."""
+    match kind:
+        case "fold_in":
+            return [jax.random.fold_in(key, i) for i in range(5)]
+        case "index":
+            return [jax.random.split(key, 6)[1:][i] for i in range(5)]
+        case "raw":
+            key, blocks = jax.random.split(jax.random.key_data(key))
+            return [*jax.random.split(blocks, 4), key]
+        case "two by two":
+            keys = jax.random.split(key, (2, 5))
+            return [keys[1, i] for i in range(5)]
+
+
+def own_block(key):
+    w, b = jax.random.split(key)
+    return {"w": jax.random.normal(w, (4, 4)), "b": jax.random.normal(b, (4,))}
+
+
+apply_block = lambda p, x: jnp.tanh(x @ p["w"] + p["b"])
+
+
+@pytest.mark.parametrize("kind", ["index", "raw", "two by two"])
+def test_blocks_whose_keys_are_split_are_one_function(kind):
+    """As they are with keys by `fold_in`, and `init` makes the plain model's values, bit for bit."""
+    apply = lambda p, x: functools.reduce(lambda x, own: apply_block(own, x), p, x)
+    model = lambda kind: jpipe.Layer(lambda key, x: list(map(own_block, keys_of(kind, key))), apply)
+    for each in (kind, "fold_in"):
+        assert [layer.same_as for layer in jpipe.layers_of(model(each), X)] == [0, 1, 1, 1, 4]
+    key, pipe = jax.random.key(0), pipeline(model(kind))
+    new = pipe.model_variables(pipe.init(key, X))
+    jax.tree.map(np.testing.assert_array_equal, new, model(kind).init(key, X))
+
+
+def test_listed_blocks_whose_keys_are_split_are_one_function():
+    make = lambda i: jpipe.Layer(lambda key, x: own_block(jax.random.split(key, 5)[i]), apply_block)
+    layers, key = list(map(make, range(5))), jax.random.key(0)
+    pipe = pipeline(layers)
+    new = pipe.layer_variables(pipe.init(key, X))
+    assert [group.indices for group in pipe.plan.model.groups] == [(0,), (1, 2, 3), (4,)]
+    wanted = [layer.init(sequential.init_key(key, i), X) for i, layer in enumerate(layers)]
+    jax.tree.map(np.testing.assert_array_equal, new, wanted)
 
 
 class Noisy(nn.Module):
