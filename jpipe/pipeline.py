@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 
 import jax
@@ -16,6 +16,7 @@ from jpipe import checks
 from jpipe.execution import programs
 from jpipe.execution.decoding import PickLogits
 from jpipe.execution.generator import as_asked, generate
+from jpipe.jax.trees import Casts
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
 from jpipe.memory import batches
@@ -216,7 +217,7 @@ class Pipeline(Tabular):
             checks.check_agree(plan, "init", batch, key)
             key = batches.on_all(key, self.mesh)
         with first_call("the initialisation", key) as done, notes_on_room(self.planner, key):
-            return done(self._jit_init(key, ready_values(plan.layouts, plan.layers)))
+            return done(self._jit_init(plan)(key, ready_values(plan.layouts, plan.layers)))
 
     def layer_variables(self, variables: Variables) -> list[Item]:
         """Each layer's own variables, in layer order.
@@ -242,20 +243,38 @@ class Pipeline(Tabular):
             metadata boxes or without; on the host or on devices of this mesh; no tracers.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
-        plan = self._plan_with(batch)
-        return from_items(plan.model, plan.layouts, trees)
+        plan, casts = self._plan_with(batch), {}
+        layers = from_items(plan.model, trees, casts)
+        return self.from_layer_variables(trees) if self._cast(casts) else from_layers(plan.layouts, layers)
 
     def model_variables(self, variables: Variables) -> Item:
         """The variables (or gradients) of a model that is one module, as its own `init` would have returned them."""
-        plan, cut = self.plan, self.planner.known_cut("layer_variables")
-        checks.check_variables(plan, variables)
+        cut = self.planner.known_cut("layer_variables")
+        checks.check_variables(self.plan, variables)
         return cut.whole.layer.to_item(as_auto(self._jit_to_model(cut, variables)))
 
     def from_model_variables(self, tree: Item, batch: Batch = None) -> Variables:
         """The inverse of `model_variables`, under this pipeline's layout; arguments as of `from_layer_variables`."""
-        plan = self._plan_with(batch)
-        trees = self.planner.known_cut("from_layer_variables").from_model(tree)
+        plan, casts = self._plan_with(batch), {}
+        trees = self.planner.known_cut("from_layer_variables").from_model(tree, casts)
+        if self._cast(casts):
+            return self.from_model_variables(tree)
         return from_layers({n: at for n, at in plan.layouts.items() if n in trees[0]}, trees)
+
+    def _cast(self, casts: dict[str, Casts]) -> bool:
+        """Plans for variables of other dtypes, and says whether they are others."""
+        planner, self.planner = self.planner, self.planner.cast(casts)
+        return planner is not self.planner
+
+    def _as_given(self, variables: Variables) -> Variables:
+        """Variables whose dtypes the user may have changed, laid out for these."""
+        checks.check_complete(self.plan, variables, casts := {})
+        plan, cut, own = self.plan, self.planner.cut, self._placed(variables)
+        if not self._cast(casts):
+            return own
+        if cut is None:
+            return self.from_layer_variables(to_items(plan.model, self._jit_to_layers(own)))
+        return self.from_model_variables(cut.whole.layer.to_item(self._jit_to_model(cut, own)))
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
@@ -394,13 +413,13 @@ class Pipeline(Tabular):
           variables: to start from others, such as `from_layer_variables(trees, batch)`; the state gets a copy of them.
         """
         key = as_key(key)
+        self.planner.plan_for(batch)
+        given = None if variables is None else self._as_given(variables)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
-        if variables is None:
+        if given is None:
             new = self.init(key, batch)
         else:
-            checks.check_complete(self.plan, variables)
-            copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)
-            new: Variables = copy(self._placed(variables))
+            new: Variables = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)(given)
         with task("initialising the optimiser's state"), notes_on_room(self.planner, new, batch, tx):
             opt_state = make_opt_state(tx, new["params"], shardings.opt_state)
         step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
@@ -450,7 +469,8 @@ class Pipeline(Tabular):
         step = self._training_step(state.variables, batch, state.key)
         checks.check_offload(self.plan, state)
         batch = batches.on_mesh(batch, self.mesh)
-        run, room = self._train_step_for(state.tx), notes_on_room(self.planner, (state, batch), step.batch, state.tx)
+        run = self._train_step_for(state.tx, step.plan)
+        room = notes_on_room(self.planner, (state, batch), step.batch, state.tx)
         with first_call("the training step", (state, batch)) as done, room:
             return done(run(step, state, batch))
 
@@ -495,6 +515,6 @@ class Pipeline(Tabular):
         own = {name: StageTree(tree, self.plan.layouts[name]) for name, tree in variables.items()}
         return batches.placed(own, {name: self.plan.shardings[name] for name in own}, self.mesh)
 
-    @cached_property
-    def _jit_init(self) -> Callable:
-        return jax.jit(partial(programs.init_variables, self.plan), out_shardings=self.plan.shardings)
+    def _jit_init(self, plan: Plan) -> Callable:
+        jitted = jax.jit(partial(programs.init_variables, plan), out_shardings=plan.shardings)
+        return self._known.setdefault(plan, jitted)

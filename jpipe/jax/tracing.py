@@ -18,18 +18,9 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh
 from numpy.typing import ArrayLike
 
-from jpipe.jax import primitives
+from jpipe.jax import inside, primitives
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import (
-    axes_of,
-    called_by,
-    carry_out,
-    in_place_of,
-    needed_part,
-    replaced,
-    scan_counts,
-    with_named_axes,
-)
+from jpipe.jax.inside import axes_of, called_by, carry_out, needed_part, replaced, scan_counts, with_named_axes
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.types import PyTree, Shapes
 
@@ -141,7 +132,7 @@ def with_keys_by_index(closed: ClosedJaxpr) -> ClosedJaxpr:
         if keys.dtype != np.uint32 and not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
             return (equation,)
         starts = list(map(np.int32, equation.params["start_indices"]))
-        return in_place_of(equation, lambda x: lax.dynamic_slice(x, starts, result.shape))
+        return inside.in_place_of(equation, lambda x: lax.dynamic_slice(x, starts, result.shape))
 
     return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
