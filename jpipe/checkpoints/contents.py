@@ -244,14 +244,13 @@ class Contents:
         return {"model": {"name": layer.name, "item": item}, "arrays": arrays}
 
     def casts(self, saved: dict[str, Json]) -> dict[str, Casts]:
-        """The dtypes in which a checkpoint has variables, by collection; none if those of one have several there."""
+        """The dtypes in which a checkpoint has variables, by collection; none if it has others, or not all alike."""
         shapes, casts = self.shapes(), dict[str, Casts]()
         for path, name, _ in saved["arrays"]:
-            if path[0] == OPTIMIZER or (own := shapes.get(tuple(path))) is None:
-                continue
-            of_collection = casts.setdefault(path[1 if path[0] == MODEL else 2], {})
-            if cast_to(of_collection, own.dtype, jnp.dtype(name)) != jnp.dtype(name):
-                return {}
+            if path[0] in (LAYERS, MODEL):
+                own, of_collection = shapes.get(tuple(path)), casts.setdefault(path[1 if path[0] == MODEL else 2], {})
+                if own is None or cast_to(of_collection, own.dtype, jnp.dtype(name)) != jnp.dtype(name):
+                    return {}
         return casts
 
     def _layers(self) -> Json:

@@ -51,7 +51,7 @@ def check_same_structure(what: str, tree: PyTree, expected: PyTree) -> None:
     has = [f"it has {_listed(extra, 1)} besides"] if extra else []
     fault = " and ".join(lacks + has) or _containers(jax.tree.structure(tree), jax.tree.structure(expected))
     if len(missing) == len(then):
-        fault = f"it is {outline(what, tree)}, not {outline(what, expected)}"
+        fault = f"it is {outline(what, tree, 1)}, not {outline(what, expected, 1)}"
     raise ValueError(f"the {what} has another structure than at init: {fault}")
 
 
@@ -63,17 +63,17 @@ def _containers(now: Structure, then: Structure) -> str:
     return next(_containers(*pair) for pair in zip(now.children(), then.children(), strict=True) if pair[0] != pair[1])
 
 
-def outline(what: str, tree: PyTree) -> str:
-    """The names of a pytree's leaves as a user would write them, and of the container that holds them.
+def outline(what: str, tree: PyTree, most: int = 8) -> str:
+    """The names of a pytree's first leaves as a user would write them, and of the container that holds them.
 
     >>> outline("batch", {"inputs": 0, "targets": 0}), outline("batch", (0, 0)), outline("batch", 0)
     ("batch['inputs'], batch['targets'] in a dict", 'batch[0], batch[1] in a tuple', 'a bare array')
     """
     names = [name for name, _ in named_leaves(what, tree)]
-    return "a bare array" if names == [what] else f"{_listed(names)} in a {type(tree).__name__}"
+    return "a bare array" if names == [what] else f"{_listed(names, most)} in a {type(tree).__name__}"
 
 
-def _listed(names: list[str], most: int = 2) -> str:
+def _listed(names: list[str], most: int) -> str:
     """The first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
