@@ -52,8 +52,7 @@ def check_variables(plan: Plan, variables: dict[str, StageTree], casts: dict[str
         if tree.layout != own:
             stages, here = tree.layout.num_stages, own.num_stages
             differs = "its layers, balance or mesh differ" if stages == here else f"num_stages={stages}, here {here}"
-            dtypes = lambda layout: ", ".join(sorted({str(a.dtype) for a in layout.shapes.values()}))
-            then, now = dtypes(tree.layout), dtypes(own)
+            then, now = (", ".join({str(a.dtype): 0 for a in one.shapes.values()}) for one in (tree.layout, own))
             differs = differs if then == now else f"or by this one before it was given {now} in place of {then}"
             raise ValueError(
                 f"variables[{name!r}] were laid out by another pipeline ({differs}); translate them: {translated(plan)}"

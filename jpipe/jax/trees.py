@@ -50,7 +50,7 @@ def check_same_structure(what: str, tree: PyTree, expected: PyTree) -> None:
     lacks = [f"it lacks {_listed(missing, 1)}"] if missing else []
     has = [f"it has {_listed(extra, 1)} besides"] if extra else []
     fault = " and ".join(lacks + has) or _containers(jax.tree.structure(tree), jax.tree.structure(expected))
-    if len(missing) == len(then):
+    if 0 < len(missing) == len(then):
         fault = f"it is {outline(what, tree, 1)}, not {outline(what, expected, 1)}"
     raise ValueError(f"the {what} has another structure than at init: {fault}")
 
@@ -105,6 +105,11 @@ def cast_to(casts: Casts, expected: np.dtype, dtype: np.dtype) -> np.dtype:
     """The dtype in which leaves of an expected one have to be given: of floats that of the first leaf, this one's."""
     floats = all(jnp.issubdtype(one, jnp.floating) for one in (expected, dtype))
     return casts.setdefault(np.dtype(expected), np.dtype(dtype)) if floats else expected
+
+
+def are_others(casts: Mapping[str, Casts]) -> bool:
+    """Whether any dtypes, by collection, were given in others."""
+    return any(old != new for of_collection in casts.values() for old, new in of_collection.items())
 
 
 def bytes_of(tree: PyTree) -> int:

@@ -14,6 +14,7 @@ from functools import partial, reduce
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.jax.trees import Casts, same_value
@@ -109,25 +110,22 @@ class AnyLayer:
 
 def variables_of(layer: AnyLayer, item: Item, expected: LayerVariables) -> LayerVariables:
     """A user's item as variables; if that makes them as expected, with an outer "params" more or less."""
-    variables, outline = layer.from_item(item), jax.tree.structure(expected)
-    others = [{"params": item}, *([item["params"]] if isinstance(item, Mapping) and "params" in item else [])]
-    for other in others if jax.tree.structure(variables) != outline else ():
+    outline, inside = jax.tree.structure(expected), isinstance(item, Mapping) and "params" in item
+    for one in (item, {"params": item}, *([item["params"]] if inside else ())):
         with suppress(LayerError):
-            if jax.tree.structure(made := layer.from_item(other)) == outline:
+            if jax.tree.structure(made := layer.from_item(one)) == outline:
                 return made
-    return variables
+    return layer.from_item(item)
 
 
 def with_dtypes(layer: AnyLayer, casts: Sequence[Mapping[str, Casts]]) -> AnyLayer:
     """The layer with initial values of other dtypes; `casts` has the dtypes by collection, one change after another."""
 
     def cast(path: tuple[object, ...], leaf: Leaf) -> Leaf:
-        name = jax.tree_util.keystr(path[:1], simple=True)
-        dtype = reduce(lambda dtype, by_name: by_name.get(name, {}).get(dtype, dtype), casts, leaf.dtype)
-        return leaf if dtype == leaf.dtype else leaf.astype(dtype)
+        name, own = jax.tree_util.keystr(path[:1], simple=True), jnp.result_type(leaf)
+        dtype = reduce(lambda dtype, by_name: by_name.get(name, {}).get(dtype, dtype), casts, own)
+        return leaf if dtype == own else jnp.asarray(leaf, dtype)
 
-    if not casts:
-        return layer
     cast_all, decode = partial(jax.tree_util.tree_map_with_path, cast), layer.decode
     return replace(
         layer,

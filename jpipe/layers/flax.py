@@ -41,7 +41,7 @@ def as_collections(item: Item) -> LayerVariables:
     """
     if not isinstance(item, Mapping):
         raise LayerError(f"has its variables in a dict by collection, such as {{'params': ...}}, not {item!r:.60}")
-    return dict(unfreeze(item))
+    return unfreeze(dict(item))
 
 
 def check_method(module: type, name: str, method: Method | None, index: int) -> None:

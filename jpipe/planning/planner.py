@@ -27,7 +27,7 @@ from jpipe.cutting.module import Modes, WholeModel, make_whole
 from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import equations_in
-from jpipe.jax.trees import Casts, named_leaves
+from jpipe.jax.trees import Casts, are_others, named_leaves
 from jpipe.layers.base import AnyLayer, describe, with_dtypes
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
@@ -41,6 +41,7 @@ from jpipe.memory.batches import (
     lying_by_shapes,
     output_axes,
 )
+from jpipe.memory.records import LayerTrees
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
@@ -101,7 +102,7 @@ class Planner:
 
     def __init__(self, request: Request, casts: Sequence[Mapping[str, Casts]] = ()):
         self._asked, self._casts = request, casts
-        cast = lambda layer: layer and with_dtypes(layer, casts)
+        cast = lambda layer: with_dtypes(layer, casts) if layer and casts else layer
         self.request = replace(request, layers=tuple(map(cast, request.layers)), whole=cast(request.whole))
         self.plan: Plan | None = None
         self.cut: CutModel | None = None
@@ -115,12 +116,18 @@ class Planner:
 
     def cast(self, casts: Mapping[str, Casts]) -> Planner:
         """A planner of the same model with variables of other dtypes, by collection; this one if they are its own."""
-        if all(old == new for of in casts.values() for old, new in of.items()):
+        if not are_others(casts):
             return self
         planner = Planner(self._asked, (*self._casts, casts))
         with self._rules():
             planner.plan_for(self.known_plan().batch)
         return planner
+
+    def read(self, read: Callable[[Planner, dict[str, Casts]], LayerTrees]) -> tuple[Planner, LayerTrees]:
+        """(The planner for a user's trees, these as `read`, which adds their dtypes to its last argument)."""
+        trees = read(self, casts := {})
+        planner = self.cast(casts)
+        return planner, trees if planner is self else read(planner, {})
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
