@@ -216,7 +216,8 @@ class Checkpointer:
           tx: the optimiser; its state has to have the structure that was saved.
 
         Returns:
-          `(state, position)`, or `(None, None)` if there is no checkpoint.
+          `(state, position)`, or `(None, None)` if there is no checkpoint. Where all floats of a dtype were saved in
+          another, it is the pipeline's from then on.
 
         Raises:
           ValueError: the checkpoint is of another model or of another optimiser, or other parameters were frozen; the
