@@ -136,6 +136,18 @@ def test_layers_take_weights_of_another_dtype_if_all_have_it(x64):
     assert_close(pipe.layer_variables({"params": grads}), gradients, "gradients")
 
 
+def test_a_dtype_that_layers_do_not_take_changes_nothing():
+    """JAX promotes nothing here, and so the error is the layer's."""
+    product = jpipe.Layer(lambda key, x: jax.random.normal(key, (4, 4)), lambda w, x: jnp.tanh(x @ w))
+    pipe, batch = small(layers=[product] * 4), data()
+    variables = pipe.init(jax.random.key(KEY), batch)
+    trees, loss = pipe.layer_variables(variables), pipe.evaluate(variables, batch)
+    with pytest.raises(ValueError, match=r"layer 0 .* raised TypePromotionError"):
+        pipe.from_layer_variables([tree.astype(jnp.bfloat16) for tree in trees])
+    assert_equal(pipe.from_layer_variables(trees), variables)
+    assert pipe.evaluate(variables, batch) == loss
+
+
 def test_initial_values_do_not_depend_on_the_pipeline(x64):
     truth = model("mixed")
     values = []
