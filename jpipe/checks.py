@@ -22,7 +22,7 @@ from flax import serialization
 from jax.core import Tracer
 
 from jpipe.jax.in_place import is_apart
-from jpipe.jax.trees import check_same_shapes, named_leaves
+from jpipe.jax.trees import Casts, check_same_shapes, named_leaves
 from jpipe.layers.base import describe
 from jpipe.memory.layout import NOT_SAVED, StageTree, laid_out
 from jpipe.model.loss import loss_name
@@ -35,8 +35,8 @@ from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, Leaf, PyTree
 
 
-def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
-    """Checks that variables (some or all collections) are laid out by this plan.
+def check_variables(plan: Plan, variables: dict[str, StageTree], casts: dict[str, Casts] | None = None) -> None:
+    """Checks that variables (some or all collections) are laid out by this plan; for `casts` see `check_same_shapes`.
 
     Raises:
       TypeError: they are no dict of `StageTree`s.
@@ -47,14 +47,18 @@ def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
     for name, tree in variables.items():
         if name not in plan.layouts:
             raise ValueError(f"variables have the unknown collection {name!r}; expected {sorted(plan.layouts)}")
-        tree = laid_out(tree, state_on_hosts=plan.layouts[name].state_on_hosts)
-        if tree.layout != plan.layouts[name]:
-            stages, here = tree.layout.num_stages, plan.layouts[name].num_stages
+        own = plan.layouts[name]
+        tree = laid_out(tree, state_on_hosts=own.state_on_hosts)
+        if tree.layout != own:
+            stages, here = tree.layout.num_stages, own.num_stages
             differs = "its layers, balance or mesh differ" if stages == here else f"num_stages={stages}, here {here}"
+            then, now = (", ".join({str(a.dtype): 0 for a in one.shapes.values()}) for one in (tree.layout, own))
+            differs = differs if then == now else f"or by this one before it was given {now} in place of {then}"
             raise ValueError(
                 f"variables[{name!r}] were laid out by another pipeline ({differs}); translate them: {translated(plan)}"
             )
-        check_same_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
+        of_name = None if casts is None else casts.setdefault(name, {})
+        check_same_shapes(f"variables[{name!r}]", tree, own.shapes, of_name)
 
 
 def translated(plan: Plan) -> str:
@@ -85,13 +89,13 @@ def check_is_variables(variables: object) -> None:
             )
 
 
-def check_complete(plan: Plan, variables: dict[str, StageTree]) -> None:
-    """Checks that variables are laid out by this plan and that no collection is missing.
+def check_complete(plan: Plan, variables: dict[str, StageTree], casts: dict[str, Casts] | None = None) -> None:
+    """Checks that variables are laid out by this plan and that no collection is missing; arguments as before.
 
     Raises:
       TypeError, ValueError: as `check_variables`; or naming the first collection that is.
     """
-    check_variables(plan, variables)
+    check_variables(plan, variables, casts)
     if missing := sorted(set(plan.layouts) - set(variables)):
         raise ValueError(f"variables lack the collection {missing[0]!r}; pass what pipe.init returned")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 
 import jax
@@ -16,6 +16,7 @@ from jpipe import checks
 from jpipe.execution import programs
 from jpipe.execution.decoding import PickLogits
 from jpipe.execution.generator import as_asked, generate
+from jpipe.jax.trees import are_others
 from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
 from jpipe.memory import batches
@@ -184,8 +185,6 @@ class Pipeline(Tabular):
         """The layers as traced, cuts and layouts, for tools; a ValueError if no batch was seen yet."""
         return self.planner.known_plan()
 
-    # --- batches ---
-
     @property
     def data_shard(self) -> tuple[int, int]:
         """`(index, count)`: of each batch cut into `count` equal runs of rows, this process feeds run `index`.
@@ -199,9 +198,6 @@ class Pipeline(Tabular):
 
         Args:
           batch: pytree of arrays `[B / count, ...]` on the host: the rows of `data_shard`. Each process places as many.
-
-        Raises:
-          ValueError: the mesh's data axes can't split B rows, or processes have no equal runs of them.
         """
         return batches.place_rows(batch, self.mesh, self.planner.request.splits.batch_axes)
 
@@ -217,8 +213,9 @@ class Pipeline(Tabular):
         if not isinstance(key, Tracer):
             checks.check_agree(plan, "init", batch, key)
             key = batches.on_all(key, self.mesh)
+        jitted = jax.jit(partial(programs.init_variables, plan), out_shardings=plan.shardings)
         with first_call("the initialisation", key) as done, notes_on_room(self.planner, key):
-            return done(self._jit_init(key, ready_values(plan.layouts, plan.layers)))
+            return done(self._known.setdefault(plan, jitted)(key, ready_values(plan.layouts, plan.layers)))
 
     def layer_variables(self, variables: Variables) -> list[Item]:
         """Each layer's own variables, in layer order.
@@ -233,7 +230,7 @@ class Pipeline(Tabular):
           over the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the
           host where a process has only a part (`jax.device_get` where it has all).
         """
-        checks.check_variables(self.plan, variables)
+        checks.check_variables(self.plan, variables, {})
         return to_items(self.plan.model, self._jit_to_layers(variables))
 
     def from_layer_variables(self, trees: list[Item], batch: Batch = None) -> Variables:
@@ -241,23 +238,25 @@ class Pipeline(Tabular):
 
         Args:
           trees: one item a layer, as `layer_variables` of any pipeline of the same layers returns them, with Flax's
-            metadata boxes or without; on the host or on devices of this mesh; no tracers.
+            metadata boxes or without; on the host or on devices of this mesh; no tracers. Where all floats of a dtype
+            have another, it is the pipeline's from then on.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
-        plan = self._plan_with(batch)
-        return from_items(plan.model, plan.layouts, trees)
+        self._plan_with(batch)
+        self.planner, layers = self.planner.read(lambda p, c: from_items(p.known_plan().model, trees, c))
+        return from_layers(self.plan.layouts, layers)
 
     def model_variables(self, variables: Variables) -> Item:
         """The variables (or gradients) of a model that is one module, as its own `init` would have returned them."""
-        plan, cut = self.plan, self.planner.known_cut("layer_variables")
-        checks.check_variables(plan, variables)
+        cut = self.planner.known_cut("layer_variables")
+        checks.check_variables(self.plan, variables, {})
         return cut.whole.layer.to_item(as_auto(self._jit_to_model(cut, variables)))
 
     def from_model_variables(self, tree: Item, batch: Batch = None) -> Variables:
         """The inverse of `model_variables`, under this pipeline's layout; arguments as of `from_layer_variables`."""
-        plan = self._plan_with(batch)
-        trees = self.planner.known_cut("from_layer_variables").from_model(tree)
-        return from_layers({n: at for n, at in plan.layouts.items() if n in trees[0]}, trees)
+        self._plan_with(batch)
+        self.planner, trees = self.planner.read(lambda p, c: p.known_cut("from_layer_variables").from_model(tree, c))
+        return from_layers({n: at for n, at in self.plan.layouts.items() if n in trees[0]}, trees)
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
@@ -348,8 +347,6 @@ class Pipeline(Tabular):
             self._known[call] = run
         return self._run("the loss", self._known[call], variables, batch, key)
 
-    # --- training ---
-
     def communication(self, batch: Batch) -> Communication:
         """Lists what devices send in a step of training for a batch `[B, ...]`, or its shapes; to be printed."""
         return communication(self.planner, batch, repr(self))
@@ -394,11 +391,17 @@ class Pipeline(Tabular):
           variables: to start from others, such as `from_layer_variables(trees, batch)`; the state gets a copy of them.
         """
         key = as_key(key)
+        plan = self.planner.plan_for(batch)
+        if variables is not None:
+            checks.check_complete(plan, variables, casts := {})
+            if are_others(casts) and plan.cut is None:
+                variables = self.from_layer_variables(self.layer_variables(variables))
+            elif are_others(casts):
+                variables = self.from_model_variables(self.model_variables(variables))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
             new = self.init(key, batch)
         else:
-            checks.check_complete(self.plan, variables)
             copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)
             new: Variables = copy(self._placed(variables))
         with task("initialising the optimiser's state"), notes_on_room(self.planner, new, batch, tx):
@@ -450,7 +453,8 @@ class Pipeline(Tabular):
         step = self._training_step(state.variables, batch, state.key)
         checks.check_offload(self.plan, state)
         batch = batches.on_mesh(batch, self.mesh)
-        run, room = self._train_step_for(state.tx), notes_on_room(self.planner, (state, batch), step.batch, state.tx)
+        run = self._train_step_for(state.tx, step.plan)
+        room = notes_on_room(self.planner, (state, batch), step.batch, state.tx)
         with first_call("the training step", (state, batch)) as done, room:
             return done(run(step, state, batch))
 
@@ -494,7 +498,3 @@ class Pipeline(Tabular):
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
         own = {name: StageTree(tree, self.plan.layouts[name]) for name, tree in variables.items()}
         return batches.placed(own, {name: self.plan.shardings[name] for name in own}, self.mesh)
-
-    @cached_property
-    def _jit_init(self) -> Callable:
-        return jax.jit(partial(programs.init_variables, self.plan), out_shardings=self.plan.shardings)

@@ -119,6 +119,35 @@ def test_variables_travel_between_pipelines(x64):
         assert_equal(pipe.from_layer_variables(trees), variables)
 
 
+def test_layers_take_weights_of_another_dtype_if_all_have_it(x64):
+    bare = jpipe.Layer(lambda key, x: {"w": jnp.eye(4, dtype=jnp.float32)}, lambda p, x: jnp.tanh(x @ p["w"]))
+    layers = [nn.Dense(4), lambda rngs: nnx.Linear(4, 4, rngs=rngs), bare, nn.Dense(4), nn.Dense(4)]
+    pipe, batch = small(layers=layers, num_microbatches=4), jax.tree.map(np.float64, data())
+    truth = lambda trees: jnp.mean(jnp.square(run_layers(layers, trees, batch["inputs"]) - batch["targets"]))
+    with jax.numpy_dtype_promotion("standard"):
+        single = pipe.layer_variables(pipe.init(jax.random.key(KEY), batch))
+        trees = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), single)
+        with pytest.raises(ValueError, match=r"trees\[1\].* has the dtype float64, not float32 as at init"):
+            pipe.from_layer_variables([single[0], *trees[1:]])
+        (found, _), grads = pipe.value_and_grad(pipe.from_layer_variables(trees), batch)
+    loss, gradients = jax.value_and_grad(truth)(trees)
+    assert found.dtype == jnp.float64
+    assert_close(found, loss, "loss")
+    assert_close(pipe.layer_variables({"params": grads}), gradients, "gradients")
+
+
+def test_a_dtype_that_layers_do_not_take_changes_nothing():
+    """JAX promotes nothing here, and so the error is the layer's."""
+    product = jpipe.Layer(lambda key, x: jax.random.normal(key, (4, 4)), lambda w, x: jnp.tanh(x @ w))
+    pipe, batch = small(layers=[product] * 4), data()
+    variables = pipe.init(jax.random.key(KEY), batch)
+    trees, loss = pipe.layer_variables(variables), pipe.evaluate(variables, batch)
+    with pytest.raises(ValueError, match=r"layer 0 .* raised TypePromotionError"):
+        pipe.from_layer_variables([tree.astype(jnp.bfloat16) for tree in trees])
+    assert_equal(pipe.from_layer_variables(trees), variables)
+    assert pipe.evaluate(variables, batch) == loss
+
+
 def test_initial_values_do_not_depend_on_the_pipeline(x64):
     truth = model("mixed")
     values = []

@@ -216,7 +216,8 @@ class Checkpointer:
           tx: the optimiser; its state has to have the structure that was saved.
 
         Returns:
-          `(state, position)`, or `(None, None)` if there is no checkpoint.
+          `(state, position)`, or `(None, None)` if there is no checkpoint. Where all floats of a dtype were saved in
+          another, it is the pipeline's from then on.
 
         Raises:
           ValueError: the checkpoint is of another model or of another optimiser, or other parameters were frozen; the
@@ -245,6 +246,10 @@ class Checkpointer:
         check_agree(pipe.plan, "init", batch)
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         if difference := first_difference(about, contents.description()):
+            planner = pipe.planner.cast(contents.casts(about))
+            if planner is not pipe.planner:
+                pipe.planner = planner
+                return self._restored(step, pipe, batch, tx)
             kind = "layer" if pipe.plan.cut is None else "model"
             load = "load_model" if "model" in about else "load_layers"
             raise ValueError(

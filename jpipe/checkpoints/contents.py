@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.cutting.whole import CutModel
+from jpipe.jax.trees import Casts, cast_to
 from jpipe.memory.layout import NO_PART, Layout, StageTree
 from jpipe.memory.records import Arrays, Records
 from jpipe.model.groups import Model
@@ -241,6 +242,16 @@ class Contents:
             trees[name] = jax.tree.unflatten(tree.treedef, leaves)
         item = to_json(layer.to_item(trees), lambda _, leaf: [list(leaf.path), list(leaf.stacked)])
         return {"model": {"name": layer.name, "item": item}, "arrays": arrays}
+
+    def casts(self, saved: dict[str, Json]) -> dict[str, Casts]:
+        """The dtypes in which a checkpoint has variables, by collection; none if it has others, or not all alike."""
+        shapes, casts = self.shapes(), dict[str, Casts]()
+        for path, name, _ in saved["arrays"]:
+            if path[0] in (LAYERS, MODEL):
+                own, of_collection = shapes.get(tuple(path)), casts.setdefault(path[1 if path[0] == MODEL else 2], {})
+                if own is None or cast_to(of_collection, own.dtype, jnp.dtype(name)) != jnp.dtype(name):
+                    return {}
+        return casts
 
     def _layers(self) -> Json:
         records = {i: record for record in self.each_record for i in record.users}

@@ -25,7 +25,8 @@ from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import LOOPS_AND_BRANCHES
 from jpipe.jax.tracing import replayed, trace
-from jpipe.jax.trees import check_same_shapes, named_leaves, nested
+from jpipe.jax.trees import Casts, check_same_shapes, named_leaves, nested
+from jpipe.layers import base
 from jpipe.layers.base import AnyLayer, Context, Inputs, LayerError, LayerVariables, Shared, Specs, bind_by_call
 from jpipe.layers.calls import CACHE
 from jpipe.memory.layout import ModelTree
@@ -199,8 +200,12 @@ class CutModel:
         tree = {name: jax.tree.map(lambda _: next(whole), own) for name, own in sorted(self.whole.variables.items())}
         return {name: own for name, own in tree.items() if name in names}
 
-    def from_model(self, tree: PyTree) -> dict[int, dict[str, PyTree]]:
+    def from_model(self, tree: PyTree, casts: dict[str, Casts]) -> dict[int, dict[str, PyTree]]:
         """The variables of each piece from the model's own, as `init` returns them; it may lack collections.
+
+        Args:
+          tree: the model's own.
+          casts: the dtypes in which they are given are added, by collection.
 
         Raises:
           TypeError, ValueError: they aren't the model's; the first leaf that differs is named.
@@ -209,7 +214,7 @@ class CutModel:
             if isinstance(leaf, Tracer):
                 raise TypeError(f"{name} is being traced; call from_model_variables outside of jax.jit and its like")
         try:
-            variables = self.whole.layer.from_item(tree)
+            variables = base.variables_of(self.whole.layer, tree, self.whole.unboxed)
         except LayerError as error:
             raise TypeError(f"{self.whole.layer.name} {error}") from error
         if unknown := sorted(map(str, set(variables).difference(self.whole.unboxed))):
@@ -217,7 +222,7 @@ class CutModel:
             raise ValueError(f"the model has no collection {unknown[0]!r}; pass all by collection, {{{collections}}}")
         leaves: dict[int, Leaf] = {}
         for name, tree in variables.items():
-            check_same_shapes(f"model's {name}", tree, self.whole.unboxed[name])
+            check_same_shapes(f"model's {name}", tree, self.whole.unboxed[name], casts.setdefault(name, {}))
             if own := jax.tree.leaves(tree):
                 leaves |= dict(enumerate(own, start=self.whole.collections.index(name)))
         trees: dict[int, dict[str, PyTree]] = {}

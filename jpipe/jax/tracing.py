@@ -13,11 +13,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh
 from numpy.typing import ArrayLike
 
-from jpipe.jax import primitives
+from jpipe.jax import inside, primitives
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.inside import axes_of, called_by, carry_out, needed_part, replaced, scan_counts, with_named_axes
 from jpipe.jax.primitives import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
@@ -119,6 +120,21 @@ def unrounded(closed: ClosedJaxpr) -> ClosedJaxpr:
         return dtype.itemsize >= 4 and equation.params == full
 
     return without(closed, is_copy)
+
+
+def with_keys_by_index(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Has slices of random keys, typed or raw, begin at scalars: `jax.random.split(key, n)[i]` is alike for all `i`."""
+
+    def change(equation: JaxprEqn) -> Sequence[JaxprEqn]:
+        if equation.primitive.name != "slice" or set(equation.params["strides"] or ()) - {1}:
+            return (equation,)
+        (keys,), (result,) = shapes_of(equation.invars), shapes_of(equation.outvars)
+        if keys.dtype != np.uint32 and not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+            return (equation,)
+        starts = list(map(np.int32, equation.params["start_indices"]))
+        return inside.in_place_of(equation, lambda x: lax.dynamic_slice(x, starts, result.shape))
+
+    return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
 
 def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:

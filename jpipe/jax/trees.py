@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.types import Leaf, PyTree
+from jpipe.types import Leaf, PyTree, Structure
+
+Casts = dict[np.dtype, np.dtype]
+"""From dtypes of a model's variables to those in which users give them."""
 
 
 def named_leaves(what: str, tree: PyTree) -> list[tuple[str, Leaf]]:
@@ -44,42 +47,69 @@ def check_same_structure(what: str, tree: PyTree, expected: PyTree) -> None:
         return
     now, then = ([name for name, _ in named_leaves(what, one)] for one in (tree, expected))
     missing, extra = [name for name in then if name not in now], [name for name in now if name not in then]
-    lacks = [f"it lacks {_listed(missing)}"] if missing else []
-    has = [f"it has {_listed(extra)} besides"] if extra else []
-    raise ValueError(
-        f"the {what} has another structure than at init: {' and '.join(lacks + has) or 'its containers differ'}; "
-        f"expected {outline(what, expected)}, got {outline(what, tree)}"
-    )
+    lacks = [f"it lacks {_listed(missing, 1)}"] if missing else []
+    has = [f"it has {_listed(extra, 1)} besides"] if extra else []
+    fault = " and ".join(lacks + has) or _containers(jax.tree.structure(tree), jax.tree.structure(expected))
+    if 0 < len(missing) == len(then):
+        fault = f"it is {outline(what, tree, 1)}, not {outline(what, expected, 1)}"
+    raise ValueError(f"the {what} has another structure than at init: {fault}")
 
 
-def outline(what: str, tree: PyTree) -> str:
-    """The names of a pytree's leaves as a user would write them, and of the container that holds them.
+def _containers(now: Structure, then: Structure) -> str:
+    """Names the first two containers that differ."""
+    data = [structure.node_data() or (object, None) for structure in (now, then)]
+    if data[0] != data[1]:
+        return "{} is in the place of {}".format(*(f"{kind.__name__} {aux or ''}".strip()[:60] for kind, aux in data))
+    return next(_containers(*pair) for pair in zip(now.children(), then.children(), strict=True) if pair[0] != pair[1])
+
+
+def outline(what: str, tree: PyTree, most: int = 8) -> str:
+    """The names of a pytree's first leaves as a user would write them, and of the container that holds them.
 
     >>> outline("batch", {"inputs": 0, "targets": 0}), outline("batch", (0, 0)), outline("batch", 0)
     ("batch['inputs'], batch['targets'] in a dict", 'batch[0], batch[1] in a tuple', 'a bare array')
     """
     names = [name for name, _ in named_leaves(what, tree)]
-    return "a bare array" if names == [what] else f"{_listed(names)} in a {type(tree).__name__}"
+    return "a bare array" if names == [what] else f"{_listed(names, most)} in a {type(tree).__name__}"
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: list[str], most: int) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def check_same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
+def check_same_shapes(what: str, tree: PyTree, expected: PyTree, casts: Casts | None = None) -> None:
     """Compares two pytrees' structures, and then shapes and dtypes leaf by leaf.
 
+    Args:
+      what: the name of the tree.
+      tree, expected: both.
+      casts: the dtypes that leaves were given in so far, to which those of `tree` are added; None if all have to have
+        the dtypes that are expected.
+
     Raises:
-      ValueError: naming the first leaf that differs.
+      ValueError: naming the first leaf that differs, or that was given in another dtype than those before it.
     """
     check_same_structure(what, tree, expected)
     for (name, leaf), want in zip(named_leaves(what, tree), jax.tree.leaves(expected), strict=True):
         shape, dtype = np.shape(leaf), jnp.result_type(leaf)
         if shape != want.shape:
             raise ValueError(f"{name} has the shape {shape}, not {want.shape} as at init")
-        if dtype != want.dtype:
-            raise ValueError(f"{name} has the dtype {dtype}, not {want.dtype} as at init; cast it back")
+        wanted = want.dtype if casts is None else cast_to(casts, want.dtype, dtype)
+        if dtype != wanted:
+            remedy = "as at init; cast it back" if wanted == want.dtype else "as those before it; cast all alike"
+            raise ValueError(f"{name} has the dtype {dtype}, not {wanted} {remedy}")
+
+
+def cast_to(casts: Casts, expected: np.dtype, dtype: np.dtype) -> np.dtype:
+    """The dtype in which leaves of an expected one have to be given: of floats that of the first leaf, this one's."""
+    floats = all(jnp.issubdtype(one, jnp.floating) for one in (expected, dtype))
+    return casts.setdefault(np.dtype(expected), np.dtype(dtype)) if floats else expected
+
+
+def are_others(casts: Mapping[str, Casts]) -> bool:
+    """Whether any dtypes, by collection, were given in others."""
+    return any(old != new for of_collection in casts.values() for old, new in of_collection.items())
 
 
 def bytes_of(tree: PyTree) -> int:

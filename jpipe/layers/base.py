@@ -7,15 +7,17 @@ for the kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.jax.trees import same_value
+from jpipe.jax.trees import Casts, same_value
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Activation: TypeAlias = PyTree
@@ -107,6 +109,34 @@ class AnyLayer:
     shared: Shared | None = None
     sown: tuple[str, ...] = ()
     has_model_key: bool = False
+
+
+def variables_of(layer: AnyLayer, item: Item, expected: LayerVariables) -> LayerVariables:
+    """A user's item as variables; if that makes them as expected, with an outer "params" more or less."""
+    outline, inside = jax.tree.structure(expected), isinstance(item, Mapping) and "params" in item
+    for one in (item, {"params": item}, *([item["params"]] if inside else ())):
+        with suppress(LayerError):
+            if jax.tree.structure(made := layer.from_item(one)) == outline:
+                return made
+    return layer.from_item(item)
+
+
+def with_dtypes(layer: AnyLayer, casts: Sequence[Mapping[str, Casts]]) -> AnyLayer:
+    """The layer with initial values of other dtypes; `casts` has the dtypes by collection, one change after another."""
+
+    def cast(path: tuple[object, ...], leaf: Leaf) -> Leaf:
+        name, own = jax.tree_util.keystr(path[:1], simple=True), jnp.result_type(leaf)
+        dtype = reduce(lambda dtype, by_name: by_name.get(name, {}).get(dtype, dtype), casts, own)
+        return leaf if dtype == own else jnp.asarray(leaf, dtype)
+
+    cast_all, decode = partial(jax.tree_util.tree_map_with_path, cast), layer.decode
+    return replace(
+        layer,
+        made_of=("cast", casts, layer.made_of),
+        init=lambda key, inputs, batch: cast_all(layer.init(key, inputs, batch)),
+        decode=None if decode is None else lambda *sizes: with_dtypes(decode(*sizes), casts),
+        ready=None if layer.ready is None else cast_all(layer.ready),
+    )
 
 
 def bind_by_call(apply: Apply, from_item: Callable[[Item], LayerVariables]) -> Callable[[Item], Callable]:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import flax.linen as nn
 from flax import nnx
+from flax.core import unfreeze
 
 from jpipe.layers.base import Item, LayerError, LayerVariables, Method
 from jpipe.processes.progress import warn_once
@@ -40,7 +41,7 @@ def as_collections(item: Item) -> LayerVariables:
     """
     if not isinstance(item, Mapping):
         raise LayerError(f"has its variables in a dict by collection, such as {{'params': ...}}, not {item!r:.60}")
-    return dict(item)
+    return unfreeze(dict(item))
 
 
 def without_sown(variables: LayerVariables, sown: Sequence[str]) -> LayerVariables:

@@ -22,9 +22,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax.in_place import HOST, Index, is_on_host, is_whole, look_up, on_host, take_row
-from jpipe.jax.trees import check_same_shapes, named_leaves
-from jpipe.layers.base import AnyLayer, LayerError
-from jpipe.layers.frozen import thawed
+from jpipe.jax.trees import Casts, check_same_shapes, check_same_structure, named_leaves
+from jpipe.layers.base import AnyLayer, LayerError, LayerVariables, variables_of
+from jpipe.layers.frozen import FROZEN, thawed
 from jpipe.memory.layout import Layout, ScatteredLeaf, StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers
 from jpipe.model.groups import Model
@@ -279,13 +279,13 @@ def to_items(model: Model, trees: LayerTrees) -> list[PyTree]:
     return items
 
 
-def from_items(model: Model, layouts: Mapping[str, Layout], trees: Sequence[PyTree]) -> dict[str, StageTree]:
-    """Items as global arrays by collection: the inverse of `to_layers` followed by `to_items`.
+def from_items(model: Model, trees: Sequence[PyTree], casts: dict[str, Casts]) -> LayerTrees:
+    """Items as `LayerTrees`: the inverse of `to_items`.
 
     Args:
       model: the layers.
-      layouts: the layout of each collection.
       trees: for each layer its own variables, on the host or on devices.
+      casts: the dtypes in which they are given are added, by collection.
 
     Raises:
       TypeError, ValueError: these aren't the variables of these layers; the first that differs is named.
@@ -301,16 +301,16 @@ def from_items(model: Model, layouts: Mapping[str, Layout], trees: Sequence[PyTr
     for index, tree in enumerate(trees):
         group = model.group_at(index)
         try:
-            variables = group.layer.from_item(tree)
+            # There and back, so that both have the containers that `from_item` makes.
+            expected = group.layer.from_item(group.layer.to_item(group.variables))
+            variables = variables_of(group.layer, tree, expected)
         except LayerError as error:
             raise TypeError(f"trees[{index}]: {group.layer.name} {error}") from error
-        # There and back, so that both have the containers that `from_item` makes.
-        expected = group.layer.from_item(group.layer.to_item(group.variables))
         what = f"trees[{index}] ({group.layer.name})"
-        _check_item(what, thawed(variables), thawed(expected), remedy=_remedy(model, index))
+        _check_item(what, variables, expected, casts, remedy=_remedy(model, index))
         layers[index] = {name: variables[name] for name in group.variables}
     _check_tied(model, layers)
-    return from_layers(layouts, layers)
+    return layers
 
 
 def ready_values(layouts: Mapping[str, Layout], layers: Sequence[AnyLayer]) -> Arrays:
@@ -327,16 +327,22 @@ def _remedy(model: Model, index: int) -> str:
     return remedy if first != index else ""
 
 
-def _check_item(what: str, variables: Mapping[str, PyTree], expected: Mapping[str, PyTree], *, remedy: str) -> None:
+def _check_item(
+    what: str, variables: LayerVariables, expected: LayerVariables, casts: dict[str, Casts], *, remedy: str
+) -> None:
     """Checks one layer's variables by collection against their shapes.
 
     Raises:
       ValueError: a collection or leaf is missing, or has another shape.
     """
+    whole = thawed(variables)
+    for name, tree in thawed(expected).items():
+        if name not in whole:
+            raise ValueError(f"{what} lacks the collection {name!r}; got {sorted(whole)}{remedy}")
+        check_same_structure(f"{what}[{name!r}]", whole[name], tree)
     for name, tree in expected.items():
-        if name not in variables:
-            raise ValueError(f"{what} lacks the collection {name!r}; got {sorted(variables)}{remedy}")
-        check_same_shapes(f"{what}[{name!r}]", variables[name], tree)
+        place = f"{what}[{'params' if name == FROZEN else name!r}]"
+        check_same_shapes(place, variables[name], tree, casts.setdefault(name, {}))
 
 
 def _check_tied(model: Model, trees: LayerTrees) -> None:

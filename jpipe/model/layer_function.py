@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh
 
 from jpipe.jax.inside import meshes_of
 from jpipe.jax.primitives import ClosedJaxpr
-from jpipe.jax.tracing import equations_in, no_mesh, origins, replay, trace, uses, without
+from jpipe.jax.tracing import equations_in, no_mesh, origins, replay, trace, uses, with_keys_by_index, without
 from jpipe.jax.trees import is_float, named_leaves
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.calls import CACHE
@@ -321,7 +321,7 @@ def trace_init(layer: AnyLayer, key: Shapes, takes: Shapes, batch: Shapes, *, tr
         jaxpr = trace(lambda key: replay(of_inputs, made)(key, zeros()), key)[0]
         # Where new variables lie is the layout's to say, not a constraint's.
         free = without(jaxpr, lambda equation: equation.primitive.name == "sharding_constraint")
-        return TracedInit(_in_mesh(free, here), made, check, train)
+        return TracedInit(_in_mesh(with_keys_by_index(free), here), made, check, train)
 
     try:
         with no_mesh():

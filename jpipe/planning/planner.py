@@ -13,7 +13,7 @@ order of its residuals in a TPU's memory, and finding the rates of running avera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, wraps
@@ -27,8 +27,8 @@ from jpipe.cutting.module import Modes, WholeModel, make_whole, trace_whole
 from jpipe.cutting.whole import CutModel, cut_model
 from jpipe.jax.primitives import ClosedJaxpr
 from jpipe.jax.tracing import equations_in
-from jpipe.jax.trees import named_leaves
-from jpipe.layers.base import AnyLayer, describe
+from jpipe.jax.trees import Casts, are_others, named_leaves
+from jpipe.layers.base import AnyLayer, describe, with_dtypes
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
 from jpipe.memory.batches import (
@@ -42,6 +42,7 @@ from jpipe.memory.batches import (
     lying_by_shapes,
     output_axes,
 )
+from jpipe.memory.records import LayerTrees
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
@@ -90,6 +91,7 @@ class Planner:
 
     Args:
       request: what the user asked for.
+      casts: of `with_dtypes`.
 
     Attributes:
       plan: None until a batch was seen.
@@ -99,8 +101,10 @@ class Planner:
         unless a layer's code asks for them: it is taken as on the first mesh.
     """
 
-    def __init__(self, request: Request):
-        self.request = request
+    def __init__(self, request: Request, casts: Sequence[Mapping[str, Casts]] = ()):
+        self._asked, self._casts = request, casts
+        cast = lambda layer: with_dtypes(layer, casts) if layer and casts else layer
+        self.request = replace(request, layers=tuple(map(cast, request.layers)), whole=cast(request.whole))
         self.plan: Plan | None = None
         self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -110,6 +114,21 @@ class Planner:
         """Forgets what was traced and laid out, but for the plan; other planners keep what they have in common."""
         self.known: dict = {}
         self._step = cache(self._make_step)
+
+    def cast(self, casts: Mapping[str, Casts]) -> Planner:
+        """A planner of the same model with variables of other dtypes, by collection; this one if they are its own."""
+        if not are_others(casts):
+            return self
+        planner = Planner(self._asked, (*self._casts, casts))
+        with self._rules():
+            planner.plan_for(self.known_plan().batch)
+        return planner
+
+    def read(self, read: Callable[[Planner, dict[str, Casts]], LayerTrees]) -> tuple[Planner, LayerTrees]:
+        """(The planner for a user's trees, these as `read`, which adds their dtypes to its last argument)."""
+        trees = read(self, casts := {})
+        planner = self.cast(casts)
+        return planner, trees if planner is self else read(planner, {})
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

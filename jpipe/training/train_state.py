@@ -160,14 +160,14 @@ def apply_update(
 
 
 def steps_for(run: ValueAndGrad, shapes: Callable[[optax.GradientTransformation], TrainState]):
-    """`tx` -> `train_step` for this optimiser, jitted, which donates the state; the newest few are kept.
+    """`(tx, plan)` -> `train_step` for this optimiser, jitted, which donates the state; the newest few are kept.
 
     Args:
       run: the loss and gradients of a batch, to be traced.
-      shapes: `tx` -> the state as shapes with shardings.
+      shapes: `tx` -> the state as shapes with shardings, of the plan of now.
     """
 
-    def step_for(tx: optax.GradientTransformation) -> Callable[..., tuple[TrainState, Metrics]]:
+    def step_for(tx: optax.GradientTransformation, _: object) -> Callable[..., tuple[TrainState, Metrics]]:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes(tx))
         step, out_shardings = partial(train_step, run), (shardings, shardings.step)
         return jax.jit(step, static_argnums=0, donate_argnums=1, out_shardings=out_shardings)

@@ -35,7 +35,7 @@ def test_there_and_back(scanned):
     model, cut, batch = scanned
     with jax.enable_x64(True):
         variables = nn.unbox(dict(jax.jit(model.init)(jax.random.key(0), jnp.zeros(batch["inputs"].shape, jnp.int32))))
-        trees = cut.from_model(variables)
+        trees = cut.from_model(variables, {})
         kernel = variables["params"]["blocks"]["mlp"]["Dense_0"]["kernel"]
         np.testing.assert_array_equal(trees[4]["params"]["mlp"]["Dense_0"]["kernel"], kernel[1])
         jax.tree.map(np.testing.assert_array_equal, nn.unbox(cut.to_model(trees)), variables)

@@ -477,7 +477,7 @@ def as_if(ready, more, dtype=np.float32):
         (lambda r: r.pipe.evaluate(r.variables, BATCH["inputs"]), ValueError, "batch"),
         (lambda r: r.pipe.apply(BATCH, r.variables), TypeError, r"\['inputs'\] is a ndarray, .*batch comes after"),
         (lambda r: r.pipe.apply(ones(8, 4), r.variables), TypeError, r"is a ndarray; pass what pipe\.init returned"),
-        (lambda r: r.pipe.value_and_grad(BATCH, r.variables), ValueError, r"it has batch\['params'\]\[.* besides"),
+        (lambda r: r.pipe.value_and_grad(BATCH, r.variables), ValueError, r"it is batch\['params'\]\[.* not batch"),
         (
             lambda r: r.pipe.apply(as_if(r, (9,)), BATCH),
             ValueError,

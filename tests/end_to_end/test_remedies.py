@@ -435,9 +435,9 @@ def begun(new, saved):
     return saved.astype(new.dtype) if new.shape == saved.shape else new
 
 
-@pytest.mark.parametrize("change", [{"depth": 6}, {"depth": 3}, {"width": 8}, {"dtype": jnp.bfloat16}], ids=str)
+@pytest.mark.parametrize("change", [{"depth": 6}, {"depth": 3}, {"width": 8}], ids=str)
 def test_checkpoints_of_other_models(change, tmp_path):
-    """The remedy gave another error, or none at all, where depth, width or dtype are others: not all values fit."""
+    """The remedy gave another error, or none at all, where depth or width are others: not all values fit."""
     first, other = make(Chain(), balance="flops"), make(Chain(**change), balance="flops")
     proposal = re.escape(
         "put what fits of jpipe.load_model(directory), cast, into trees = pipe.model_variables(pipe.init(key, batch)), "

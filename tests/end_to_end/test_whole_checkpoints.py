@@ -123,6 +123,30 @@ def test_marks_may_come_later_but_no_other_parameters_be_frozen(tmp_path):
     equal(thawed.model_variables(variables), pipe.model_variables(state.variables))
 
 
+@pytest.mark.parametrize("is_list", [False, True], ids=["whole", "list"])
+def test_dtypes_come_back(tmp_path, is_list):
+    """Of a model of float64 whose weights were cast: trained, or, of a list, kept beside those that are trained."""
+    batch, tx = np.random.default_rng(0).normal(size=(4, 4)), optax.adam(1e-2)
+    frozen = jpipe.freeze(nn.Dense(4, param_dtype=jnp.float64), lambda path: path == "kernel")
+    make = lambda **options: pipeline([frozen] * 4 if is_list else marked(False), square, **options)
+    pipe, other = make(), make(num_stages=4, num_microbatches=2)
+    variables = pipe.init(KEY, batch)
+    name = "frozen" if is_list else "params"
+    variables[name] = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables[name])
+    state, _ = pipe.train_step(pipe.create_state(KEY, batch, tx, variables), batch)
+    saved(tmp_path, pipe, state)
+    with jpipe.Checkpointer(tmp_path) as files:
+        again, _ = files.restore(other, batch, tx)
+    trees, load = ("layer_variables", "load_layers") if is_list else ("model_variables", "load_model")
+    before, after = getattr(pipe, trees)(state.variables), getattr(other, trees)(again.variables)
+    equal(after, before)
+    equal(getattr(jpipe, load)(tmp_path), before)
+    assert {leaf.dtype for leaf in jax.tree.leaves(again.variables[name])} == {jnp.dtype(jnp.bfloat16)}
+    assert len({leaf.dtype for leaf in jax.tree.leaves(again.variables)}) == 1 + is_list
+    losses = pipe.train_step(state, batch)[1]["loss"], other.train_step(again, batch)[1]["loss"]
+    np.testing.assert_allclose(*losses, rtol=1e-9)
+
+
 def test_what_does_not_fit_is_told_with_the_remedy(tmp_path):
     batch, layers = np.ones((4, 4)), [nn.Dense(4, param_dtype=jnp.float64)] * 4
     pipe, whole, tx = pipeline(layers, square), pipeline(marked(False), square), optax.sgd(0.1)

@@ -1,5 +1,8 @@
 """A model that is one module trains in a pipeline as it does in plain JAX, without a line of it changed."""
 
+import functools
+
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ from flax import nnx
 
 import jpipe
 import plain_whole
+import sequential
 import whole_models
 from cases import assert_close
 
@@ -293,6 +297,157 @@ def test_stacked_weights_under_other_keys(impl):
     if impl == "rbg":
         with pytest.raises(ValueError, match="use keys of JAX's default implementation"):
             pipeline(jpipe.Layer(init, apply)).init(key, X)
+
+
+def keys_of(kind, key):
+    """The keys of four blocks and of a head, made in the ways in which libraries make them."""
+    match kind:
+        case "fold_in":
+            return [jax.random.fold_in(key, i) for i in range(5)]
+        case "index":
+            return [jax.random.split(key, 6)[1:][i] for i in range(5)]
+        case "raw":
+            key, blocks = jax.random.split(jax.random.key_data(key))
+            return [*jax.random.split(blocks, 4), key]
+        case "two by two":
+            keys = jax.random.split(key, (2, 5))
+            return [keys[1, i] for i in range(5)]
+
+
+def own_block(key):
+    w, b = jax.random.split(key)
+    return {"w": jax.random.normal(w, (4, 4)), "b": jax.random.normal(b, (4,))}
+
+
+apply_block = lambda p, x: jnp.tanh(x @ p["w"] + p["b"])
+
+
+@pytest.mark.parametrize("kind", ["index", "raw", "two by two"])
+def test_blocks_whose_keys_are_split_are_one_function(kind):
+    """As they are with keys by `fold_in`, and `init` makes the plain model's values, bit for bit."""
+    apply = lambda p, x: functools.reduce(lambda x, own: apply_block(own, x), p, x)
+    model = lambda kind: jpipe.Layer(lambda key, x: list(map(own_block, keys_of(kind, key))), apply)
+    for each in (kind, "fold_in"):
+        assert [layer.same_as for layer in jpipe.layers_of(model(each), X)] == [0, 1, 1, 1, 4]
+    key, pipe = jax.random.key(0), pipeline(model(kind))
+    new = pipe.model_variables(pipe.init(key, X))
+    jax.tree.map(np.testing.assert_array_equal, new, model(kind).init(key, X))
+
+
+def test_listed_blocks_whose_keys_are_split_are_one_function():
+    make = lambda i: jpipe.Layer(lambda key, x: own_block(jax.random.split(key, 5)[i]), apply_block)
+    layers, key = list(map(make, range(5))), jax.random.key(0)
+    pipe = pipeline(layers)
+    new = pipe.layer_variables(pipe.init(key, X))
+    assert [group.indices for group in pipe.plan.model.groups] == [(0,), (1, 2, 3), (4,)]
+    wanted = [layer.init(sequential.init_key(key, i), X) for i, layer in enumerate(layers)]
+    jax.tree.map(np.testing.assert_array_equal, new, wanted)
+
+
+# --- weights and trees as people have them ----------------------------------------------------------------------------
+
+
+class Single(nn.Module):
+    """A model of float32, as Flax makes parameters by default."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        for _ in range(4):
+            x = x + jnp.tanh(nn.Dense(4)(x))
+        return x
+
+
+class SingleNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(5)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+def dtypes_in(tree):
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(tree)} - {"int32"}
+
+
+def single_squares(key, x):
+    return cast(squares_of(key, x), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Single(), lambda rngs: SingleNnx(rngs), SingleNnx(nnx.Rngs(0)), jpipe.Layer(single_squares, through_squares)],
+    ids=["linen", "nnx factory", "nnx", "two functions"],
+)
+def test_weights_of_float64_for_a_model_of_float32(model):
+    case = whole_models.Case(model, random(8, 3 if isinstance(model, jpipe.Layer) else 4), square)
+    made = plain_whole.made(case)
+    assert dtypes_in(made) == {"float32"}
+    pipe, variables = plain_whole.check(case, variables=cast(made, FLOAT), num_microbatches=2)
+    assert dtypes_in(variables) == dtypes_in(pipe.init(KEY, case.batch)) == {"float64"}
+
+
+def test_weights_of_bfloat16_and_back():
+    """The model has these dtypes from then on, until it is given others."""
+    case, tx, pipe = whole_models.Case(Single(), X, square), optax.adam(0.1), pipeline(Single())
+    made = plain_whole.made(case)
+    params, single = cast(made["params"], jnp.bfloat16), pipe.from_model_variables(made, X)
+    state = pipe.create_state(KEY, X, tx, pipe.from_model_variables(made | {"params": params}))
+    assert dtypes_in(state.variables["params"]) == dtypes_in(state.opt_state) == {"bfloat16"}
+    with pytest.raises(ValueError, match="by this one before it was given bfloat16 in place of float32"):
+        pipe.evaluate(single, X)
+    mixed = params | {"Dense_0": made["params"]["Dense_0"]}
+    with pytest.raises(ValueError, match="has the dtype float32, not bfloat16 as at init; cast it"):
+        pipe.from_model_variables({"params": mixed})
+    loss, _, gradients = plain_whole.plain(case, made | {"params": params}, 2, KEY)
+    updates, opt_state = tx.update(gradients, tx.init(params), params)
+    state, metrics = pipe.train_step(state, X)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    moments = pipe.model_variables({"params": state.opt_state[0].mu})["params"]
+    for found, wanted in (
+        (moments, opt_state[0].mu),
+        (pipe.model_variables(state.variables)["params"], optax.apply_updates(params, updates)),
+    ):
+        assert dtypes_in(wanted) == {"bfloat16"}
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(*cast([a, b], FLOAT), rtol=0.02, atol=1e-3), found, wanted)
+    single = pipe.from_model_variables(made)
+    jax.tree.map(np.testing.assert_array_equal, pipe.model_variables(pipe.init(jax.random.key(0), X)), made)
+    narrow = pipe.create_state(KEY, X, tx, cast(single, jnp.bfloat16))
+    found = pipe.model_variables(narrow.variables)
+    jax.tree.map(np.testing.assert_array_equal, found, cast(made, jnp.bfloat16))
+    assert dtypes_in(narrow.opt_state) == dtypes_in(found) == {"bfloat16"}
+
+
+def test_without_x64_numbers_of_float64_are_float32_as_jax_has_them():
+    case, pipe = whole_models.Case(Single(), X.astype(np.float32), square), pipeline(Single())
+    made = jax.tree.map(np.asarray, plain_whole.made(case))
+    with jax.enable_x64(False):
+        variables = pipe.from_model_variables(cast(made, np.float64), case.batch)
+        assert dtypes_in(variables) == dtypes_in(jax.tree.map(jnp.asarray, cast(made, np.float64))) == {"float32"}
+
+
+def test_params_with_and_without_their_collection():
+    """Of a `Layer` that `pipe.init` gives by collection, and of a Linen module that has nothing else."""
+    for model in (Chain(), jpipe.Layer(squares_of, lambda params, x: through_squares(params, x[:, :3]))):
+        pipe = pipeline(model)
+        variables = pipe.init(KEY, X)
+        tree = pipe.model_variables(variables)
+        bare = tree["params"] if isinstance(model, Chain) else tree
+        for given in (bare, {"params": bare}):
+            jax.tree.map(np.testing.assert_array_equal, pipe.from_model_variables(given), variables)
+        with pytest.raises(ValueError) as caught:
+            pipe.from_model_variables({"params": {"params": [bare]}})
+        assert len(str(caught.value)) < 300
+    pipe = pipeline([dense(), dense()])
+    items = pipe.layer_variables(variables := pipe.init(KEY, X))
+    given = [items[0]["params"], flax.core.freeze(items[1])]
+    jax.tree.map(np.testing.assert_array_equal, pipe.from_layer_variables(given), variables)
 
 
 class Noisy(nn.Module):

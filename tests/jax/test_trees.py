@@ -47,19 +47,19 @@ def test_equal_ones_pass():
 @pytest.mark.parametrize(
     ("given", "expected", "message"),
     [
-        (
-            {"inputs": 0},
-            EXPECTED,
-            "it lacks batch['targets']; expected batch['inputs'], batch['targets'] in a dict, got ",
-        ),
-        ({"inputs": 0, "labels": 0}, EXPECTED, "lacks batch['targets'] and it has batch['labels'] besides; expected"),
-        ([0] * 10, EXPECTED, "batch[6], batch[7] and 2 more besides"),
-        (0, EXPECTED, "got a bare array"),
-        ([1, 2], (1, 2), "its containers differ; "),
+        ({"inputs": 0}, EXPECTED, "it lacks batch['targets']"),
+        ({"inputs": 0, "labels": 0}, EXPECTED, "it lacks batch['targets'] and it has batch['labels'] besides"),
+        ({**EXPECTED, "a": {"b": 0, "c": 0}}, EXPECTED, "it has batch['a']['b'] and 1 more besides"),
+        ([0] * 10, EXPECTED, "it is batch[0] and 9 more in a list, not batch['inputs'] and 1 more in a dict"),
+        (0, EXPECTED, "it is a bare array, not batch['inputs'] and 1 more in a dict"),
+        ({"a": 0}, {}, "it has batch['a'] besides"),
+        ([1, 2], (1, 2), "list is in the place of tuple"),
+        ({"a": 1, "b": {}}, {"a": 1}, "dict ['a', 'b'] is in the place of dict ['a']"),
+        ({"a": [0, None]}, {"a": [0, ()]}, "NoneType is in the place of tuple"),
     ],
 )
 def test_another_structure(given, expected, message):
-    with pytest.raises(ValueError, match="the batch has another structure than at init: .*" + re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(f"the batch has another structure than at init: {message}") + "$"):
         check_same_structure("batch", given, expected)
 
 
@@ -73,3 +73,17 @@ def test_another_structure(given, expected, message):
 def test_another_shape_or_dtype(targets, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_same_shapes("batch", EXPECTED | {"targets": targets}, EXPECTED)
+
+
+def test_floats_may_all_have_another_dtype_alike():
+    """Those of one dtype; what was given so far counts."""
+    tree = lambda *dtypes: [jnp.zeros(2, dtype) for dtype in dtypes]
+    expected, casts = tree("float32", "bfloat16", "float32", "int32"), {}
+    check_same_shapes("x", tree("float16", "float32", "float16", "int32"), expected, casts)
+    assert casts == {jnp.dtype("float32"): jnp.dtype("float16"), jnp.dtype("bfloat16"): jnp.dtype("float32")}
+    with pytest.raises(ValueError, match="the dtype float32, not float16 as those before it; cast all alike"):
+        check_same_shapes("x", expected, expected, casts)
+    with pytest.raises(ValueError, match=r"x\[3\] has the dtype float32, not int32 as at init; cast it back"):
+        check_same_shapes("x", tree("float32", "bfloat16", "float32", "float32"), expected, {})
+    with pytest.raises(ValueError, match=r"x\[2\] has the dtype float16, not float32 as at init; cast it back"):
+        check_same_shapes("x", tree("float32", "bfloat16", "float16", "int32"), expected, {})
