@@ -132,7 +132,7 @@ class _Values:
         return sorted(found)
 
     def _terms(self, number: int) -> list[int]:
-        """What a value is the sum of; nothing if it is no sum of scalars that follow from parameters."""
+        """Tells what a value is the sum of; nothing if it is no sum of scalars that follow from parameters."""
         aval, one = self.flat.avals[number], self.flat.equations[self.flat.made_by[number]]
         if aval.shape or not is_float(aval) or not self.straight.sources[number] & Follows.VARIABLES:
             return []

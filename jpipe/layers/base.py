@@ -133,7 +133,7 @@ def with_dtypes(layer: AnyLayer, casts: Sequence[Mapping[str, Casts]]) -> AnyLay
     return replace(
         layer,
         made_of=("cast", casts, layer.made_of),
-        init=lambda key, inputs, batch: cast_all(layer.init(key, inputs, batch)),
+        init=lambda inputs, context: cast_all(layer.init(inputs, context)),
         decode=None if decode is None else lambda *sizes: with_dtypes(decode(*sizes), casts),
         ready=None if layer.ready is None else cast_all(layer.ready),
     )
