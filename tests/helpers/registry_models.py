@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -22,7 +23,7 @@ from whole_models import LENGTH, ROWS, VOCABULARY, Case, cross_entropy, images, 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from models import amoebanet, transformer_l, unet
 
-FLOAT = jnp.float64
+FLOAT, SINGLE = jnp.float64, jnp.float32
 
 
 # --- those of packages ------------------------------------------------------------------------------------------------
@@ -261,8 +262,10 @@ def haliax() -> Case:
     """Levanter's GPT-2, whose blocks haliax stacks, as a `jpipe.Layer`."""
     import equinox as eqx
     import haliax as hax
-    from levanter.layers.attention import AttentionMask
-    from levanter.models.gpt2 import Gpt2Config, Gpt2LMHeadModel
+
+    with mock.patch.object(jnp, "float32", SINGLE):  # Levanter looks types up by it when it is imported
+        from levanter.layers.attention import AttentionMask
+        from levanter.models.gpt2 import Gpt2Config, Gpt2LMHeadModel
 
     axis, config = hax.Axis("vocab", VOCABULARY), Gpt2Config(seq_len=LENGTH, num_layers=4, num_heads=2, hidden_dim=16)
     new = lambda key: Gpt2LMHeadModel.init(axis, config, key=key)
