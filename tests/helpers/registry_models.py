@@ -1,7 +1,7 @@
 """Models that other people wrote, untouched and small, and those of the examples as one module each; in float64.
 
-The others' come with their packages: `transformers` (before 5), `flaxmodels`, `diffusers`, `jraph`, `dm-haiku`,
-`equinox`, `levanter`, `keras`.
+The others' come with their packages: `transformers` (before 5), `flaxmodels`, `diffusers`, `jraph`, `mamba2-jax`,
+`dm-haiku`, `equinox`, `levanter`, `keras`.
 """
 
 import os
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import jpipe
 from whole_models import LENGTH, ROWS, VOCABULARY, Case, cross_entropy, images, tokens
@@ -174,7 +175,7 @@ def llama() -> Case:
     from transformers.models.llama.modeling_flax_llama import FlaxLlamaForCausalLMModule
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes)  # cuts its angles to so many, too
     batch = masked(tokens("input_ids", "targets"))
     inputs = lambda batch: (batch["input_ids"], batch["attention_mask"], positions(batch["input_ids"]))
     return Case(FlaxLlamaForCausalLMModule(config, dtype=FLOAT), batch, of_logits, inputs)
@@ -198,6 +199,16 @@ def clip() -> Case:
         return -jnp.mean(jnp.sum(outputs.text_embeds * outputs.image_embeds, -1))
 
     return Case(FlaxCLIPModule(config, dtype=FLOAT), batch, loss, inputs)
+
+
+def mamba() -> Case:
+    """Mamba 2, of `mamba2-jax`, in nnx."""
+    from mamba2_jax.modeling import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"hidden_size": 16, "state_size": 8, "head_dim": 8, "chunk_size": LENGTH, "num_hidden_layers": 4}
+    model = Mamba2ForCausalLM(Mamba2Config(vocab_size=VOCABULARY, **sizes), rngs=nnx.Rngs(0))
+    nnx.update(model, double(nnx.state(model, nnx.Param)))
+    return Case(model, tokens("inputs", "targets"), lambda out, batch: cross_entropy(out["logits"], batch))
 
 
 def haiku() -> Case:
@@ -553,6 +564,7 @@ MODELS: dict[str, tuple[str, Callable[..., Case]]] = {
     "FlaxCLIP": ("transformers", clip),
     "ResNet": ("flaxmodels", resnet),
     "Flax U-Net": ("diffusers", diffusion_unet),
+    "Mamba 2": ("mamba2_jax", mamba),
     "jraph": ("jraph", graphs),
     "Haiku": ("haiku", haiku),
     "Equinox": ("equinox", equinox),
