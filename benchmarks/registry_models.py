@@ -1,6 +1,7 @@
 """Models that people have, each handed to `jpipe.Pipeline` as the one module that it is, beside plain JAX in float64.
 
-    pip install "transformers<5" flaxmodels "diffusers<0.36"
+    pip install "transformers<5" flaxmodels "diffusers<0.36" jraph dm-haiku equinox keras
+    pip install haliax==1.4.dev453 && pip install --no-deps levanter==1.2.dev1644
     python benchmarks/registry_models.py
     python benchmarks/registry_models.py --models FlaxGPT2 --schedules 1f1b zero_bubble interleaved --rate 0.2
 
@@ -43,10 +44,11 @@ def differences(
         num_chunks=CHUNKS.get(schedule, 1),
         remat="none" if schedule == "zero_bubble" else "layer",
     )
-    placed = pipe.from_model_variables(variables, case.batch)
+    placed = pipe.from_model_variables(plain_whole.of_model(case, variables), case.batch)
     (loss, _), gradients = jax.block_until_ready(pipe.value_and_grad(placed, case.batch, jax.random.key(3)))
     seconds = time.process_time() - begin
-    of_gradients = plain_whole.difference(pipe.model_variables({"params": gradients})["params"], expected[1])
+    own, plain = pipe.model_variables({"params": gradients}), plain_whole.of_model(case, {"params": expected[1]})
+    of_gradients = plain_whole.difference(own, plain)
     return abs(float(loss) / float(expected[0]) - 1), of_gradients, seconds
 
 

@@ -6,6 +6,7 @@ lines that their index begins with, and the first page from the example of the R
 """
 
 import contextlib
+import importlib.util
 import io
 import itertools
 import json
@@ -38,6 +39,11 @@ SLOW = {
     *("out-of-memory", "custom-schedule", "generate", "several-hosts"),
 }
 """Run by `make test-notebooks`, with the notebooks."""
+HOSTS = {
+    **{"huggingface": "transformers", "maxtext": "maxtext", "tunix": "tunix"},
+    **{"equinox": "haliax", "keras": "keras", "haiku": "haiku"},
+}
+"""The pages of other libraries, and the package without which each is skipped; they bring their own imports."""
 BY_FLOPS = {"balance", "slow-step", "start", "README"}
 """Their figures follow from FLOPs, and were made with JAX 0.10."""
 TRACING = {"slow-step"}
@@ -94,20 +100,24 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
+def marks(page):
+    return [*[pytest.mark.slow] * (page.stem in SLOW), *[pytest.mark.filterwarnings("ignore")] * (page.stem in HOSTS)]
+
+
 @pytest.mark.filterwarnings("ignore:.*look.* at several examples")
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in RUNNING], ids=name
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page)) for page in RUNNING], ids=name)
 def test_a_page_runs_and_prints_what_it_shows(page, as_started, request):
     if page.stem in TRACING and ALONE not in os.environ:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {ALONE: "1"}, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
         return
+    if page.stem in HOSTS and importlib.util.find_spec(package := HOSTS[page.stem]) is None:
+        pytest.skip(f"{package} isn't installed; the page says what it was run with")
     names = {"__name__": "page"}
     if page == START:
         run(README, names)
-    if page.parent.name == "howto" and page.name != "index.md":
+    if page.stem not in HOSTS and page.parent.name == "howto" and page.name != "index.md":
         run(DOCS / "howto" / "index.md", names)
     run(page, names)
 

@@ -17,7 +17,7 @@ import sequential
 import whole_models
 from cases import assert_close
 
-KEY, FLOAT = plain_whole.KEY, jnp.float64
+KEY, FLOAT = jax.random.key(plain_whole.SEED), jnp.float64
 CASES = whole_models.cases()
 
 
