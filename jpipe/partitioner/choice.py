@@ -194,8 +194,7 @@ class Chooser:
 
     def _way(self, flat: FlatJaxpr, at: int, lying: tuple[Sharding, ...]) -> Way:
         equation = flat.equations[at].equation
-        handler = self.handlers.get(equation.primitive.name)
-        if handler:
+        if handler := self.handlers.get(equation.primitive.name):
             return handler(self, equation, lying)
         # What no equation reads is a result: if it is a cast to a wider type, it may stay partial and be summed after
         # the cast.

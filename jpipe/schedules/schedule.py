@@ -36,8 +36,7 @@ def read_csv(text: str) -> tuple[list[list[Action]], str]:
     """
     if not isinstance(text, str):
         raise TypeError(f"a schedule is read from text, got {type(text).__name__}; pass Path(...).read_text()")
-    rows = list(csv.reader(io.StringIO(text.rstrip())))
-    if not rows:
+    if not (rows := list(csv.reader(io.StringIO(text.rstrip())))):
         raise ValueError("the CSV is empty; it has a row of cells for each stage, as 0F0,0F1,0B0,0B1")
     orders = [[part for i, cell in enumerate(row) for part in _parts(cell, k, i)] for k, row in enumerate(rows)]
     virtual_stages = [sorted({s for s, _, _ in order}) for order in orders]
