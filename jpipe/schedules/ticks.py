@@ -171,8 +171,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     waiting: dict[str, tuple[range, ...]] = {}
     for name, flow in (("activation", +1), ("cotangent", -1)):
         later = anew if keep_inputs and flow > 0 else {}
-        rows_of = arrival_rows(orders, flow, later, shape, always=idle_work)
-        columns[name], arrivals[f"{name}_in"], waiting[name] = rows_of
+        columns[name], arrivals[name], waiting[name] = arrival_rows(orders, flow, later, shape, always=idle_work)
     moves: dict[str, Away[np.ndarray]] = {}
     for name, (writer, readers) in KEEPS.items():
         # Without W nothing reads late residuals, so they get no rows.
@@ -188,10 +187,11 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
         column.flags.writeable = False
 
     def slot(i: int, kinds: str) -> SlotTable:
-        own = {name: column[i::width] for name, column in columns.items()}
-        arriving = {name: tuple(column[i::width] for column in by_route) for name, by_route in arrivals.items()}
-        moving = {name: Away(*(column[i::width] for column in one)) for name, one in moves.items()}
-        return SlotTable(kinds, away=moving, **own, **arriving)
+        of_slot = lambda columns: tuple(column[i::width] for column in columns)
+        own = dict(zip(columns, of_slot(columns.values()), strict=True))
+        moving = {name: Away(*of_slot(one)) for name, one in moves.items()}
+        up, down = map(of_slot, arrivals.values())
+        return SlotTable(kinds, **own, away=moving, activation_in=up, cotangent_in=down)
 
     rows = {name: tuple((1 + columns[name].max(axis=0)).tolist()) for name in ROWS}
     away_rows = {name: (1 + int(one.row.max()), 1 + int(one.sent_to.max())) for name, one in moves.items()}
