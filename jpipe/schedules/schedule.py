@@ -215,9 +215,7 @@ class Schedule(Orders):
             shown = [range(room - room // 2), range(num_ticks - room // 2, num_ticks)]
 
         def line(name: str, text_at: Callable[[int], str]) -> str:
-            def tick(t: int) -> str:
-                return "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
-
+            tick = lambda t: "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
             return f"{name:<{label}}|" + " ... |".join("".join(map(tick, part)) for part in shown)
 
         lines = [

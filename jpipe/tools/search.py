@@ -150,8 +150,7 @@ class Setting:
     @property
     def in_words(self) -> dict[str, str]:
         """The sizes of mesh axes, and the arguments, by name; K is the size of `stage`."""
-        named = [*self.axes, *self.options.items()]
-        return {name: word_of(value) for name, value in named if name != "num_stages"}
+        return {name: word_of(value) for name, value in [*self.axes, *self.options.items()] if name != "num_stages"}
 
 
 def word_of(value: object) -> str:
