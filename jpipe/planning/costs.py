@@ -157,7 +157,7 @@ def _calls(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeD
 
 
 def _median_seconds(runs: Sequence[Call]) -> list[float]:
-    """The median seconds of each run; all of them run by turns, once more to warm up."""
+    """The median seconds of each run; all of them run by turns, after a round to warm up."""
     of_each = lambda: [seconds_of(function, *arguments) for function, arguments in runs]
     of_each()
     rounds: list[list[float]] = []

@@ -76,7 +76,7 @@ class Slot(Generic[Column]):
     cotangent_in: tuple[Column, ...]
 
     def codes(self, kinds: str) -> list[int]:
-        """The numbers in `kind` of those of these kinds that the slot has."""
+        """The numbers that `kind` has for some kinds, as far as the slot has these."""
         return [1 + i for i, kind in enumerate(self.kinds) if kind in kinds]
 
 
