@@ -227,9 +227,8 @@ class _Draft:
             conversions, cost_of_way = self._take(at, way, self.forms)
             equations.append(PlannedEquation(flat, conversions, way))
             cost += cost_of_way
-        results, conversions, cost_of_results = self._give(self.forms)
-        cost += cost_of_results
-        return DevicePlan(self.flat, self.axes, self.arguments, equations, conversions, results, cost)
+        results, conversions, last = self._give(self.forms)
+        return DevicePlan(self.flat, self.axes, self.arguments, equations, conversions, results, cost + last)
 
     # --- which way to take: each of these may be the `choose` of `plan` ---
 

@@ -107,8 +107,7 @@ def _counted(layer: TracedLayer) -> Cost:
         number = len(jax.tree.leaves(layer.results))
         alone = needed_part(layer.forward, [i < number for i in range(len(layer.forward.out_avals))])[0]
         forward, again = count_flops(alone), again + storing
-    backward = again + count_flops(layer.backward)
-    return Cost(forward, backward, _size(layer))
+    return Cost(forward, again + count_flops(layer.backward), _size(layer))
 
 
 def _device_like(mesh: Mesh) -> Device:
