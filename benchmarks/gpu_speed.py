@@ -243,7 +243,7 @@ class Ticks:
         if number is None:
             return 1
         slot = self.step.table.slots[int(number[1])]
-        works = slot.kind[tick, stage] == slot.code(number[2])
+        works = slot.kind[tick, stage] in slot.codes(number[2])
         if loop.name not in self.groups:
             return int(works)
         virtual_stage = self.step.schedule.placement.virtual_stage(stage, int(slot.chunk[tick, stage]))

@@ -217,11 +217,12 @@ def _run_tick(
         # 2. This slot's action: if not all stages compute it, a loop of no trip or one, since a `lax.cond` would copy
         #    the carry.
         for kind in run.together[i] or slot.kinds:
+            codes = slot.codes(kind)
             with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
                 if run.together[i]:
                     carry = ACTIONS[kind](stage, _counts(run, slot, kind, now), now, carry)
-                elif (slot.kind[run.start : run.stop] == slot.code(kind)).any() or stage.only is not None:
-                    carry = when(now.kind == slot.code(kind), now, partial(ACTIONS[kind], stage, True), carry)
+                elif np.isin(slot.kind[run.start : run.stop], codes).any() or stage.only is not None:
+                    carry = when(now.kind == codes[0], now, partial(ACTIONS[kind], stage, True), carry)
         for name in ("leave", "back"):
             carry = _turn(stage, run, i, name, turns, carry)
         if any(crossing.values()) and stage.step.model.axes:
@@ -238,7 +239,7 @@ def _run_tick(
 
 def _counts(run: Run, slot: SlotTable, kind: str, now: Now) -> Counts:
     """Whether what all stages compute together counts here: it doesn't if the stage idles, or has another part of B."""
-    codes = [slot.code(each) for each in slot.kinds if each == kind or (each == "B" and kind in "IW")]
+    codes = slot.codes("B" + kind if kind in "IW" else kind)
     if np.isin(slot.kind[run.start : run.stop], codes).all():
         return True
     return reduce(or_, [now.kind == code for code in codes])
@@ -445,8 +446,7 @@ def _send_rows(
     Returns:
       What crossed, and the carry with the row on its way to the host, and what came back in `back`.
     """
-    away = stage.step.kept.away
-    if not away:
+    if not (away := stage.step.kept.away):
         return beside[1], carry
     names = [name for name in away if (slot.away[name].sent_to >= 0).any()]
     leaving = {name: away[name].leaving(carry.forward.kept[name], now.away[name].row) for name in names}

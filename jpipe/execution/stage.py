@@ -300,8 +300,7 @@ class Stage:
 
     def add_gradients(self, job: Job, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
-        v = self.step.model.groups[job.g].variable_set
-        if v is None:
+        if (v := self.step.model.groups[job.g].variable_set) is None:
             return work
         storage, now = self.step.storages["params"], self.step.layers[job.g].gradients_at
         record = storage.record_types[v]
@@ -316,10 +315,8 @@ class Stage:
             part = lambda leaf, spec: leaf if on_all_stages(spec) else jnp.where(mine, leaf, jnp.zeros_like(leaf))
             gradients = [part(leaf, spec) for leaf, spec in zip(gradients, record.specs, strict=True)]
         elif v in self.shared:
-            sums = [
-                a if new is None else a + new.astype(a.dtype)
-                for a, new in zip(work.shared_gradients[v], gradients, strict=True)
-            ]
+            add = lambda a, new: a if new is None else a + new.astype(a.dtype)
+            sums = list(map(add, work.shared_gradients[v], gradients))
             return work._replace(shared_gradients=work.shared_gradients | {v: sums})
         # A set that isn't shared has an instance for each position of its group, in order. A set of shared ends has one
         # instance, and the position of its layers is 0.

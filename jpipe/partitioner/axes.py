@@ -51,11 +51,7 @@ def check_batch_axes(mesh: Mesh, names: object) -> tuple[str, ...]:
 
 
 def stage_axes(
-    mesh: Mesh | AbstractMesh,
-    batch_axes: Sequence[str],
-    *,
-    jointly: bool = True,
-    over_stages: bool = False,
+    mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, jointly: bool = True, over_stages: bool = False
 ) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over: the data axes, and each of the others.
 

@@ -194,8 +194,7 @@ class Chooser:
 
     def _way(self, flat: FlatJaxpr, at: int, lying: tuple[Sharding, ...]) -> Way:
         equation = flat.equations[at].equation
-        handler = self.handlers.get(equation.primitive.name)
-        if handler:
+        if handler := self.handlers.get(equation.primitive.name):
             return handler(self, equation, lying)
         # What no equation reads is a result: if it is a cast to a wider type, it may stay partial and be summed after
         # the cast.
@@ -228,9 +227,8 @@ class _Draft:
             conversions, cost_of_way = self._take(at, way, self.forms)
             equations.append(PlannedEquation(flat, conversions, way))
             cost += cost_of_way
-        results, conversions, cost_of_results = self._give(self.forms)
-        cost += cost_of_results
-        return DevicePlan(self.flat, self.axes, self.arguments, equations, conversions, results, cost)
+        results, conversions, last = self._give(self.forms)
+        return DevicePlan(self.flat, self.axes, self.arguments, equations, conversions, results, cost + last)
 
     # --- which way to take: each of these may be the `choose` of `plan` ---
 

@@ -252,6 +252,5 @@ def sent_in(
             count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
             kind = COLLECTIVES[name]
             size = ring_bytes(kind, leaf.size * leaf.dtype.itemsize, count)
-            line = line_of(equation)
-            sent.append(Sent(kind, axes, count, leaf.shape, leaf.dtype.name, size, loops, here, line))
+            sent.append(Sent(kind, axes, count, leaf.shape, leaf.dtype.name, size, loops, here, line_of(equation)))
     return sent

@@ -205,8 +205,7 @@ def _agreed(decision: jax.Array, axes: Axes, plans: Sequence[DevicePlan]) -> jax
 def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Lying) -> Way:
     """Carries out a sharding constraint along all axes but the data axes, along which nothing changes."""
     (now,), axes = lying, chooser.axes
-    spec = getattr(equation.params["sharding"], "spec", None)
-    if spec is None:
+    if (spec := getattr(equation.params["sharding"], "spec", None)) is None:
         return _as_it_is(chooser, equation, lying)
     free, shape = equation.params.get("unconstrained_dims", frozenset()), aval_of(equation.invars[0]).shape
     keeps = [axis.is_data or (isinstance(s, Shard) and s.dim in free) for axis, s in zip(axes, now, strict=True)]

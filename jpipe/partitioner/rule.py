@@ -80,17 +80,16 @@ def by_labels(
     """
     order = order or range(len(operands))
     shards = [(s, operands[i][s.dim]) for i in order if isinstance(s := lying[i], Shard)]
-    chosen = next((pair for pair in shards if pair[1] is not None), None)
-    if chosen is None:
+    if not (labelled := [pair for pair in shards if pair[1] is not None]):
         return None
-    shard, label = chosen
+    shard, label = labelled[0]
 
     def split_or(labels: Labels, otherwise: AxisSharding) -> AxisSharding:
         return Shard(labels.index(label), shard.outer) if label in labels else otherwise
 
-    labelled = [split_or(labels, REPLICATED) for labels in operands]
+    first = [split_or(labels, REPLICATED) for labels in operands]
     others = [REPLICATED] * (len(lying) - len(operands))
-    return RuleResult([*labelled, *others], [split_or(labels, PARTIAL) for labels in results])
+    return RuleResult([*first, *others], [split_or(labels, PARTIAL) for labels in results])
 
 
 def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int | None = None) -> RuleResult | None:

@@ -129,8 +129,7 @@ class Splits:
             raise ValueError(f"{what} by {spec}, which has more dimensions; change its partitioning")
         for size, entry in zip(shape, spec, strict=False):
             names = names_in(entry)
-            twice = [name for name in names if name in seen or names.count(name) > 1]
-            if twice:
+            if twice := [name for name in names if name in seen or names.count(name) > 1]:
                 raise ValueError(f"{what} twice over the mesh axis {twice[0]!r}; name it once")
             seen.update(names)
             if size % (count := self._devices(names)):
@@ -150,8 +149,7 @@ class Splits:
             if self._devices([name]) == 1 or any(name in entry for entry in entries):
                 continue
             parts = [n // self._devices(entry) for n, entry in zip(shape, entries, strict=True)]
-            fitting = [dim for dim, n in enumerate(parts) if n % self._devices([name]) == 0]
-            if fitting:
+            if fitting := [dim for dim, n in enumerate(parts) if n % self._devices([name]) == 0]:
                 entries[max(fitting, key=lambda dim: parts[dim])].append(name)
         return spec_of(entries)
 

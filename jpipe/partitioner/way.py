@@ -104,12 +104,9 @@ class PlannedEquation(NamedTuple):
             gathered = [now for now, wanted in along_axis if wanted == REPLICATED]
             return any(isinstance(now, Shard) or (now == PARTIAL and not has_rule) for now in gathered)
 
-        return tuple(
-            name
-            for parts in by_mesh_axis(axes)
-            if all(sharding[i] == REPLICATED for sharding in lying for i in parts) and any(map(was_gathered, parts))
-            for name in axes[parts[0]].names
-        )
+        is_whole = lambda parts: all(sharding[i] == REPLICATED for sharding in lying for i in parts)
+        along = [parts[0] for parts in by_mesh_axis(axes) if is_whole(parts) and any(map(was_gathered, parts))]
+        return tuple(name for i in along for name in axes[i].names)
 
 
 class Unsplit(NamedTuple):

@@ -107,8 +107,7 @@ def _counted(layer: TracedLayer) -> Cost:
         number = len(jax.tree.leaves(layer.results))
         alone = needed_part(layer.forward, [i < number for i in range(len(layer.forward.out_avals))])[0]
         forward, again = count_flops(alone), again + storing
-    backward = again + count_flops(layer.backward)
-    return Cost(forward, backward, _size(layer))
+    return Cost(forward, again + count_flops(layer.backward), _size(layer))
 
 
 def _device_like(mesh: Mesh) -> Device:
@@ -122,8 +121,7 @@ def _device_like(mesh: Mesh) -> Device:
         here = jax.local_devices(backend=wanted.platform)
     except RuntimeError:  # no such backend
         here = []
-    alike = [device for device in here if device.device_kind == wanted.device_kind]
-    if not alike:
+    if not (alike := [device for device in here if device.device_kind == wanted.device_kind]):
         raise ValueError(f'balance="time" measures on the mesh; no {wanted.device_kind} is present here; use "flops"')
     return next((device for device in alike if device in set(mesh.devices.flat)), alike[0])
 
@@ -134,15 +132,13 @@ def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float
     with no_mesh(), jax.default_device(device), jax.debug_nans(False), jax.debug_infs(False):
         example = cache(_example)  # the variants share what they have in common, such as parameters
         alone = Splits(Mesh(np.array([device]), (AXIS,)), ())
-        times = iter(_median_seconds([run for layer in variants for run in _calls(layer, alone, example)]))
-    seconds = []
-    for layer in variants:
-        forward, again, backward = (next(times) for _ in range(3))
-        seconds.append([forward, backward + again * layer.function.remat.keep_inputs])
-    return seconds
+        times = _median_seconds([run for layer in variants for run in _calls(layer, alone, example)])
+    recomputes = [layer.function.remat.keep_inputs for layer in variants]
+    by_variant = zip(times[::3], times[1::3], times[2::3], recomputes, strict=True)
+    return [[forward, backward + again * anew] for forward, again, backward, anew in by_variant]
 
 
-Call = tuple[Callable[..., object], tuple[PyTree, ...]]
+Call = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
 """A compiled function, and what to call it with."""
 
 
@@ -160,16 +156,20 @@ def _calls(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeD
 
 
 def _median_seconds(runs: Sequence[Call]) -> list[float]:
-    """The median seconds of each run; all of them run by turns."""
-    for function, arguments in runs:
-        jax.block_until_ready(function(*arguments))
-    times: list[list[float]] = [[] for _ in runs]
-    while len(times[0]) < 5 or (sum(map(sum, times)) < 0.02 * len(runs) and len(times[0]) < 50):
-        for (function, arguments), own in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(function(*arguments))
-            own.append(time.perf_counter() - start)
-    return np.median(times, axis=1).tolist()
+    """The median seconds of each run; all of them run by turns, after a round to warm up."""
+    of_each = lambda: [seconds_of(function, *arguments) for function, arguments in runs]
+    of_each()
+    rounds: list[list[float]] = []
+    while len(rounds) < 5 or (sum(map(sum, rounds)) < 0.02 * len(runs) and len(rounds) < 50):
+        rounds.append(of_each())
+    return np.median(rounds, axis=0).tolist()
+
+
+def seconds_of(function: Callable[..., PyTree], *arguments: PyTree) -> float:
+    """The seconds of a call until all that it gives is computed."""
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - start
 
 
 def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:

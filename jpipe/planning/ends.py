@@ -80,29 +80,21 @@ def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep
 
     def whose(slot: SlotTable, kinds: str, stage: int, chunk: int) -> np.ndarray:
         """The micro-batch of which a stage does an action of some kinds on a chunk, `[T]`."""
-        codes = [1 + i for i, kind in enumerate(slot.kinds) if kind in kinds]
-        is_one = np.isin(slot.kind[:, stage], codes) & (slot.chunk[:, stage] == chunk)
+        is_one = np.isin(slot.kind[:, stage], slot.codes(kinds)) & (slot.chunk[:, stage] == chunk)
         return np.where(is_one, slot.microbatch[:, stage], -1).astype(np.int32)
 
-    turns = (
-        Turns(
-            enter=whose(slot, "FRBI" if keep_inputs else "F", first, 0),
-            leave=whose(slot, "F", last, chunk),
-            back=whose(slot, "BI", first, 0),
-        )
-        for slot in table.slots
-    )
+    def turns(slot: SlotTable) -> Turns[np.ndarray]:
+        enter = whose(slot, "FRBI" if keep_inputs else "F", first, 0)
+        return Turns(enter, leave=whose(slot, "F", last, chunk), back=whose(slot, "BI", first, 0))
+
     # A set that a layer between uses too lies whole on one stage (`make_layouts`), so that stages have no parts of it.
     in_others = {group.variable_set for group in model.groups[1 : model.last]}
     sets = (model.groups[g].variable_set for g in (0, model.last))
-    return Ends(frozenset(v for v in sets if v is not None and v not in in_others), tuple(turns))
+    return Ends(frozenset(v for v in sets if v is not None and v not in in_others), tuple(map(turns, table.slots)))
 
 
 def as_they_lie(
-    model: Model,
-    layouts: dict[str, Layout],
-    functions: Sequence[LayerFunction],
-    trained: Sequence[TracedLayer],
+    model: Model, layouts: dict[str, Layout], functions: Sequence[LayerFunction], trained: Sequence[TracedLayer]
 ) -> tuple[list[LayerFunction], list[TracedLayer]]:
     """Functions and traced layers of all groups, those of the ends with weights that are split as at rest.
 
@@ -131,10 +123,9 @@ def check_end(group: LayerGroup, layer: DeviceLayer) -> None:
     # An operation counts if one of its operands has at least as many elements as the layer's largest weight or its
     # largest output, whichever is smaller; smaller ones are let pass.
     size = lambda leaf: math.prod(leaf.shape)
-    largest = [
-        max(map(size, leaves), default=0) for leaves in (group.leaves(group.names), jax.tree.leaves(group.gives))
-    ]
+    both = group.leaves(group.names), jax.tree.leaves(group.gives)
+    enough = min(max(map(size, leaves), default=0) for leaves in both)
     for (equation, callers, *_), _, along in [*layer.forward.unsplit, *layer.unsplit]:
-        if AXIS in along and max(map(size, shapes_of(equation.invars)), default=0) >= min(largest):
+        if AXIS in along and max(map(size, shapes_of(equation.invars)), default=0) >= enough:
             what = f"{equation.primitive.name} ({line_of(equation, callers) or 'of no line'})"
             raise ValueError(f"{name}: {what} has to see whole arrays; use ends='spread', or cross-entropy as the loss")

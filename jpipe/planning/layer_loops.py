@@ -67,9 +67,8 @@ def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
     """The ranges of virtual stages; `bounds` has for each the first of its layers and one past the last."""
     groups = model.group_of
     position = [model.groups[g].indices.index(i) for i, g in enumerate(groups)]
-    begun = np.cumsum(
-        [i > 0 and g < groups[i - 1] for i, g in enumerate(groups)]
-    )  # passes, if one stage had all layers
+    # By layer, the passes that have begun before it, if one stage had all layers.
+    begun = np.cumsum([i > 0 and g < groups[i - 1] for i, g in enumerate(groups)])
     count = 1 + max((int(begun[last - 1] - begun[first]) for first, last in bounds if first < last), default=0)
     start, stop = np.zeros((2, len(bounds), count, len(model.groups)), np.int32)
     for s, (first, last) in enumerate(bounds):
@@ -148,10 +147,8 @@ def _is_safe(group: LayerGroup, programs: Collection[ClosedJaxpr]) -> bool:
     """
     names = {equation.primitive.name for one in programs for equation in _outside_of_kernels(one.jaxpr.eqns)}
     takes_integers = not all(map(is_float, jax.tree.leaves(group.takes)))
-    return not any(
-        name in ("while", "debug_print") or name.endswith("callback") or (name in KERNELS and takes_integers)
-        for name in names
-    )
+    unsafe = {"while", "debug_print", *(KERNELS if takes_integers else ())}
+    return unsafe.isdisjoint(names) and not any(name.endswith("callback") for name in names)
 
 
 def _outside_of_kernels(equations: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:

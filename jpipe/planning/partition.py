@@ -108,11 +108,7 @@ class Partition:
 
 
 def partition(
-    costs: Sequence[SupportsFloat],
-    num_stages: int,
-    objective: str = "max",
-    *,
-    num_chunks: int = 1,
+    costs: Sequence[SupportsFloat], num_stages: int, objective: str = "max", *, num_chunks: int = 1
 ) -> Partition:
     """Cuts layers with the given costs into contiguous stages, the best way there is.
 

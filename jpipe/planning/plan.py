@@ -175,8 +175,7 @@ def make_plan(
 def _check_ends(model: Model) -> None:
     """Checks that ends that all stages are to compute together have no state, before any variable is made."""
     for group in (model.groups[0], model.groups[model.last]):
-        changing = [name for name in group.variables if role_of(name, group.rules) not in WEIGHTS]
-        if changing:
+        if changing := [name for name in group.variables if role_of(name, group.rules) not in WEIGHTS]:
             raise ValueError(f"ends='shared': {group.in_words} has {changing}, which changes; use ends='spread'")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -155,12 +156,7 @@ class Step:
         """The groups with layers on virtual stages that have actions of a kind: others never run in such a one."""
         place, ranges = self.schedule.placement, self.ranges
         kinds = kind + "B" * (kind in "IW" and self.table.joins_parts)
-        stages = {
-            place.virtual_stage(k, action.chunk)
-            for k, order in enumerate(self.schedule.actions)
-            for action in order
-            if action.kind in kinds
-        }
+        stages = {place.virtual_stage(k, action.chunk) for k, action in self.schedule.placed if action.kind in kinds}
         lies = np.any(ranges.stop > ranges.start, axis=1)  # [S, G]
         return np.flatnonzero(lies[sorted(stages)].any(axis=0)).tolist()
 
@@ -267,11 +263,8 @@ def _warn_of_skipped(step: Step) -> None:
     splits, table = step.plan.request.splits, step.table
     if splits.on_cpu or splits.on_gpu or step.schedule.num_stages == 1:
         return
-    of_kinds = any(
-        slot.kind[run.start : run.stop].any() and not run.together[i]
-        for run in table.runs
-        for i, slot in enumerate(table.slots)
-    )
+    slots = product(table.runs, enumerate(table.slots))
+    of_kinds = any(slot.kind[run.start : run.stop].any() and not run.together[i] for run, (i, slot) in slots)
     for g, (group, layer) in enumerate(zip(step.model.groups, step.layers, strict=False)):
         why = "actions of several kinds share a slot of the schedule" if of_kinds else ""
         if g not in step.idle_work.trips:

@@ -8,7 +8,7 @@ stage. `zero_bubble` fills the bubble of any schedule with weight gradients.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 
 import numpy as np
 
@@ -141,12 +141,8 @@ def _there_and_back(stage: int, num_stages: int, num_microbatches: int, kinds: s
     """A stage's order in a "v", by the ticks in which its actions run: a micro-batch starts every other tick."""
     turn = 2 * num_stages - 1  # when the first micro-batch is back on stage 0: its F.1, and its B.1
     starts = {("F", 0): stage, ("F", 1): turn - stage, ("B", 1): turn + stage, ("B", 0): 2 * turn - stage}
-    ticks = [
-        (start + 2 * m, Action(kind, m, chunk))
-        for (kind, chunk), start in starts.items()
-        if kind in kinds
-        for m in range(num_microbatches)
-    ]
+    pairs = product(starts.items(), range(num_microbatches))
+    ticks = [(start + 2 * m, Action(kind, m, chunk)) for ((kind, chunk), start), m in pairs if kind in kinds]
     return [action for _, action in sorted(ticks, key=lambda entry: (entry[0], entry[1].kind == "B"))]
 
 

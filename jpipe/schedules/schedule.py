@@ -36,8 +36,7 @@ def read_csv(text: str) -> tuple[list[list[Action]], str]:
     """
     if not isinstance(text, str):
         raise TypeError(f"a schedule is read from text, got {type(text).__name__}; pass Path(...).read_text()")
-    rows = list(csv.reader(io.StringIO(text.rstrip())))
-    if not rows:
+    if not (rows := list(csv.reader(io.StringIO(text.rstrip())))):
         raise ValueError("the CSV is empty; it has a row of cells for each stage, as 0F0,0F1,0B0,0B1")
     orders = [[part for i, cell in enumerate(row) for part in _parts(cell, k, i)] for k, row in enumerate(rows)]
     virtual_stages = [sorted({s for s, _, _ in order}) for order in orders]
@@ -216,9 +215,7 @@ class Schedule(Orders):
             shown = [range(room - room // 2), range(num_ticks - room // 2, num_ticks)]
 
         def line(name: str, text_at: Callable[[int], str]) -> str:
-            def tick(t: int) -> str:
-                return "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
-
+            tick = lambda t: "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
             return f"{name:<{label}}|" + " ... |".join("".join(map(tick, part)) for part in shown)
 
         lines = [

@@ -75,9 +75,9 @@ class Slot(Generic[Column]):
     activation_in: tuple[Column, ...]
     cotangent_in: tuple[Column, ...]
 
-    def code(self, kind: str) -> int:
-        """The number of one of the slot's kinds in `kind`."""
-        return 1 + self.kinds.index(kind)
+    def codes(self, kinds: str) -> list[int]:
+        """The numbers that `kind` has for some kinds, as far as the slot has these."""
+        return [1 + i for i, kind in enumerate(self.kinds) if kind in kinds]
 
 
 SlotTable = Slot[np.ndarray]
@@ -167,7 +167,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
     anew = at["B"] | at["I"] | at["R"] if keep_inputs else at["R"]
     for place, tau in anew.items():
         columns["anew"][tau, place[0]] = 1
-    arrivals: dict[str, list[np.ndarray]] = {}
+    arrivals: dict[str, list[np.ndarray]] = {}  # by route
     waiting: dict[str, tuple[range, ...]] = {}
     for name, flow in (("activation", +1), ("cotangent", -1)):
         later = anew if keep_inputs and flow > 0 else {}
@@ -185,20 +185,17 @@ def lower(orders: Orders, *, keep_inputs: bool = False, idle_work: bool = False,
             moves[f"{name}_away"] = moved
     for column in [*columns.values(), *itertools.chain(*arrivals.values(), *moves.values())]:
         column.flags.writeable = False
-    of_slot = lambda i, columns: tuple(column[i::width] for column in columns)
-    slots = (
-        SlotTable(
-            kinds=kinds,
-            **dict(zip(columns, of_slot(i, columns.values()), strict=True)),
-            away={name: Away(*of_slot(i, one)) for name, one in moves.items()},
-            activation_in=of_slot(i, arrivals["activation"]),
-            cotangent_in=of_slot(i, arrivals["cotangent"]),
-        )
-        for i, kinds in enumerate(used)
-    )
+
+    def slot(i: int, kinds: str) -> SlotTable:
+        of_slot = lambda columns: tuple(column[i::width] for column in columns)
+        own = dict(zip(columns, of_slot(columns.values()), strict=True))
+        moving = {name: Away(*of_slot(one)) for name, one in moves.items()}
+        up, down = map(of_slot, arrivals.values())
+        return SlotTable(kinds, **own, away=moving, activation_in=up, cotangent_in=down)
+
     rows = {name: tuple((1 + columns[name].max(axis=0)).tolist()) for name in ROWS}
     away_rows = {name: (1 + int(one.row.max()), 1 + int(one.sent_to.max())) for name, one in moves.items()}
-    return TickTable(tuple(slots), num_ticks, runs, rows, away_rows, waiting)
+    return TickTable(tuple(map(slot, range(width), used)), num_ticks, runs, rows, away_rows, waiting)
 
 
 def _runs(does: np.ndarray, *, idle_work: bool) -> tuple[Run, ...]:
@@ -216,9 +213,8 @@ def _runs(does: np.ndarray, *, idle_work: bool) -> tuple[Run, ...]:
     changes = [t for t, (before, after) in enumerate(itertools.pairwise(by_tick), 1) if before != after and idle_work]
     borders = [0, *changes, len(does)]
     if len(changes) > 6:
-        begin, end = max(
-            itertools.pairwise(borders), key=lambda ends: (ends[1] - ends[0]) * sum(map(bool, by_tick[ends[0]]))
-        )
+        num_together = lambda ends: (ends[1] - ends[0]) * sum(map(bool, by_tick[ends[0]]))
+        begin, end = max(itertools.pairwise(borders), key=num_together)
         borders = sorted({0, begin, end, len(does)}) if 4 * (end - begin) >= len(does) else [0, len(does)]
     alone = lambda kinds: kinds[0] if len({*kinds}) == 1 else ""
     return tuple(

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from heapq import heappop, heappush
+from itertools import groupby
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -61,52 +59,33 @@ class Value(NamedTuple):
     in_place: bool = False
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
     """The rows of the values in one buffer: each has a row to itself while it is live.
 
-    Attributes:
+    Rows are given in the order in which values become live, each the lowest that is free on its stage. So a stage needs
+    as many rows as values are live at once, and no more.
+
+    Args:
       values: the values. Of those that become live together on a stage, as by two routes, the first goes first.
       shape: of a column.
+
+    Attributes:
+      row: for each value its row.
+      free: `[T * width + 1, K]`, the lowest row without a value that is live; if there is none, the number of rows. The
+        last line is for what arrives at the end of the last slot.
     """
 
-    values: Sequence[Value]
-    shape: Shape
-
-    @cached_property
-    def row(self) -> list[int]:
-        """For each value its row: the lowest that is free on its stage.
-
-        Rows are given in the order in which values become live. So a stage needs as many rows as values are live at
-        once, and no more.
-        """
-        rows = [0] * len(self.values)
-        free: list[list[int]] = [[] for _ in range(self.shape[1])]  # by stage; the lowest first
-        live: list[list[tuple[int, int]]] = [[] for _ in range(self.shape[1])]  # (the last use, the row)
-        for i in sorted(range(len(rows)), key=lambda i: self.values[i].first):
-            stage, first, last, *_ = self.values[i]
-            while live[stage] and live[stage][0][0] < first:
-                heappush(free[stage], heappop(live[stage])[1])
-            rows[i] = heappop(free[stage]) if free[stage] else len(live[stage])
-            heappush(live[stage], (last, rows[i]))
-        return rows
-
-    @cached_property
-    def free(self) -> np.ndarray:
-        """`[T * width + 1, K]`, the lowest row without a value that is live; if there is none, the number of rows.
-
-        The last line is for what arrives at the end of the last slot.
-        """
-        free = np.zeros((self.shape[0] + 1, self.shape[1]), np.int32)
-        spans: list[list[tuple[int, Value]]] = [[] for _ in range(self.shape[1])]  # of each stage
-        for row, value in zip(self.row, self.values, strict=True):
-            spans[value.stage].append((row, value))
-        for stage, of_stage in enumerate(spans):
-            taken = np.zeros((max([-1, *(row for row, _ in of_stage)]) + 2, len(free)), bool)  # the last is never taken
-            for row, value in of_stage:
-                taken[row, value.first : value.last + 1] = True
-            free[:, stage] = np.argmin(taken, axis=0)
-        return free
+    def __init__(self, values: Sequence[Value], shape: Shape):
+        self.values, self.shape, self.row = values, shape, [0] * len(values)
+        self.free = np.zeros((shape[0] + 1, shape[1]), np.int32)
+        by_start = sorted(range(len(values)), key=lambda i: (values[i].stage, values[i].first))
+        for stage, own in groupby(by_start, lambda i: values[i].stage):
+            of_stage = list(own)
+            taken = np.zeros((len(of_stage) + 1, len(self.free)), bool)  # by row; the last is never taken
+            for i in of_stage:
+                self.row[i] = int(taken[:, values[i].first].argmin())
+                taken[self.row[i], values[i].first : values[i].last + 1] = True
+            self.free[:, stage] = taken.argmin(axis=0)
 
     def column(self, times: Callable[[Value], Iterable[int]]) -> np.ndarray:
         """A column with the row of each value at its slot times, -1 elsewhere."""

@@ -96,8 +96,7 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
       title: the pipeline in a line.
     """
-    micro = planner.for_training(batch)
-    step = _as_one_run(planner.training_step(micro))
+    step = _as_one_run(planner.training_step(planner.for_training(batch)))
     variables = {name: layout.shapes for name, layout in step.plan.layouts.items()}
     traced = jax.make_jaxpr(partial(programs.value_and_grad, step))(variables, batch, None)
     names = {group.scope(g): words_of(group) for g, group in enumerate(step.model.groups)}

@@ -154,8 +154,7 @@ def forecast(
 
 def _with_bytes(cost: StepCost, compiled: Compiled) -> StepCost:
     """The cost with what the compiler says of bytes besides those at rest, if it says something."""
-    memory = compiled.memory_analysis()
-    if not memory:
+    if not (memory := compiled.memory_analysis()):
         return cost
     beyond = {
         "batch": max(0, memory.argument_size_in_bytes - cost.bytes.total),
@@ -350,8 +349,7 @@ def _trips(computations: dict[str, list[Operation]], loop: Operation) -> int | N
 def _flat(computations: dict[str, list[Operation]], name: str) -> Iterator[Operation]:
     """The operations of a computation, with those that it calls in their place."""
     for operation in computations[name]:
-        called = operation.attribute("to_apply") if operation.opcode == "call" else None
-        if called:
+        if operation.opcode == "call" and (called := operation.attribute("to_apply")):
             yield from _flat(computations, called)
         else:
             yield operation

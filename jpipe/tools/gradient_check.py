@@ -113,8 +113,7 @@ class GradientCheck(Tabular):
 
     def _table(self) -> Table:
         """Shows the loss, all leaves that differ, and a few of those that agree, the furthest off first."""
-        shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
-        rows = [self.loss, *shown]
+        rows = [self.loss, *sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]]
         mark = lambda leaf: "<- differs" if not leaf.agrees else "<- zero" if leaf.is_zero else ""
         sizes = lambda leaf: (f"{size:.2g}" for size in (leaf.size, leaf.off, leaf.rounding))
         texts = [(leaf.layer, leaf.path, *sizes(leaf), mark(leaf)) for leaf in rows]

@@ -18,7 +18,6 @@ share cores, so it is more. A stage's V chunks count as equally long.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -36,7 +35,7 @@ from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
 from jpipe.pipeline import Pipeline
-from jpipe.planning.costs import Cost, timed_costs
+from jpipe.planning.costs import Cost, seconds_of, timed_costs
 from jpipe.planning.partition import Partition, partition
 from jpipe.planning.planner import Planner
 from jpipe.processes.progress import task
@@ -244,8 +243,7 @@ class Program:
 
     def only(self, kinds: str, stage: int | None = None) -> jax.Array:
         """The actions of these kinds on a stage, or on all of them: `[slots, T, K]` of 1 and 0 on the devices."""
-        numbers = lambda slot: [1 + i for i, kind in enumerate(slot.kinds) if kind in kinds]
-        chosen = np.stack([np.isin(slot.kind, numbers(slot)) for slot in self.table.slots])
+        chosen = np.stack([np.isin(slot.kind, slot.codes(kinds)) for slot in self.table.slots])
         if stage is not None:
             chosen &= np.arange(chosen.shape[-1]) == stage
         return on_all(chosen.astype(np.int32), self._mesh)
@@ -297,15 +295,12 @@ def noise_of(seconds: Sequence[float] | np.ndarray) -> float:
 
 def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[str, np.ndarray]:
     """The seconds of each run in each round, `[rounds]`; the first round isn't counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: list[list[float]] = []
     with task("timing the step and its parts", total=1 + rounds, unit="rounds") as advance:
         for _ in range(1 + rounds):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                jax.block_until_ready(run())
-                seconds[name].append(time.perf_counter() - start)
+            seconds.append(list(map(seconds_of, runs.values())))
             advance()
-    return {name: np.asarray(times[1:]) for name, times in seconds.items()}
+    return dict(zip(runs, np.transpose(seconds[1:]), strict=True))
 
 
 def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, Callable[[], PyTree]]:

@@ -309,8 +309,7 @@ def _narrow_copies(step: Step) -> tuple[int, set[str]]:
     if step.plan.request.splits.on_gpu:
         narrow = narrow_dtypes(step)
         return sum(params[name].size * dtype.itemsize for name, dtype in narrow.items()), params.keys() - narrow.keys()
-    uses = weight_uses(step)
-    casts = [(name, dtype) for name, of_buffer in uses.items() for _, dtype in of_buffer]
+    casts = [(name, dtype) for name, uses in weight_uses(step).items() for _, dtype in uses]
     whole = {name for name, dtype in casts if dtype is None}
     return sum(params[name].size * dtype.itemsize for name, dtype in casts if dtype is not None), whole
 

@@ -90,8 +90,7 @@ def plan(
     unsearched = {name: value for name, value in options.items() if name not in (*PINNED, "balance")}
     search = Search(partial(Pipeline, layers, loss_fn, **unsearched), shapes, tx, chip, room, options, targets)
     rated = search.run(number, axes)
-    chosen = sorted_out(choice for choice in rated if choice.fits)[:SHOWN]
-    if not chosen:
+    if not (chosen := sorted_out(choice for choice in rated if choice.fits)[:SHOWN]):
         raise ValueError(search.nothing_fits(where, rated))
     makes = partial(make_mesh, devices=at_hand[:number], axis_types=None)
     mesh_of = lambda axes: {"mesh": makes(**dict(axes))} if len(at_hand) >= number else {}
@@ -151,8 +150,7 @@ class Setting:
     @property
     def in_words(self) -> dict[str, str]:
         """The sizes of mesh axes, and the arguments, by name; K is the size of `stage`."""
-        named = [*self.axes, *self.options.items()]
-        return {name: word_of(value) for name, value in named if name != "num_stages"}
+        return {name: word_of(value) for name, value in [*self.axes, *self.options.items()] if name != "num_stages"}
 
 
 def word_of(value: object) -> str:

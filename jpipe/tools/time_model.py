@@ -371,10 +371,7 @@ def _images(equation: JaxprEqn) -> list[tuple[tuple[int, ...], int, int]]:
 
 def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
     """How many times larger a convolution's images are with channels and examples padded, by their shape."""
-    return {
-        shape: _growth(shape[examples], _SUBLANES) * _growth(shape[channels], LANES)
-        for shape, examples, channels in _images(equation)
-    }
+    return {shape: _growth(shape[n], _SUBLANES) * _growth(shape[c], LANES) for shape, n, c in _images(equation)}
 
 
 def _convolution_flops(equation: JaxprEqn) -> float:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar, cast
@@ -138,17 +137,16 @@ class _Update:
     """Evaluates the equations of an update: some values whole, some only a slice at a time.
 
     Attributes:
-      values: the values that are arrays somewhere; those that are in `sliced` too lie on the hosts.
-      sliced: the values that are on the device a slice at a time alone, each with the mesh axes that split it.
-      by_layer: those of them that are part of a state of `jpipe.per_layer`, which replaces it in place.
+      flat: the equations.
+      mesh: the devices.
+      values: the values that are arrays somewhere; those that are in `placed` too lie on the hosts.
+      placed: the values that are on the device a slice at a time alone.
     """
 
     def __init__(self, flat: FlatJaxpr, mesh: Mesh, leaves: Sequence[Leaf], places: Sequence[Place | None]):
-        self._flat, self._mesh = flat, mesh
+        self.flat, self.mesh = flat, mesh
         self.values: Values = {**flat.constants, **dict(zip(flat.arguments, leaves, strict=True))}
-        placed = {n: place for n, place in zip(flat.arguments, places, strict=False) if place is not None}
-        self.sliced = {number: place.spec for number, place in placed.items()}
-        self.by_layer = {number for number, place in placed.items() if place.by_layer}
+        self.placed = {n: place for n, place in zip(flat.arguments, places, strict=False) if place is not None}
         for equation in flat.equations:
             self._visit(equation)
 
@@ -159,12 +157,12 @@ class _Update:
         of one shape and spec share one.
         """
         loops: dict[tuple[Shape, PartitionSpec], dict[int, int]] = defaultdict(dict)
-        pairs = list(zip(self._flat.results, self._flat.arguments, strict=False))
+        pairs = list(zip(self.flat.results, self.flat.arguments, strict=False))
         for number, into in pairs:
-            is_there = number == into or (into in self.by_layer and number in self.values)
-            specs = [self.sliced[n] for n in (into, number) if n in self.sliced]
-            if specs and not is_there:
-                loops[self._flat.avals[number].shape, specs[0]][into] = number
+            found = [self.placed[n] for n in (into, number) if n in self.placed]
+            is_there = number == into or (into in self.placed and found[0].by_layer and number in self.values)
+            if found and not is_there:
+                loops[self.flat.avals[number].shape, found[0].spec][into] = number
         made: Values = {}
         for (_, spec), targets in loops.items():
             made |= self._loop(spec, targets)
@@ -172,19 +170,19 @@ class _Update:
 
     def _visit(self, flat: FlatEquation) -> None:
         """Computes an equation of whole arrays; one that is elementwise and of slices waits until it is wanted."""
-        name, specs = flat.equation.primitive.name, {self.sliced[n] for n in flat.reads if n in self.sliced}
-        if specs and name in ELEMENTWISE:
-            (self.sliced[flat.makes[0]],) = specs  # all operands are split alike
+        name, read = flat.equation.primitive.name, {n: self.placed[n] for n in flat.reads if n in self.placed}
+        if read and name in ELEMENTWISE:
+            (spec,) = {place.spec for place in read.values()}  # all operands are split alike
+            self.placed[flat.makes[0]] = Place(spec, by_layer=False)
             return
-        state = [n for n in flat.reads if n in self.by_layer and _is_program(flat.equation)]
-        is_there = lambda n: n not in self.sliced or n in state
-        sums = name in REDUCTIONS and self._flat.avals[flat.makes[0]].shape == ()
-        made = lambda n: self._loop(self.sliced[n], {-1: n}, flat.equation if sums else None)[-1]
+        state = [n for n in flat.reads if n in read and read[n].by_layer and _is_program(flat.equation)]
+        is_there = lambda n: n not in read or n in state
+        sums = name in REDUCTIONS and self.flat.avals[flat.makes[0]].shape == ()
+        made = lambda n: self._loop(read[n].spec, {-1: n}, flat.equation if sums else None)[-1]
         operands = [self.values[n] if is_there(n) else made(n) for n in flat.reads]
         self.values |= zip(flat.makes, carry_out(flat.equation, operands), strict=True)
         for new, old in zip(reversed(flat.makes), reversed(state), strict=False):  # `per_layer` gives its state last
-            self.sliced[new] = self.sliced[old]
-            self.by_layer.add(new)
+            self.placed[new] = self.placed[old]
 
     def _loop(self, spec: PartitionSpec, targets: dict[int, int], sums: JaxprEqn | None = None) -> Values:
         """Makes values by a loop over slices, on all devices.
@@ -194,47 +192,43 @@ class _Update:
           targets: the number of the array that is replaced -> that of its new value; a new array where there is none.
           sums: the reduction that adds a value up; the new array then holds the sums of slices.
         """
-        equations, reads = self._followed(targets.values())
-        arrays = {n: self.values[n] for n in {*reads, *targets} if n in self.values}
-        loop = _Loop(self._flat, self._mesh, equations, targets, reads, reads & self.sliced.keys(), sums)
+        loop = _Loop(self, targets, sums)
+        arrays = {n: self.values[n] for n in {*loop.reads, *targets} if n in self.values}
         specs = {n: spec if jnp.shape(array) else PartitionSpec() for n, array in arrays.items()}
-        return on_stages(loop.run, self._mesh, (specs,), dict.fromkeys(targets, spec))(arrays)
+        return on_stages(loop.run, self.mesh, (specs,), dict.fromkeys(targets, spec))(arrays)
 
-    def _followed(self, numbers: Iterable[int]) -> tuple[list[FlatEquation], set[int]]:
+    def followed(self, numbers: Iterable[int]) -> tuple[list[FlatEquation], set[int]]:
         """(The equations that some values follow from, the values that these begin with but for scalar constants).
 
         It goes back as long as equations make arrays element by element, or spread a scalar.
         """
-        avals, reads, equations = self._flat.avals, {*numbers}, []
-        for flat in reversed(self._flat.equations):
+        avals, reads, equations = self.flat.avals, {*numbers}, []
+        for flat in reversed(self.flat.equations):
             name, shapes = flat.equation.primitive.name, [avals[n].shape for n in (*flat.makes, *flat.reads)]
             spreads = name == "broadcast_in_dim" and shapes[1] == ()
             if not reads.isdisjoint(flat.makes) and shapes[0] and (name in ELEMENTWISE or spreads):
                 reads = reads.difference(flat.makes).union(flat.reads)
                 equations.insert(0, flat)
-        return equations, {n for n in reads if avals[n].shape or n not in self._flat.constants}
+        return equations, {n for n in reads if avals[n].shape or n not in self.flat.constants}
 
 
-@dataclass(frozen=True, eq=False)
 class _Loop:
     """A loop over the slices of a device's part of some buffers of one shape.
 
-    Attributes:
-      flat: the jaxpr.
-      mesh: the devices.
-      equations: elementwise, in order.
+    Args:
+      update: the update that it is a part of.
       targets, sums: as of `_Update._loop`.
+
+    Attributes:
+      equations: elementwise, in order.
       reads: the arrays and scalars that are read.
       hosted: those of them on the hosts.
     """
 
-    flat: FlatJaxpr
-    mesh: Mesh
-    equations: list[FlatEquation]
-    targets: dict[int, int]
-    reads: set[int]
-    hosted: set[int]
-    sums: JaxprEqn | None
+    def __init__(self, update: _Update, targets: dict[int, int], sums: JaxprEqn | None):
+        self.flat, self.mesh, self.targets, self.sums = update.flat, update.mesh, targets, sums
+        self.equations, self.reads = update.followed(targets.values())
+        self.hosted = self.reads & update.placed.keys()
 
     def run(self, arrays: Values) -> Values:
         """Runs the loop on one device: its parts of arrays, and scalars -> its part of each target."""
