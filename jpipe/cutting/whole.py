@@ -24,7 +24,7 @@ from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.flops import flops_of
 from jpipe.jax.inside import line_of
 from jpipe.jax.primitives import LOOPS_AND_BRANCHES
-from jpipe.jax.tracing import replayed, trace
+from jpipe.jax.tracing import no_mesh, replayed, trace
 from jpipe.jax.trees import Casts, check_same_shapes, named_leaves, nested
 from jpipe.layers import base
 from jpipe.layers.base import AnyLayer, Context, Inputs, LayerError, LayerVariables, Shared, Specs, bind_by_call
@@ -355,7 +355,8 @@ class _PieceLayer:
 
     def _chosen(self, leaves: Sequence[Leaf]) -> dict[str, PyTree]:
         """The piece's part of the leaves of the model's variables."""
-        return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
+        with no_mesh():  # the leaves may lie on a mesh
+            return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
 
     def init(self, inputs: Inputs, context: Context) -> LayerVariables:
         """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
