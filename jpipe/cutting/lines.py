@@ -26,6 +26,7 @@ from jax import lax
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Follows, Part, Straight
 from jpipe.jax.flat_jaxpr import FlatEquation, FlatJaxpr, Flattening
+from jpipe.jax.primitives import CALLS
 from jpipe.jax.trees import is_float
 
 Element = tuple[int, tuple[int, ...]]
@@ -161,7 +162,11 @@ class _Rewriting:
     def __init__(self, straight: Straight):
         flat = straight.flat
         self.values, self._straight = _Values(straight), straight
-        self._flattening = Flattening(replace(flat, avals=[*flat.avals], constants={**flat.constants}, equations=[]))
+        new, never = (
+            replace(flat, avals=[*flat.avals], constants={**flat.constants}, equations=[]),
+            lambda equation: False,
+        )
+        self._flattening = Flattening(new, CALLS, never, never, selects=False)
         self._added: list[tuple[int, FlatEquation]] = []  # behind which equation, what
         self._totals: dict[int, int] = {}
         self._results = list(flat.results)

@@ -151,14 +151,7 @@ Callers: TypeAlias = tuple[JaxprEqn, ...]
 class Flattening:
     """Puts equations into `flat`, one jaxpr after the other; the arguments are those of `flatten`."""
 
-    def __init__(
-        self,
-        flat: FlatJaxpr,
-        calls: Collection[str] = CALLS,
-        unrolls: Whether = lambda equation: False,
-        keeps: Whether = lambda equation: False,
-        selects: bool = False,
-    ):
+    def __init__(self, flat: FlatJaxpr, calls: Collection[str], unrolls: Whether, keeps: Whether, selects: bool):
         self._calls, self._unrolls, self._keeps, self._selects = calls, unrolls, keeps, selects
         self.flat = flat
 

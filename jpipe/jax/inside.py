@@ -376,11 +376,3 @@ def unsharded_creation() -> AbstractContextManager[object]:
     made where a mesh is set. The public flag `flax_always_shard_variable` is one for the whole program.
     """
     return nnx.use_eager_sharding(False)
-
-
-def sets_a_mesh(error: Exception) -> bool:
-    """Whether JAX raised this because `jax.set_mesh` is called in what it traces.
-
-    Reads its message. Without this the error of such a factory says nothing of jpipe.
-    """
-    return isinstance(error, ValueError) and "`set_mesh` can only be used outside" in str(error)

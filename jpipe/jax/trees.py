@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.types import Leaf, PyTree, Structure
+from jpipe.types import Leaf, PyTree
 
 Casts = dict[np.dtype, np.dtype]
 """From dtypes of a model's variables to those in which users give them."""
@@ -49,18 +49,10 @@ def check_same_structure(what: str, tree: PyTree, expected: PyTree) -> None:
     missing, extra = [name for name in then if name not in now], [name for name in now if name not in then]
     lacks = [f"it lacks {_listed(missing, 1)}"] if missing else []
     has = [f"it has {_listed(extra, 1)} besides"] if extra else []
-    fault = " and ".join(lacks + has) or _containers(jax.tree.structure(tree), jax.tree.structure(expected))
+    fault = " and ".join(lacks + has) or "its containers differ"
     if 0 < len(missing) == len(then):
         fault = f"it is {outline(what, tree, 1)}, not {outline(what, expected, 1)}"
     raise ValueError(f"the {what} has another structure than at init: {fault}")
-
-
-def _containers(now: Structure, then: Structure) -> str:
-    """Names the first two containers that differ."""
-    data = [structure.node_data() or (object, None) for structure in (now, then)]
-    if data[0] != data[1]:
-        return "{} is in the place of {}".format(*(f"{kind.__name__} {aux or ''}".strip()[:60] for kind, aux in data))
-    return next(_containers(*pair) for pair in zip(now.children(), then.children(), strict=True) if pair[0] != pair[1])
 
 
 def outline(what: str, tree: PyTree, most: int = 8) -> str:

@@ -160,9 +160,7 @@ def _as_layer(place: _UsersLayer, index: int, sown: Sequence[str]) -> AnyLayer:
         return layer_of_module(layer, index, method, tuple(sown))
     if isinstance(layer, Layer):
         if sown:
-            raise ValueError(
-                f"sown={tuple(sown)!r}, but {layer.name} is a jpipe.Layer; let its apply return the values"
-            )
+            raise ValueError(f"sown={sown!r}: {layer.name} is a jpipe.Layer; let its apply return the values")
         return layer_of_functions(layer.name, _called_function(layer.apply, method, layer.name, index), layer.init)
     # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):

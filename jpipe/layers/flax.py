@@ -47,9 +47,7 @@ def as_collections(item: Item) -> LayerVariables:
 def without_sown(variables: LayerVariables, sown: Sequence[str]) -> LayerVariables:
     """Drops what was sown, which comes out behind the outputs if it is named; says once that intermediates aren't."""
     if "intermediates" in variables and "intermediates" not in sown:
-        warn_once(
-            'self.sow("intermediates", ...) is dropped; sown="intermediates" gives it behind the outputs of a module'
-        )
+        warn_once('self.sow("intermediates", ...) is dropped; sown="intermediates" gives it behind a module\'s outputs')
     return {name: tree for name, tree in variables.items() if name not in (*sown, "intermediates")}
 
 

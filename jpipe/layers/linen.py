@@ -59,9 +59,8 @@ def _adapted(calls: _LinenCalls) -> AnyLayer:
         init=calls.init,
         apply=calls.apply,
         bind=calls.bind,
-        from_item=lambda item: _unboxed(
-            without_sown(as_collections(item), calls.sown)
-        ),  # from elsewhere it may lack boxes
+        # Values from elsewhere may lack boxes of metadata.
+        from_item=lambda item: _unboxed(without_sown(as_collections(item), calls.sown)),
         partition_specs=_partition_specs,
         decode=decode if can_decode else None,
         sown=calls.sown,
@@ -101,10 +100,9 @@ class _LinenCalls:
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
         mutable = [name for name in variables if (name != "params" if train else name in self.writes)]
         positional, keywords = both_of(inputs)
-        options = {"rngs": rngs, "mutable": [*mutable, *self.sown], "method": self.method}
-        options |= {**self._mode(train), **keywords}
+        options = {"mutable": [*mutable, *self.sown], "method": self.method, **self._mode(train), **keywords}
         try:
-            outputs, changed = self.module.apply(_unboxed(variables), *positional, **options)
+            outputs, changed = self.module.apply(_unboxed(variables), *positional, rngs=rngs, **options)
         except flax.errors.InvalidRngError as error:
             if key is None:
                 raise LayerError(NO_KEY) from error

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax.flat_jaxpr import flatten
-from jpipe.jax.inside import collection_of, raised, sets_a_mesh, shortened, unsharded_creation
+from jpipe.jax.inside import collection_of, raised, shortened, unsharded_creation
 from jpipe.jax.tracing import no_mesh, uses
 from jpipe.jax.trees import nested, values_within
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Method, Specs
@@ -84,13 +84,9 @@ def layer_of_factory(
         try:
             with unsharded_creation():
                 module = factory(rngs=nnx.Rngs(key))
-        except (TypeError, ValueError) as error:
+        except TypeError as error:
             remedy = "it is called with rngs alone, which it hands on, as in lambda rngs: Block(width, rngs=rngs)"
-            if sets_a_mesh(error):
-                remedy = "a factory is traced: leave jax.set_mesh out, and pass the mesh to jpipe.Pipeline(..., mesh=)"
-            elif isinstance(error, ValueError):
-                raise
-            raise type(error)(f"layers[{index}] raised {raised(error)}; {remedy}") from shortened(error)
+            raise TypeError(f"layers[{index}] raised {raised(error)}; {remedy}") from shortened(error)
         if not isinstance(module, nnx.Module):
             raise TypeError(f"layers[{index}] takes rngs and returned {type(module).__name__}; return an nnx module")
         return nnx.split(_mark_arrays(module))

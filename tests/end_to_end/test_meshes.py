@@ -530,15 +530,6 @@ def test_weights_that_name_another_mesh(make_mesh):
     assert_close(pipe.apply(variables, x), module(x))
 
 
-def test_a_factory_that_sets_a_mesh(make_mesh):
-    def factory(rngs):
-        with jax.set_mesh(make_mesh((2,), ("model",))):
-            return nnx.Linear(4, 4, rngs=rngs)
-
-    with pytest.raises(ValueError, match=r"layers\[0\] raised ValueError at test_meshes.py.*leave jax\.set_mesh out"):
-        jpipe.Pipeline(factory, square, **SIZES)
-
-
 # --- evaluation and metrics -------------------------------------------------------------------------------------------
 
 

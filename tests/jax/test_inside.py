@@ -85,17 +85,6 @@ def test_meshes_of():
     assert found == {"sin": [1], "sharding_constraint": [0, 1], "shard_map": [0, 1], "cos": [0]}, f"{CHANGED} meshes_of"
 
 
-def test_sets_a_mesh():
-    def function(x):
-        with jax.set_mesh(jax.make_mesh((1,), ("a",))):
-            return x
-
-    with pytest.raises(ValueError) as caught:
-        jax.make_jaxpr(function)(X)
-    assert inside.sets_a_mesh(caught.value), f"{CHANGED} sets_a_mesh: {caught.value}"
-    assert not inside.sets_a_mesh(ValueError("shapes don't fit"))
-
-
 def test_carry_out_in_another_mesh():
     """An equation traced under Auto axes runs where they are manual, and keeps its scope."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
