@@ -49,8 +49,8 @@ def check_same_structure(what: str, tree: PyTree, expected: PyTree) -> None:
     missing, extra = [name for name in then if name not in now], [name for name in now if name not in then]
     lacks = [f"it lacks {_listed(missing, 1)}"] if missing else []
     has = [f"it has {_listed(extra, 1)} besides"] if extra else []
-    fault = " and ".join(lacks + has) or "its containers differ"
-    if 0 < len(missing) == len(then):
+    fault = " and ".join(lacks + has)
+    if not fault or 0 < len(missing) == len(then):
         fault = f"it is {outline(what, tree, 1)}, not {outline(what, expected, 1)}"
     raise ValueError(f"the {what} has another structure than at init: {fault}")
 
