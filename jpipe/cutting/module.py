@@ -85,7 +85,7 @@ class WholeModel:
         if isinstance(sampling, str) or sampling.straight.draws:
             evaluation = or_error(mode)
         modes = Modes(Traced(training), evaluation, sampling, outputs)
-        return modes if self.read is None else modes.reading(self.read).with_lines(self.lines)
+        return modes if self.read is None else modes.reading(self.read, self.lines)
 
     def read_by(self, loss_fn: LossFn | None, modes: Modes, batch: Shapes) -> tuple[WholeModel, Modes]:
         """(the model that knows which outputs a loss reads, its traces of these).
@@ -95,10 +95,10 @@ class WholeModel:
           modes, batch: the model's traces of all outputs for a micro-batch, and that one.
         """
         read = outputs_read(loss_fn, modes.outputs, batch)
-        modes = modes.reading(read)
-        straight = [one.straight for one in (modes.training, modes.sampling) if isinstance(one, Traced)]
+        plain = modes.reading(read)
+        straight = [one.straight for one in (plain.training, plain.sampling) if isinstance(one, Traced)]
         lines = find_lines(straight[0], straight[-1], jax.tree.leaves(batch)[0].shape[0])
-        return replace(self, read=read, lines=lines), modes.with_lines(lines)
+        return replace(self, read=read, lines=lines), modes.reading(read, lines)
 
     def trace_mode(
         self, read: Read, batch: Shapes, *, train: bool, key: Shapes = None, trained: Shapes = None
@@ -182,23 +182,16 @@ class Modes:
     sampling: Traced | str
     outputs: Shapes
 
-    def reading(self, read: tuple[bool, ...]) -> Modes:
-        """The same traces, of which only these outputs are read."""
+    def reading(self, read: tuple[bool, ...], lines: Lines = NO_LINES) -> Modes:
+        """The same traces, of which only these outputs are read, with some lines."""
         modes = self.training, self.evaluation, self.sampling
         straight = {id(one): replace(one.straight, read=read) for one in modes if isinstance(one, Traced)}
         # No piece has a slice of what some place uses whole, in whichever mode.
         each = [one.depths_read for one in straight.values()]
         depths = {leaf: min(d[leaf] for d in each if leaf in d) for leaf in set().union(*each)}
-        traced = {of: Traced(replace(one, depths=depths)) for of, one in straight.items()}
+        traced = {of: Traced(with_lines(replace(one, depths=depths), lines)) for of, one in straight.items()}
         evaluation, sampling = (traced.get(id(one), one) for one in modes[1:])
         return Modes(traced[id(self.training)], evaluation, sampling, self.outputs)
-
-    def with_lines(self, lines: Lines) -> Modes:
-        """The same traces, with lines."""
-        of = lambda one: one if isinstance(one, str) else Traced(with_lines(one.straight, lines))
-        sampling = of(self.sampling)
-        evaluation = sampling if self.evaluation is self.sampling else of(self.evaluation)
-        return Modes(Traced(with_lines(self.training.straight, lines)), evaluation, sampling, self.outputs)
 
 
 # --- names of pieces --------------------------------------------------------------------------------------------------
