@@ -50,10 +50,8 @@ def check_variables(plan: Plan, variables: dict[str, StageTree], casts: dict[str
         own = plan.layouts[name]
         tree = laid_out(tree, state_on_hosts=own.state_on_hosts)
         if tree.layout != own:
-            stages, here = tree.layout.num_stages, own.num_stages
-            differs = "its layers, balance or mesh differ" if stages == here else f"num_stages={stages}, here {here}"
-            then, now = (", ".join({str(a.dtype): 0 for a in one.shapes.values()}) for one in (tree.layout, own))
-            differs = differs if then == now else f"or by this one before it was given {now} in place of {then}"
+            theirs, ours = tree.layout.num_stages, own.num_stages
+            differs = f"num_stages={theirs}, here {ours}" if theirs != ours else "layers, balance, mesh or dtypes"
             raise ValueError(
                 f"variables[{name!r}] were laid out by another pipeline ({differs}); translate them: {translated(plan)}"
             )

@@ -305,7 +305,7 @@ class Pipeline(Tabular):
             micro = self.planner.for_outputs(batch, bare)
             checks.check_complete(self.plan, variables)
             step = self.planner.evaluation_step(micro, key, with_loss=False)
-            run = partial(self._jit_apply, step, self.planner.output_axes(micro))
+            run = partial(self._jit_apply, step, self.planner.joining(micro))
             checks.check_agree(self.plan, "bare" if micro.bare else "apply", batch, key)
             self._known[call] = run
         return self._run("the forward pass", self._known[call], variables, batch, key)

@@ -80,16 +80,11 @@ def _elements(flat: FlatJaxpr, leaf: int) -> Iterator[Element]:
     return within(flat.results[leaf], ())
 
 
-@dataclass(frozen=True, eq=False)
 class _Values:
     """Says where the values of a trace are made: behind which equation of the list."""
 
-    straight: Straight
-
-    @property
-    def flat(self) -> FlatJaxpr:
-        """The list."""
-        return self.straight.flat
+    def __init__(self, straight: Straight):
+        self.straight, self.flat = straight, straight.flat
 
     def number(self, element: Element) -> tuple[int, tuple[int, ...]]:
         """Finds an element of the outputs: (its number, the indices that are left within it)."""
@@ -162,10 +157,8 @@ class _Rewriting:
     def __init__(self, straight: Straight):
         flat = straight.flat
         self.values, self._straight = _Values(straight), straight
-        new, never = (
-            replace(flat, avals=[*flat.avals], constants={**flat.constants}, equations=[]),
-            lambda equation: False,
-        )
+        never = lambda equation: False
+        new = replace(flat, avals=[*flat.avals], constants={**flat.constants}, equations=[])
         self._flattening = Flattening(new, CALLS, never, never, selects=False)
         self._added: list[tuple[int, FlatEquation]] = []  # behind which equation, what
         self._totals: dict[int, int] = {}
@@ -199,10 +192,12 @@ class _Rewriting:
         joins = sorted((i if i >= 0 else last, element) for i, element in zip(at, elements, strict=True))
         for row, (i, (leaf, indices)) in enumerate(joins):
             number, rest = self.values.number((leaf, indices))
-            line.append(self._add(i, partial(_appended, rest), line[-1], number))
+            append = lambda rows, values, rest=rest: lax.concatenate([rows[1:], values[rest][None]], 0)
+            line.append(self._add(i, append, line[-1], number))
             rows[leaf][indices] = row
         for leaf, own in rows.items():
-            take = partial(_taken, [own[i] for i in sorted(own)], self._straight.flat.avals[self._results[leaf]].shape)
+            shape, places = self._straight.flat.avals[self._results[leaf]].shape, [own[i] for i in sorted(own)]
+            take = lambda rows, at=places, shape=shape: jnp.stack([rows[i] for i in at]).reshape(shape)
             self._results[leaf] = self._add(last, take, line[-1])
 
     def done(self) -> Straight:
@@ -226,13 +221,3 @@ class _Rewriting:
         trips = {number: list(now(stacked)) for number, stacked in flat.trips.items()}
         flat = replace(flat, equations=[*equations.values()], results=now(self._results), trips=trips)
         return replace(straight, flat=flat, lines={n: i for i, line in enumerate(self._lines) for n in line})
-
-
-def _appended(indices: tuple[int, ...], rows: jax.Array, values: jax.Array) -> jax.Array:
-    """Gives a queue without its first row, and with one of some values, or an element of them."""
-    return lax.concatenate([rows[1:], values[indices][None]], 0)
-
-
-def _taken(places: Sequence[int], shape: tuple[int, ...], rows: jax.Array) -> jax.Array:
-    """Gives some rows of a queue, as an output of this shape."""
-    return jnp.stack([lax.index_in_dim(rows, i, keepdims=False) for i in places]).reshape(shape)

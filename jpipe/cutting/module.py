@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.cutting.lines import NO_LINES, Lines, find_lines, with_lines
-from jpipe.cutting.places import Traced, or_error
+from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, describe
 from jpipe.layers.connections import with_inputs
 from jpipe.model.groups import strong
-from jpipe.model.layer_function import TracedInit, in_either_mode, trace_call, trace_init
+from jpipe.model.layer_function import TracedInit, in_either_mode, or_error, trace_call, trace_init
 from jpipe.model.loss import LossFn, call_loss
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import check_updates, described_inputs, inputs_of, telling, warn_of_dropouts

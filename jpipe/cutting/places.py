@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -31,7 +30,6 @@ NEARLY = 3 / 4
 """A new piece with more than this part of the FLOPs of the old one is nearly the same."""
 MOST_WIDER = 2
 """A piece is cut at an inner place that bears at most so many times the bytes of its wider end."""
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,14 +178,6 @@ class Traced:
             if made is not None and part in first:
                 spans[part] = min(first[part], made), max(made + 1, first[part] + 1)
         return spans
-
-
-def or_error(make: Callable[[], Made]) -> Made | str:
-    """The result of a function, or the words of its ValueError: for what only some ask for, who raise it again."""
-    try:
-        return make()
-    except ValueError as error:
-        return str(error)
 
 
 def find_places(traced: Traced, wanted: int, forbidden: Callable[[int], bool]) -> list[int]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.cutting.module import Modes, WholeModel, paths_below, paths_of, piece_names, with_zeros, without_unread
 from jpipe.cutting.pieces import Cutting, NoSuchPlace, Piece, ReadsOthers, TiedTogether, decide_cutting, make_pieces
-from jpipe.cutting.places import Traced, or_error
+from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import INLINED, Part, rows_of
 from jpipe.jax.flat_jaxpr import flatten
 from jpipe.jax.flops import flops_of
@@ -32,6 +32,7 @@ from jpipe.layers.calls import CACHE
 from jpipe.memory.layout import ModelTree
 from jpipe.model.alike import Kinds, PartJaxpr
 from jpipe.model.groups import bits
+from jpipe.model.layer_function import or_error
 from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.types import Leaf, PyTree, Shapes

@@ -26,6 +26,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from jpipe.execution.before_ticks import joined
 from jpipe.execution.decoding import Decoding, PickLogits, find_logits, make_decoding
 from jpipe.execution.executor import moved
 from jpipe.execution.programs import run_step
@@ -33,14 +34,13 @@ from jpipe.execution.stage import Stage
 from jpipe.execution.sweep import Job, sweep
 from jpipe.jax.in_place import Index, put_slice, take_row, take_slice, when
 from jpipe.layers.base import describe
-from jpipe.memory.batches import join_microbatches
 from jpipe.memory.buffers import in_order
 from jpipe.memory.layout import StageTree
 from jpipe.memory.storage import Buffers, Row
 from jpipe.model.layer_function import LayerArguments
 from jpipe.model.random_keys import as_key
 from jpipe.partitioner.axes import AXIS
-from jpipe.partitioner.shardings import to_spec
+from jpipe.partitioner.shardings import Shard, to_spec
 from jpipe.planning.planner import Planner
 from jpipe.processes.progress import task
 from jpipe.schedules.actions import Placement
@@ -301,6 +301,6 @@ def generate(
         PartitionSpec(None, *spec(size)),
         fill,
         [one for one, _ in rounds],
-        after=lambda sequences: join_microbatches(sequences)[:count],
+        after=lambda sequences: joined(sequences, Shard(0))[:count],
         result_specs=spec(count),
     )

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.execution.before_ticks import known_to_loss
+from jpipe.execution.before_ticks import joined_outputs, known_to_loss
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.stage import Stage, send_shared
 from jpipe.jax.flat_jaxpr import without_calls
 from jpipe.jax.in_place import Index
 from jpipe.jax.primitives import ClosedJaxpr, Var, shapes_of
 from jpipe.jax.tracing import replay
-from jpipe.memory.batches import Joining, join_microbatches, split_microbatches
+from jpipe.memory.batches import split_microbatches
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
@@ -30,11 +30,11 @@ from jpipe.model.layer_function import trace_group_init
 from jpipe.model.random_keys import init_key, key_shape
 from jpipe.partitioner.axes import on_stages, shapes_only
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import replicated, to_spec
+from jpipe.partitioner.shardings import AxisSharding, replicated, to_spec
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step
 from jpipe.processes.progress import compiles
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch, Leaf, PyTree
 
 
 def weight_uses(step: Step) -> dict[str, set[tuple[bool, np.dtype | None]]]:
@@ -165,13 +165,13 @@ def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch, key: jax
 
 
 def apply(
-    step: Step, joined: tuple[Joining, ...], variables: dict[str, StageTree], batch: Batch, key: jax.Array | None = None
+    step: Step, joins: tuple[AxisSharding, ...], variables: dict[str, StageTree], batch: Batch, key: Leaf | None = None
 ) -> PyTree:
     """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode.
 
     Args:
       step: forward only.
-      joined: how the micro-batches of each leaf of the outputs are joined.
+      joins: how a micro-batch lies in each leaf of the outputs of all.
       variables, batch, key: all collections; what the step was made for.
     """
     specs = [to_spec(at, step.model.axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
@@ -180,7 +180,7 @@ def apply(
         run_inference,
         (variables, batch, key, None),
         [PartitionSpec(None, *spec) for spec in specs],
-        after=lambda leaves: list(map(join_microbatches, leaves, joined)),
+        after=lambda leaves: joined_outputs(leaves, joins),
         result_specs=specs,
     )
     return jax.tree.unflatten(jax.tree.structure(step.model.groups[-1].gives), leaves)

@@ -19,7 +19,7 @@ from jpipe.layers.base import describe
 from jpipe.layers.calls import signature_of
 from jpipe.model.groups import LayerGroup
 from jpipe.partitioner.axes import AXIS
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Partial, Shard
+from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Partial, Shard
 from jpipe.partitioner.splits import Splits
 from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
 
@@ -187,8 +187,7 @@ def default_inputs(batch: Batch) -> PyTree:
         if "inputs" not in batch:
             raise ValueError(
                 f"the batch is a dict with the keys {sorted(map(str, batch))} and no 'inputs'; name what the first "
-                "layer takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline, which gives batch['x'], or "
-                "jpipe.Arguments(x=batch['x']) to pass it by keyword"
+                "layer takes 'inputs', or pass inputs=lambda batch: ... (by keyword: jpipe.Arguments(...))"
             )
         return batch["inputs"]
     if isinstance(batch, tuple | list):
@@ -299,12 +298,8 @@ def lying_by_shapes(
     return found
 
 
-Joining = int | AxisSharding
-"""The axis along which micro-batches of an output are joined; `PARTIAL` or `AVERAGED`, if they make a sum or a mean."""
-
-
-def output_axes(outputs: Shapes, lying: Sequence[AxisSharding], size: int) -> tuple[Joining, ...]:
-    """The batch axis of each leaf of a model's outputs; of one without how it lies.
+def joining(outputs: Shapes, lying: Sequence[AxisSharding], size: int) -> tuple[AxisSharding, ...]:
+    """How a micro-batch lies in each leaf of a model's outputs of all, which are joined along the batch axis.
 
     If it holds examples and more, such as their places, `[b * T]`, the rows of an example have to lie together. A leaf
     without a batch axis may begin with an axis of 1, and then gives one row for each micro-batch.
@@ -318,7 +313,7 @@ def output_axes(outputs: Shapes, lying: Sequence[AxisSharding], size: int) -> tu
       ValueError: a leaf has no batch axis and is no sum or mean, or examples lie apart in it; both are named, and what
         to return.
     """
-    axes = list[Joining]()
+    places = list[AxisSharding]()
     for (name, leaf), at in zip(named_leaves("outputs", outputs), lying, strict=True):
         if at.outer > 1 if isinstance(at, Shard) else not isinstance(at, Partial) and leaf.shape[:1] != (1,):
             raise ValueError(
@@ -326,20 +321,8 @@ def output_axes(outputs: Shapes, lying: Sequence[AxisSharding], size: int) -> tu
                 "batch alone. Give it an axis of its own, return means as the loss's metrics, or x[None] for a row of "
                 "each micro-batch"
             )
-        axes.append(at.dim if isinstance(at, Shard) else 0 if leaf.shape[:1] == (1,) else at)
-    return tuple(axes)
-
-
-def join_microbatches(leaf: jax.Array, axis: Joining = 0) -> jax.Array:
-    """`[M, ..., B/M, ...]` to `[..., B, ...]`: the outputs of micro-batches joined along their batch axis, or added up.
-
-    Without an axis they are the parts of a sum or of a mean.
-    """
-    if not isinstance(axis, int):
-        return leaf.sum(0) if axis == PARTIAL else leaf.mean(0).astype(leaf.dtype)
-    rest = leaf.shape[1:]
-    whole = (*rest[:axis], leaf.shape[0] * rest[axis], *rest[axis + 1 :])
-    return jnp.reshape(jnp.moveaxis(leaf, 0, axis), whole)
+        places.append(at if isinstance(at, Shard) or leaf.shape[:1] != (1,) else Shard(0))
+    return tuple(places)
 
 
 # --- rows on the mesh -------------------------------------------------------------------------------------------------

@@ -342,6 +342,14 @@ def in_either_mode(traced: Callable[[bool], Made]) -> Made:
         raise
 
 
+def or_error(make: Callable[[], Made]) -> Made | str:
+    """The result of a function, or the words of its ValueError: for what only some ask for, who raise it again."""
+    try:
+        return make()
+    except ValueError as error:
+        return str(error)
+
+
 def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
     """Traces the initialisation of a group's layers, to make new variables; errors as of its `check`."""
     train = group.trace is not None and group.trace.init_trains

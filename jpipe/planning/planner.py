@@ -32,15 +32,14 @@ from jpipe.layers.base import AnyLayer, describe, with_dtypes
 from jpipe.layers.flax import logical_rules
 from jpipe.layers.frozen import FROZEN
 from jpipe.memory.batches import (
-    Joining,
     MicroBatch,
     check_no_example,
     cut_for_evaluation,
     cut_for_training,
     in_halves,
     is_bare,
+    joining,
     lying_by_shapes,
-    output_axes,
 )
 from jpipe.memory.records import LayerTrees
 from jpipe.model.examples_in_layers import ExamplesInLayers, follow_examples
@@ -253,23 +252,20 @@ class Planner:
         return lying_by_shapes(last.gives, doubled and doubled.groups[-1], found.outputs, micro.size)
 
     @once("request.splits", "cut")
-    def output_axes(self, micro: MicroBatch) -> tuple[Joining, ...]:
-        """How the micro-batches of each leaf of the outputs are joined."""
+    def joining(self, micro: MicroBatch) -> tuple[AxisSharding, ...]:
+        """How a micro-batch lies in each leaf of the outputs of all, as `apply` joins them."""
         if not self.examples(micro).is_certain and self._doubled(micro) is None:
             raise ValueError(
                 f"the model can't be traced for {2 * micro.size} examples; let it take batches of any size"
             )
-        lying, gives = self._lying(micro), self.model(micro).groups[-1].gives
-        leaves = jax.tree.leaves(gives)
-        found = self.examples(micro)
-        # A number of them all, and what is surely a sum, a mean, or the same for all, has no examples to be joined.
-        surely = [at == PARTIAL or not follows for at, follows in zip(found.outputs, found.follows, strict=True)]
-        alone = [leaf.shape[:1] != (1,) and (sure or not leaf.shape) for leaf, sure in zip(leaves, surely, strict=True)]
-        if any(alone):
-            lie = self.outputs_lie(micro) if micro.count > 1 else [AVERAGED] * len(leaves)
-            joined = lambda at: at if isinstance(at, Shard | Partial) else AVERAGED
-            lying = [joined(of_all) if is_alone else at for at, of_all, is_alone in zip(lying, lie, alone, strict=True)]
-        return output_axes(gives, lying, micro.size)
+        found, lying, gives = self.examples(micro), list(self._lying(micro)), self.model(micro).groups[-1].gives
+        for i, (at, leaf) in enumerate(zip(lying, jax.tree.leaves(gives), strict=True)):
+            # A number of them all, and what is surely a sum, a mean, or the same for all, has no examples to be joined.
+            alone = not leaf.shape or found.outputs[i] == PARTIAL or not found.follows[i]
+            if alone and leaf.shape[:1] != (1,) and not isinstance(at, Shard):
+                of_all = self.outputs_lie(micro)[i] if micro.count > 1 else AVERAGED
+                lying[i] = of_all if isinstance(of_all, Partial) else AVERAGED
+        return joining(gives, lying, micro.size)
 
     @once("request.splits", "cut")
     def _doubled(self, micro: MicroBatch) -> Model | None:

@@ -469,7 +469,7 @@ def as_if(ready, more, dtype=np.float32):
         (lambda r: r.pipe.apply(r.state, BATCH), TypeError, r"variables is a TrainState; pass state\.variables"),
         (lambda r: of_another(4).apply(r.variables, BATCH), ValueError, OTHER_STAGES),
         (lambda r: of_another(4).train_step(r.state, BATCH), ValueError, OTHER_STAGES),
-        (lambda r: of_another(2, 5).apply(r.variables, BATCH), ValueError, r"its layers, balance or mesh differ"),
+        (lambda r: of_another(2, 5).apply(r.variables, BATCH), ValueError, r"layers, balance, mesh or dtypes"),
         # jaxlib's "__ne__(): incompatible function arguments", of a comparison with None, and pages of treedefs.
         (lambda r: r.pipe.apply(r.variables, {"x": BATCH["inputs"]}), ValueError, NO_BATCH),
         (lambda r: r.pipe.apply(r.variables, ones(8, 6)), ValueError, r"float32\[4,6\] from this batch.*features"),

@@ -400,7 +400,7 @@ def test_weights_of_bfloat16_and_back():
     params, single = cast(made["params"], jnp.bfloat16), pipe.from_model_variables(made, X)
     state = pipe.create_state(KEY, X, tx, pipe.from_model_variables(made | {"params": params}))
     assert dtypes_in(state.variables["params"]) == dtypes_in(state.opt_state) == {"bfloat16"}
-    with pytest.raises(ValueError, match="by this one before it was given bfloat16 in place of float32"):
+    with pytest.raises(ValueError, match="layers, balance, mesh or dtypes"):
         pipe.evaluate(single, X)
     mixed = params | {"Dense_0": made["params"]["Dense_0"]}
     with pytest.raises(ValueError, match="has the dtype float32, not bfloat16 as at init; cast it"):

@@ -19,8 +19,8 @@ from jpipe.memory.batches import (
     data_shard,
     default_inputs,
     is_bare,
+    joining,
     lying_by_shapes,
-    output_axes,
     place_rows,
 )
 from jpipe.partitioner.shardings import REPLICATED, Shard
@@ -155,7 +155,7 @@ def doubled(large, dim=None):
 def axes_by_shapes(small, large, dim=None):
     """The batch axes of an output whose layers couple examples, which shapes have to confirm."""
     lying = lying_by_shapes(shapes(x=small), doubled(large, dim), [REPLICATED], 4)
-    return output_axes(shapes(x=small), lying, 4)
+    return joining(shapes(x=small), lying, 4)
 
 
 ALONE = "no axis is the batch alone"
@@ -179,7 +179,7 @@ ALONE = "no axis is the batch alone"
 def test_the_axis_that_grows_with_the_batch(small, large, dim, expected):
     """The axis along which micro-batches are joined, or why there is none."""
     if isinstance(expected, int):
-        assert axes_by_shapes(small, large, dim) == (expected,)
+        assert [at.dim for at in axes_by_shapes(small, large, dim)] == [expected]
         return
     with pytest.raises(ValueError, match=expected):
         axes_by_shapes(small, large, dim)
