@@ -50,13 +50,13 @@ def check_variables(plan: Plan, variables: dict[str, StageTree], casts: dict[str
         own = plan.layouts[name]
         tree = laid_out(tree, state_on_hosts=own.state_on_hosts)
         if tree.layout != own:
-            theirs, ours = tree.layout.num_stages, own.num_stages
-            differs = f"num_stages={theirs}, here {ours}" if theirs != ours else "layers, balance, mesh or dtypes"
+            there, here = tree.layout.num_stages, own.num_stages
+            differs = f"num_stages={there}, here {here}" if there != here else "layers, balance, mesh or dtypes differ"
             raise ValueError(
                 f"variables[{name!r}] were laid out by another pipeline ({differs}); translate them: {translated(plan)}"
             )
-        of_name = None if casts is None else casts.setdefault(name, {})
-        check_same_shapes(f"variables[{name!r}]", tree, own.shapes, of_name)
+        own_casts = None if casts is None else casts.setdefault(name, {})
+        check_same_shapes(f"variables[{name!r}]", tree, own.shapes, own_casts)
 
 
 def translated(plan: Plan) -> str:
@@ -181,7 +181,7 @@ def check_alive(what: str, tree: PyTree) -> None:
             )
 
 
-def call_of(what: str, *arguments: PyTree) -> tuple[object, ...]:
+def call_of(what: object, *arguments: PyTree) -> tuple[object, ...]:
     """The key by which a call's checks are known to have passed.
 
     It is what the call does, the types of its arguments, which of them the user put on this process's own devices, the

@@ -148,7 +148,7 @@ class Pipeline(Tabular):
             loss_over=loss_over,
         )
         self.planner = Planner(request)
-        self._known: dict = {}  # what a call runs, by `checks.call_of`
+        self._known: dict = {}  # what a call runs, by `checks.call_of`; what `init` runs, by plan
         # A function of this pipeline's own: what was compiled of it goes when the pipeline goes.
         jit = lambda program, *static: jax.jit(partial(program), static_argnums=static)
         self._train_step_for = steps_for(programs.value_and_grad, self._state_shapes)
@@ -300,7 +300,7 @@ class Pipeline(Tabular):
             with an axis of 1 gives a row for each micro-batch.
         """
         key = None if key is None else as_key(key)
-        if (call := checks.call_of(f"apply, bare={bare}", variables, batch, key)) not in self._known:
+        if (call := checks.call_of((self.planner, f"apply, bare={bare}"), variables, batch, key)) not in self._known:
             checks.check_is_variables(variables)
             micro = self.planner.for_outputs(batch, bare)
             checks.check_complete(self.plan, variables)
@@ -330,7 +330,7 @@ class Pipeline(Tabular):
         """
         checks.check_complete(self.plan, variables)
         words, options, drawn_by = as_asked(self.planner, prompts, num_tokens, key, temperature, prefill, logits)
-        if (call := checks.call_of(words, prompts)) not in self._known:
+        if (call := checks.call_of((self.planner, words), prompts)) not in self._known:
             checks.check_agree(self.plan, words, prompts, key)
             self._known[call] = None
         run = partial(self._jit_generate, **options)
@@ -339,7 +339,7 @@ class Pipeline(Tabular):
     def evaluate(self, variables: Variables, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only. With a key layers draw as in training."""
         key = None if key is None else as_key(key)
-        if (call := checks.call_of("evaluate", variables, batch, key)) not in self._known:
+        if (call := checks.call_of((self.planner, "evaluate"), variables, batch, key)) not in self._known:
             micro = self.planner.for_evaluation(batch)
             checks.check_complete(self.plan, variables)
             run = partial(self._jit_evaluate, self.planner.evaluation_step(micro, key, with_loss=True))
@@ -474,7 +474,7 @@ class Pipeline(Tabular):
 
     def _training_step(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Step:
         """The step for a batch's shapes; it is made, and all arguments are checked, once for their types."""
-        if (call := checks.call_of("train", variables, batch, key)) not in self._known:
+        if (call := checks.call_of((self.planner, "train"), variables, batch, key)) not in self._known:
             micro = self.planner.for_training(batch)
             checks.check_complete(self.plan, variables)
             step = self.planner.training_step(micro, key)

@@ -246,10 +246,13 @@ class Checkpointer:
         check_agree(pipe.plan, "init", batch)
         contents = Contents(pipe.plan.model, state, pipe.plan.cut)
         if difference := first_difference(about, contents.description()):
-            planner = pipe.planner.cast(contents.casts(about))
-            if planner is not pipe.planner:
-                pipe.planner = planner
-                return self._restored(step, pipe, batch, tx)
+            before, pipe.planner = pipe.planner, pipe.planner.cast(contents.casts(about))
+            if pipe.planner is not before:
+                try:
+                    return self._restored(step, pipe, batch, tx)
+                except BaseException:
+                    pipe.planner = before
+                    raise
             kind = "layer" if pipe.plan.cut is None else "model"
             load = "load_model" if "model" in about else "load_layers"
             raise ValueError(

@@ -1,8 +1,8 @@
 """Lines: values that each piece of a model hands on to the next one, in one shape from the first piece to the last.
 
 What a block gives to the model's outputs, such as the load balance that a router sows, would cross all boundaries
-behind that block and none before: blocks would be unlike, and each compiled. So such values of one shape share a line:
-a queue with a row for each of them. A block drops the first row and appends its own:
+behind that block and none before: blocks would be unlike, and each would be compiled alone. So such values of one shape
+share a line: a queue with a row for each of them. A block drops the first row and appends its own:
 
     embed ─► [0 0 0] ─► block ─► [0 0 a] ─► block ─► [0 a b] ─► block ─► [a b c] ─► head, the outputs a, b, c
 
@@ -84,7 +84,7 @@ class _Values:
     """Says where the values of a trace are made: behind which equation of the list."""
 
     def __init__(self, straight: Straight):
-        self.straight, self.flat = straight, straight.flat
+        self.straight, self.flat, self.traced = straight, straight.flat, Traced(straight)
 
     def number(self, element: Element) -> tuple[int, tuple[int, ...]]:
         """Finds an element of the outputs: (its number, the indices that are left within it)."""
@@ -102,13 +102,13 @@ class _Values:
 
     @cached_property
     def _first_used(self) -> dict[Part, int]:
-        pairs = list(zip(self.straight.main, Traced(self.straight).parts_used, strict=True))
+        pairs = list(zip(self.straight.main, self.traced.parts_used, strict=True))
         return {part: i for i, parts in reversed(pairs) for part in parts}
 
     def are_apart(self, numbers: Iterable[int]) -> bool:
         """Whether some of these values are made in other blocks than others: parameters are used in between."""
         at = sorted(filter(lambda i: i >= 0, map(self.at, numbers)))
-        uses = zip(self.straight.main, Traced(self.straight).uses_variables, strict=True)
+        uses = zip(self.straight.main, self.traced.uses_variables, strict=True)
         return bool(at) and any(used and at[0] < i <= at[-1] for i, used in uses)
 
     @cached_property
@@ -186,17 +186,18 @@ class _Rewriting:
 
     def queue_up(self, elements: Sequence[Element], kind: jax.ShapeDtypeStruct) -> None:
         """Makes the line of a queue; an element that all pieces can make in this mode joins at the end."""
-        line = self._line((len(elements), *kind.shape), kind.dtype)
+        (number, rest), avals = self.values.number(elements[0]), self._straight.flat.avals
+        line = self._line((len(elements), *avals[number].shape[len(rest) :]), kind.dtype)  # of these shapes
         at, last = [self.values.at(self.values.number(e)[0]) for e in elements], len(self._straight.flat.equations)
-        rows = defaultdict[int, dict[tuple[int, ...], int]](dict)
+        places_of = defaultdict[int, dict[tuple[int, ...], int]](dict)
         joins = sorted((i if i >= 0 else last, element) for i, element in zip(at, elements, strict=True))
         for row, (i, (leaf, indices)) in enumerate(joins):
             number, rest = self.values.number((leaf, indices))
             append = lambda rows, values, rest=rest: lax.concatenate([rows[1:], values[rest][None]], 0)
             line.append(self._add(i, append, line[-1], number))
-            rows[leaf][indices] = row
-        for leaf, own in rows.items():
-            shape, places = self._straight.flat.avals[self._results[leaf]].shape, [own[i] for i in sorted(own)]
+            places_of[leaf][indices] = row
+        for leaf, own in places_of.items():
+            shape, places = avals[self._results[leaf]].shape, [own[i] for i in sorted(own)]
             take = lambda rows, at=places, shape=shape: jnp.stack([rows[i] for i in at]).reshape(shape)
             self._results[leaf] = self._add(last, take, line[-1])
 

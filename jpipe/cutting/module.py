@@ -105,7 +105,7 @@ class WholeModel:
     ) -> tuple[Straight, Shapes]:
         """(the model's equations in training or evaluation, the shapes of its outputs).
 
-        What it sows in training alone, where `trained` are the shapes of its outputs, is zero in evaluation.
+        Values that it sows in training alone are zeros in evaluation; `trained` are the shapes of its outputs there.
         """
         (layer,) = with_inputs([self.layer], read)
         if layer.sown and trained is not None:

@@ -336,7 +336,7 @@ def cut_decoder(
     with telling(f"generate: {layer.name}", lambda: told_of(read(tokens))):
         train = model.whole.init is not None and model.whole.init.train
         init = trace_init(layer, key_shape(), read(tokens), tokens, train=train)
-    whole = WholeModel(layer, strong(init.variables), init, model.whole.read, model.whole.lines)
+    whole = replace(model.whole, layer=layer, variables=strong(init.variables), init=init)
     cutting = model.cutting.renumbered(_numbers(model.whole, whole))
     decoder = CutModel(whole, cutting)
     caches = _caches(decoder, *_trace_again(decoder, read, tokens)[:2])

@@ -22,7 +22,7 @@ from jpipe.layers.nnx import layer_of_factory, layer_of_module
 from jpipe.layers.plain import Layer, layer_of_functions
 
 
-def as_layers(layers: object, sown: Sequence[str] = ()) -> tuple[AnyLayer, ...]:
+def as_layers(layers: object, sown: tuple[str, ...] = ()) -> tuple[AnyLayer, ...]:
     """Adapts a user's sequence of layers.
 
     Args:
@@ -63,11 +63,11 @@ def as_whole(model: object, sown: str | Sequence[str] = ()) -> AnyLayer | None:
     inner = model.layer if isinstance(model, Frozen) else model
     if isinstance(inner, nn.Sequential | nnx.Sequential | Sequence):  # an nnx.List is a module, too
         if names:
-            raise ValueError(f"sown={sown!r} is of a model that is one module; in a list, layers pass on such values")
+            raise ValueError(f"sown={sown!r} is for a model that is one module; in a list, layers pass on such values")
         return None
     is_one = isinstance(inner, nn.Module | nnx.Module | Layer)
     is_factory = callable(inner) and not isinstance(inner, type) and "rngs" in signature_of(inner)
-    return as_layers([model], names)[0] if is_one or is_factory else None
+    return as_layers([model], tuple(names))[0] if is_one or is_factory else None
 
 
 @dataclass(frozen=True)
@@ -150,21 +150,21 @@ def _parts(layer: object) -> list[object]:
     return [layer]
 
 
-def _as_layer(place: _UsersLayer, index: int, sown: Sequence[str]) -> AnyLayer:
+def _as_layer(place: _UsersLayer, index: int, sown: tuple[str, ...]) -> AnyLayer:
     layer, method = place.module, place.method
     if isinstance(layer, Marked):
         raise TypeError(f"layers[{index}] shares a marked layer; mark its use: jpipe.stash(jpipe.Shared(layer), 'a')")
     if isinstance(layer, nn.Module):
-        return linen_layer(layer, index, method, tuple(sown))
+        return linen_layer(layer, index, method, sown)
     if isinstance(layer, nnx.Module):
-        return layer_of_module(layer, index, method, tuple(sown))
+        return layer_of_module(layer, index, method, sown)
     if isinstance(layer, Layer):
         if sown:
             raise ValueError(f"sown={sown!r}: {layer.name} is a jpipe.Layer; let its apply return the values")
         return layer_of_functions(layer.name, _called_function(layer.apply, method, layer.name, index), layer.init)
     # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
-        return layer_of_factory(layer, index, method, sown=tuple(sown))
+        return layer_of_factory(layer, index, method, sown)
     function = layer.func if isinstance(layer, functools.partial) else layer
     if isinstance(function, type):
         kind = function.__name__

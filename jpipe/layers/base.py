@@ -73,7 +73,7 @@ class AnyLayer:
       name: a short name for tables and errors.
       made_of: the kind of the layer, and all values that decide what it computes of (variables, inputs, context), on
         variables of which shapes; see `is_same`.
-      init: (inputs, context) -> new variables, of those that it has in the context's mode.
+      init: (inputs, context) -> new variables: those that it has in the context's mode.
       apply: (variables, inputs, context) -> (outputs, new values of all collections but the parameters). In evaluation
         it gives no new values, but for caches in decode mode.
       bind: item -> the layer with these variables as a function of its inputs, in evaluation mode.
@@ -112,7 +112,7 @@ class AnyLayer:
 
 
 def variables_of(layer: AnyLayer, item: Item, expected: LayerVariables) -> LayerVariables:
-    """A user's item as variables; if that makes them as expected, with an outer "params" more or less."""
+    """A user's item as variables; an outer "params" may be missing or one too many, if the rest is as expected."""
     outline, inside = jax.tree.structure(expected), isinstance(item, Mapping) and "params" in item
     for one in (item, {"params": item}, *([item["params"]] if inside else ())):
         with suppress(LayerError):
@@ -134,7 +134,7 @@ def with_dtypes(layer: AnyLayer, casts: Sequence[Mapping[str, Casts]]) -> AnyLay
         layer,
         made_of=("cast", casts, layer.made_of),
         init=lambda inputs, context: cast_all(layer.init(inputs, context)),
-        decode=None if decode is None else lambda *sizes: with_dtypes(decode(*sizes), casts),
+        decode=None if decode is None else lambda *call: with_dtypes(decode(*call), casts),
         ready=None if layer.ready is None else cast_all(layer.ready),
     )
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, describe, positional
-from jpipe.layers.calls import NO_KEY, decoding, signature_of
+from jpipe.layers.calls import decoding, signature_of
 from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]
@@ -224,11 +224,11 @@ def with_inputs(layers: Sequence[AnyLayer], read_inputs: Callable[..., PyTree]) 
         return first.init(positional(read_inputs(context.batch)), context)
 
     def apply(variables: LayerVariables, nothing: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        keys = {}
-        if takes_key:
-            if context.key is None:
-                raise LayerError(NO_KEY)
-            keys = {"key": jax.random.fold_in(context.key, INPUTS)}
+        keys = {"key": jax.random.fold_in(context.key, INPUTS)} if takes_key and context.key is not None else {}
+        if takes_key and not keys:
+            raise LayerError(
+                "gets inputs that take a random key, and got none; pass pipe.evaluate(variables, batch, k)"
+            )
         return first.apply(variables, positional(read_inputs(context.batch, **keys)), context)
 
     made_of = ("reads its inputs", first.made_of, read_inputs)

@@ -1,4 +1,4 @@
-"""Holds the parts that Linen and NNX have in common: logical axis rules, dropout, and errors of modules."""
+"""Holds what Linen and NNX have in common: logical axis rules, sown values, dropouts, errors of modules."""
 
 from __future__ import annotations
 
@@ -63,9 +63,6 @@ def check_method(module: type, name: str, method: Method | None, index: int) -> 
 
 def dropout_in_words(part: object) -> list[str]:
     """Describes a module that draws what it drops, not other objects. At a rate of 1 it draws nothing."""
-    if isinstance(part, nn.Dropout | nnx.Dropout):
-        rate = part.rate
-    else:
-        attention = isinstance(part, nn.MultiHeadDotProductAttention | nnx.MultiHeadAttention)
-        rate = part.dropout_rate if attention else 0
+    attention = isinstance(part, nn.MultiHeadDotProductAttention | nnx.MultiHeadAttention)
+    rate = part.rate if isinstance(part, nn.Dropout | nnx.Dropout) else part.dropout_rate if attention else 0
     return [f"{type(part).__name__} of rate {rate}"] if 0 < rate < 1 else []

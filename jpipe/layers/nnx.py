@@ -50,6 +50,8 @@ def layer_of_module(module: nnx.Module, index: int, method: Method | None, sown:
       TypeError: the method is a function.
       ValueError: the module has no such method.
     """
+    module = nnx.clone(module)
+    nnx.pop(module, nnx.Intermediate)  # of a call before
     graphdef, state = nnx.split(module)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     calls, ready = _NnxCalls(graphdef, template, method, sown), _collections(state)
@@ -191,8 +193,8 @@ class _NnxCalls:
             raise LayerError(f"makes the collection {min(lost)!r} in training, as {SOWN}")
         if self.sown:
             outputs = outputs, {name: collections.get(name, {}) for name in self.sown}
-        written = [name for name in collections if name in variables and name != "params"]
-        return outputs, {name: collections[name] for name in written if train or name in self.writes}
+        state = [name for name in collections if name in variables and name != "params"]
+        return outputs, {name: collections[name] for name in state if train or name in self.writes}
 
     def _called(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[PyTree, LayerVariables]:
         """Calls a fresh module: (its outputs, its variables after that)."""

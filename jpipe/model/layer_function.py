@@ -333,7 +333,7 @@ def trace_init(layer: AnyLayer, key: Shapes, takes: Shapes, batch: Shapes, *, tr
 
 
 def in_either_mode(traced: Callable[[bool], Made]) -> Made:
-    """Traces a layer that is initialised in evaluation mode; in training mode, if it has variables there alone."""
+    """Traces a layer with the variables of evaluation mode; if that fails, with those of training mode."""
     try:
         return traced(False)
     except Exception:
@@ -343,7 +343,7 @@ def in_either_mode(traced: Callable[[bool], Made]) -> Made:
 
 
 def or_error(make: Callable[[], Made]) -> Made | str:
-    """The result of a function, or the words of its ValueError: for what only some ask for, who raise it again."""
+    """The result of a function, or the words of its ValueError, which is raised only if somebody uses the result."""
     try:
         return make()
     except ValueError as error:

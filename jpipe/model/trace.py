@@ -140,6 +140,7 @@ def _trace_layer(
 
         def traced(train: bool) -> LayerTrace:
             new = trace_init(layer, key_shape(), takes, batch, train=train).variables if made is None else made
+            variables.clear()
             variables.update(strong(jax.eval_shape(lambda v: v, new)))
             _check_parameters(variables)
             with layer.dropouts() as dropouts:

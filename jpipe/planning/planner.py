@@ -163,15 +163,13 @@ class Planner:
           TypeError: `bare` is no bool.
           ValueError: as of `is_bare`; a layer reads from the batch, and there is none; it is a single example.
         """
-        seen = self.plan_for(batch).model
         if bare is not None and not isinstance(bare, bool | np.bool_):
             raise TypeError(f"bare={bare!r} is no bool; pass True for the model's inputs, False for a whole batch")
+        seen = self.plan_for(batch).model
         bare = bool(is_bare(batch, seen.batch, seen.inputs, self.request.read_inputs, bare))
-        if bare and self.cut is None:
-            for index, layer in enumerate(self.request.layers):
-                if layer.reads_batch:
-                    name = f"layer {index} ({layer.name})"
-                    raise ValueError(f"{name} reads a side input; pass the whole batch, not its inputs")
+        side = [f"layer {i} ({layer.name})" for i, layer in enumerate(self.request.layers) if layer.reads_batch]
+        if bare and side:
+            raise ValueError(f"{side[0]} reads a side input; pass the whole batch, not its inputs")
         check_no_example(batch, seen.inputs if bare else seen.batch)
         return cut_for_evaluation(batch, *self._sizes, bare=bare)
 
@@ -254,11 +252,10 @@ class Planner:
     @once("request.splits", "cut")
     def joining(self, micro: MicroBatch) -> tuple[AxisSharding, ...]:
         """How a micro-batch lies in each leaf of the outputs of all, as `apply` joins them."""
-        if not self.examples(micro).is_certain and self._doubled(micro) is None:
-            raise ValueError(
-                f"the model can't be traced for {2 * micro.size} examples; let it take batches of any size"
-            )
-        found, lying, gives = self.examples(micro), list(self._lying(micro)), self.model(micro).groups[-1].gives
+        found = self.examples(micro)
+        if not found.is_certain and self._doubled(micro) is None:
+            raise ValueError(f"the model can't be traced for {2 * micro.size} examples; let it take any batch size")
+        lying, gives = list(self._lying(micro)), self.model(micro).groups[-1].gives
         for i, (at, leaf) in enumerate(zip(lying, jax.tree.leaves(gives), strict=True)):
             # A number of them all, and what is surely a sum, a mean, or the same for all, has no examples to be joined.
             alone = not leaf.shape or found.outputs[i] == PARTIAL or not found.follows[i]
@@ -305,10 +302,8 @@ class Planner:
         if place in self.known:
             return self.known[place]
         functions, layers = self._functions(micro, key, train=True, with_loss=True), []
-        with (
-            self.tracing(),
-            task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
-        ):
+        progress = task("tracing forward and backward", total=len(functions), unit="groups of layers")
+        with self.tracing(), progress as advance:
             for function in functions:
                 alone = "layer", self._whole_arrays, remat, micro, key, function.group.indices
                 layer = self.known.get(alone) or trace_layer(function)

@@ -229,7 +229,7 @@ class Work:
     def summed(self, bounds: Sequence[tuple[int, int]]) -> "Work":
         """The work of virtual stages, from that of layers; `bounds` has the first layer and the end of each."""
         sums = lambda times: [float(np.sum(times[start:stop])) for start, stop in bounds]
-        return Work({kind: sums(times) for kind, times in self.times.items()}, sums(self.anew))
+        return replace(self, times={kind: sums(times) for kind, times in self.times.items()}, anew=sums(self.anew))
 
     @staticmethod
     def of(schedule: Schedule, forward: Times, backward: Times, weight: Times | None, recompute: Times) -> "Work":

@@ -196,7 +196,7 @@ def test_what_is_dropped_is_said():
 @pytest.mark.parametrize(
     ("model", "sown", "error", "message"),
     [
-        ([Block(), Block()], "losses", ValueError, "sown='losses' is of a model that is one module"),
+        ([Block(), Block()], "losses", ValueError, "sown='losses' is for a model that is one module"),
         (jpipe.Layer(lambda key, x: x, lambda p, x: x), "losses", ValueError, "is a jpipe.Layer; let its apply return"),
         (Sows(), 3, TypeError, "sown=3 are no collections"),
         (Sows(), "params", TypeError, "sown='params' are no collections"),
@@ -205,3 +205,36 @@ def test_what_is_dropped_is_said():
 def test_bad_names(model, sown, error, message):
     with pytest.raises(error, match=message):
         jpipe.Pipeline(model, loss, num_stages=1, num_microbatches=1, sown=sown)
+
+
+class Places(nn.Module):
+    """Sows a number for each token: more of them in a larger batch, and in a longer sequence."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = Dense(6)(x)
+        for _ in range(3):
+            x = x + jnp.tanh(Dense(6)(x))
+            self.sow("intermediates", "means", x.mean(-1).reshape(-1))
+        return Dense(2)(x)
+
+
+def test_rows_are_as_long_as_the_batch_at_hand_makes_them():
+    model, x = Places(), np.random.default_rng(1).normal(size=(8, 3, 5))
+    of_outputs = lambda outputs, batch: jnp.mean(outputs[0] ** 2) + sum(map(jnp.mean, jax.tree.leaves(outputs[1])))
+    pipe = jpipe.Pipeline(model, of_outputs, num_stages=2, num_microbatches=2, sown="intermediates")
+    tree = {"params": model.init(jax.random.key(0), x)["params"]}
+    variables = pipe.from_model_variables(tree, {"inputs": x})
+    for part in (x, x[:4], x[:, :2]):
+        plain = of_outputs(model.apply(tree, part, mutable="intermediates"), None)
+        assert_close(pipe.evaluate(variables, {"inputs": part}), plain)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_was_sown_before_is_no_variable():
+    model = Sower(nnx.Rngs(0))
+    model(X)
+    pipe = jpipe.Pipeline(model, loss, num_stages=2, num_microbatches=2, sown="intermediates")
+    variables = pipe.init(jax.random.key(0), {"inputs": X})
+    assert {*variables} == {"params"}
+    assert len(jax.tree.leaves(pipe.apply(variables, {"inputs": X})[1])) == 3
