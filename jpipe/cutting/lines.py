@@ -49,23 +49,25 @@ class Lines:
 NO_LINES = Lines()
 
 
-def find_lines(training: Straight, evaluation: Straight, num_examples: int) -> Lines:
+def find_lines(training: Straight, evaluation: Straight, num_examples: int, names: Sequence[str]) -> Lines:
     """Finds the lines of a model in its traces at some shapes.
 
     Args:
       training, evaluation: the traces.
       num_examples: b of the micro-batch. A queue bears scalars and vectors, but none with a number for each example.
+      names: of each leaf of the outputs; those of blocks that are alike have the same. A queue bears values of one
+        name, made by the same operations: sums over examples are other values than means.
     """
-    values, queues = _Values(training), defaultdict[tuple[tuple[int, ...], np.dtype], dict[Element, int]](dict)
+    values, queues = _Values(training), defaultdict[tuple[object, ...], dict[Element, int]](dict)
     for leaf in np.flatnonzero(training.read).tolist():
         own = {element: values.number(element)[0] for element in _elements(training.flat, leaf)}
-        aval = training.flat.avals[next(iter(own.values()))]
+        aval = training.flat.avals[first := next(iter(own.values()))]
         if aval.ndim <= 1 and aval.shape != (num_examples,) and all(values.at(n) >= 0 for n in own.values()):
-            queues[aval.shape, aval.dtype] |= own
+            queues[aval.shape, aval.dtype, names[leaf], values.made_by(first)] |= own
     chosen = {kind: own for kind, own in queues.items() if values.are_apart(own.values())}
     longest = max(values, _Values(evaluation), key=lambda values: len(values.sums))
     dtypes = tuple(longest.flat.avals[total].dtype for total, _ in longest.sums)
-    return Lines(tuple((tuple(own), jax.ShapeDtypeStruct(*kind)) for kind, own in chosen.items()), dtypes)
+    return Lines(tuple((tuple(own), jax.ShapeDtypeStruct(*kind[:2])) for kind, own in chosen.items()), dtypes)
 
 
 def _elements(flat: FlatJaxpr, leaf: int) -> Iterator[Element]:
@@ -99,6 +101,13 @@ class _Values:
         if source is Follows.VARIABLES:
             return max((self._first_used.get(part, -1) for part in self.straight.support([number])[1]), default=-1)
         return self.flat.made_by.get(number, -1) if source is Follows.BOTH else -1
+
+    def made_by(self, number: int) -> tuple[object, ...]:
+        """The operation that makes a value, those that make its operands, and what it follows from."""
+        makers, equations = self.flat.made_by, self.flat.equations
+        reads = equations[makers[number]].reads if number in makers else ()
+        names = (equations[makers[n]].equation.primitive.name for n in (number, *reads) if n in makers)
+        return self.straight.sources[number], *names
 
     @cached_property
     def _first_used(self) -> dict[Part, int]:

@@ -23,7 +23,7 @@ from jpipe.cutting.lines import NO_LINES, Lines, find_lines, with_lines
 from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jax.tracing import trace, uses
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, describe
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, describe
 from jpipe.layers.connections import with_inputs
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import TracedInit, in_either_mode, or_error, trace_call, trace_init
@@ -97,7 +97,8 @@ class WholeModel:
         read = outputs_read(loss_fn, modes.outputs, batch)
         plain = modes.reading(read)
         straight = [one.straight for one in (plain.training, plain.sampling) if isinstance(one, Traced)]
-        lines = find_lines(straight[0], straight[-1], jax.tree.leaves(batch)[0].shape[0])
+        names = [re.sub(r"\d+", "", jax.tree_util.keystr(at)) for at, _ in jax.tree.leaves_with_path(modes.outputs)]
+        lines = find_lines(straight[0], straight[-1], jax.tree.leaves(batch)[0].shape[0], names)
         return replace(self, read=read, lines=lines), modes.reading(read, lines)
 
     def trace_mode(
@@ -125,7 +126,10 @@ def _sowing(layer: AnyLayer, wanted: Shapes) -> AnyLayer:
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         (outputs, sown), updates = layer.apply(variables, inputs, context)
-        found = dict(jax.tree_util.tree_leaves_with_path(sown))
+        found, kind = dict(jax.tree_util.tree_leaves_with_path(sown)), lambda x: (x.shape, x.dtype)
+        like = dict(jax.tree_util.tree_leaves_with_path(wanted))
+        if any(path not in like or kind(leaf) != kind(like[path]) for path, leaf in found.items()):
+            raise LayerError("sows values in evaluation that it doesn't sow in training, or of other types")
         fill = lambda path, leaf: found.get(path, jnp.zeros(leaf.shape, leaf.dtype))
         return (outputs, jax.tree_util.tree_map_with_path(fill, wanted)), updates
 
@@ -318,9 +322,8 @@ def with_zeros(loss_fn: LossFn, outputs: Shapes, shapes: Shapes, read: Sequence[
 
     @functools.wraps(loss_fn)
     def loss(given: PyTree, batch: Batch, **options: object) -> PyTree:
-        kept, size = iter(jax.tree.leaves(given)), jax.tree.leaves(shapes)[0].shape[0]
-        ratio = jax.tree.leaves(batch)[0].shape[0] // size  # of a whole mini-batch the zeros are as many
-        rows = lambda shape: (ratio * size, *shape[1:]) if shape[:1] == (size,) else shape
+        kept, (size, now) = iter(jax.tree.leaves(given)), (jax.tree.leaves(x)[0].shape[0] for x in (shapes, batch))
+        rows = lambda shape: (now, *shape[1:]) if shape[:1] == (size,) else shape
         pairs = zip(jax.tree.leaves(outputs), read, strict=True)
         leaves = [next(kept) if is_read else jnp.zeros(rows(leaf.shape), leaf.dtype) for leaf, is_read in pairs]
         return loss_fn(jax.tree.unflatten(jax.tree.structure(outputs), leaves), batch, **options)

@@ -126,9 +126,6 @@ def check_context(mesh: Mesh) -> None:
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and dict(context.shape) != dict(mesh.shape):
         raise ValueError(f"the mesh in context has {dict(context.shape)}, not {dict(mesh.shape)}; set pipe.mesh")
-    if AxisType.Explicit in context.axis_types and context.axis_types != mesh.axis_types:
-        fault = f"the mesh in context has axes of the types {context.axis_types}, the pipeline's {mesh.axis_types}"
-        raise ValueError(f"{fault}; set pipe.mesh")
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

@@ -241,10 +241,8 @@ class Work:
             array, remedy = np.asarray(times, object), f"use one number, or one for each of the {count} stages"
             if array.shape not in ((), (count,)):
                 raise ValueError(f"{label}={times!r} has shape {array.shape}; {remedy}")
-            numbers = [
-                as_number(label, time, f"{remedy}, for one micro-batch", positive=positive) for time in array.flat
-            ]
-            return np.broadcast_to(np.array(numbers), (count,))[stages] / schedule.num_chunks
+            number = lambda time: as_number(label, time, f"{remedy}, for one micro-batch", positive=positive)
+            return np.broadcast_to(np.array(list(map(number, array.flat))), (count,))[stages] / schedule.num_chunks
 
         anew, both = of_chunks("recompute", recompute, positive=False), of_chunks("backward", backward)
         part = both / 2 if weight is None else of_chunks("weight", weight, positive=False)

@@ -238,3 +238,49 @@ def test_what_was_sown_before_is_no_variable():
     variables = pipe.init(jax.random.key(0), {"inputs": X})
     assert {*variables} == {"params"}
     assert len(jax.tree.leaves(pipe.apply(variables, {"inputs": X})[1])) == 3
+
+
+class Several(nn.Module):
+    """Sows sums, means, a norm of parameters and a load, all scalars of one type."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = Dense(6)(x)
+        for i in range(3):
+            dense = Dense(6, name=f"block_{i}")
+            x = x + jnp.tanh(dense(x))
+            self.sow("losses", f"sum_{i}", jnp.sum(x**2))
+            self.sow("losses", f"mean_{i}", jnp.mean(x**2))
+            self.sow("losses", f"norm_{i}", jnp.sum(dense.variables["params"]["kernel"] ** 2))
+            self.sow("losses", f"load_{i}", jnp.sum(jnp.mean(x, 0) ** 2))
+        return Dense(2)(x)
+
+
+def test_sums_and_means_have_queues_of_their_own():
+    model = Several()
+    tree = {"params": model.init(jax.random.key(0), X)["params"]}
+    pipe = jpipe.Pipeline(model, loss, num_stages=2, num_microbatches=2, sown="losses", loss_over="microbatch")
+    found = pipe.apply(pipe.from_model_variables(tree, {"inputs": X}), {"inputs": X})
+    plain = lambda x: tuple(model.apply(tree, x, mutable="losses"))
+    outputs, halves = plain(X), [plain(x)[1]["losses"] for x in np.split(X, 2)]
+    means = jax.tree.map(lambda *two: np.mean(two), *halves)
+    losses = {name: means[name] if "load" in name else own for name, own in outputs[1]["losses"].items()}
+    assert_close(found, (outputs[0], {"losses": losses}))
+
+
+class Unlike(nn.Module):
+    """Sows something else in evaluation."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = Dense(6)(x)
+        self.sow("losses", "own" if train else "other", jnp.mean(x))
+        return Dense(2)(x)
+
+
+def test_values_of_evaluation_alone():
+    pipe = jpipe.Pipeline(Unlike(), loss, num_stages=2, num_microbatches=2, sown="losses")
+    variables = pipe.init(jax.random.key(0), {"inputs": X})
+    pipe.value_and_grad(variables, {"inputs": X})
+    with pytest.raises(ValueError, match="sows values in evaluation that it doesn't sow in training"):
+        pipe.evaluate(variables, {"inputs": X})

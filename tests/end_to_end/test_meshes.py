@@ -482,12 +482,6 @@ def test_another_mesh_in_context(make_mesh):
     pipe = small(nn.Dense(4), num_stages=1)
     with jax.set_mesh(make_mesh((2,), ("data",))), pytest.raises(ValueError, match=r"the mesh in context .*'data': 2"):
         pipe.init(KEY, ones(2, 4))
-    pipe = small(nn.Dense(4), num_stages=1, mesh=make_mesh((1,)))
-    with (
-        jax.set_mesh(make_mesh((1,), explicit=True)),
-        pytest.raises(ValueError, match=r"context .*\(Explicit,\).*Auto"),
-    ):
-        pipe.init(KEY, ones(2, 4))
 
 
 class OnItsMesh(nnx.Module):

@@ -128,7 +128,7 @@ ONE_FOR_ALL = "repeat it for each example, np.full(batch_size, value), or leave 
 OF_BATCHES = [
     (
         lambda: traced(make(), image),
-        "name what the first layer takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline",
+        "name what the first layer takes 'inputs', or pass inputs=lambda batch: ...",
         lambda: traced(make(inputs=lambda batch: batch["image"]), image),
     ),
     *(
