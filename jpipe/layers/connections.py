@@ -226,9 +226,7 @@ def with_inputs(layers: Sequence[AnyLayer], read_inputs: Callable[..., PyTree]) 
     def apply(variables: LayerVariables, nothing: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         keys = {"key": jax.random.fold_in(context.key, INPUTS)} if takes_key and context.key is not None else {}
         if takes_key and not keys:
-            raise LayerError(
-                "gets inputs that take a random key, and got none; pass pipe.evaluate(variables, batch, k)"
-            )
+            raise LayerError("reads inputs that take a random key, and got none: pipe.evaluate(variables, batch, key)")
         return first.apply(variables, positional(read_inputs(context.batch, **keys)), context)
 
     made_of = ("reads its inputs", first.made_of, read_inputs)
