@@ -267,13 +267,13 @@ def described(value: object) -> object:
 
     Calls are replaced by what they call: their parameters are names and derivative rules.
     """
-    if isinstance(value, Jaxpr):
-        return described(ClosedJaxpr(value, ()))
-    if isinstance(value, ClosedJaxpr):
+    if isinstance(value, ClosedJaxpr):  # asked first, since newer JAX has one class for both
         flat = flatten(value)
         constants = list(map(bits, flat.constants.values()))
         each = [(e.primitive.name, described(sorted(e.params.items())), *numbers) for e, _, *numbers in flat.equations]
         return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, each, flat.results
+    if isinstance(value, Jaxpr):
+        return described(ClosedJaxpr(value, ()))
     if isinstance(value, np.ndarray | jax.Array):
         return bits(value)
     return list(map(described, value)) if isinstance(value, tuple | list) else value
