@@ -394,10 +394,8 @@ class Pipeline(Tabular):
         plan = self.planner.plan_for(batch)
         if variables is not None:
             checks.check_complete(plan, variables, casts := {})
-            if are_others(casts) and plan.cut is None:
+            if are_others(casts):
                 variables = self.from_layer_variables(self.layer_variables(variables))
-            elif are_others(casts):
-                variables = self.from_model_variables(self.model_variables(variables))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
             new = self.init(key, batch)

@@ -16,7 +16,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def find_lines(training: Straight, evaluation: Straight, num_examples: int, name
     """
     values, queues = _Values(training), defaultdict[tuple[object, ...], dict[Element, int]](dict)
     for leaf in np.flatnonzero(training.read).tolist():
-        own = {element: values.number(element)[0] for element in _elements(training.flat, leaf)}
+        own = {(leaf, at): n for at, n in _elements(training.flat, training.flat.results[leaf])}
         aval = training.flat.avals[first := next(iter(own.values()))]
         if aval.ndim <= 1 and aval.shape != (num_examples,) and all(values.at(n) >= 0 for n in own.values()):
             queues[aval.shape, aval.dtype, names[leaf], values.made_by(first)] |= own
@@ -70,16 +70,12 @@ def find_lines(training: Straight, evaluation: Straight, num_examples: int, name
     return Lines(tuple((tuple(own), jax.ShapeDtypeStruct(*kind[:2])) for kind, own in chosen.items()), dtypes)
 
 
-def _elements(flat: FlatJaxpr, leaf: int) -> Iterator[Element]:
-    """The elements of a leaf of the outputs."""
-
-    def within(number: int, indices: tuple[int, ...]) -> Iterator[Element]:
-        if number not in flat.trips:
-            yield leaf, indices
-        for i, trip in enumerate(flat.trips.get(number, ())):
-            yield from within(trip, (*indices, i))
-
-    return within(flat.results[leaf], ())
+def _elements(flat: FlatJaxpr, number: int, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yields the indices and the numbers of what unrolled scans stack in a value, or of itself."""
+    for i, trip in enumerate(flat.trips.get(number, ())):
+        yield from _elements(flat, trip, (*at, i))
+    if number not in flat.trips:
+        yield at, number
 
 
 class _Values:
@@ -182,7 +178,8 @@ class _Rewriting:
 
     def _line(self, shape: tuple[int, ...], dtype: np.dtype) -> list[int]:
         """Begins a line, before all other activations: its values so far."""
-        self._lines.append([self._add(self._straight.main[0] - 1, partial(jnp.zeros, shape, dtype))])
+        zeros = lambda: lax.squeeze(jnp.zeros((1, *shape), dtype), [0])  # an equation; `zeros(())` is a constant
+        self._lines.append([self._add(self._straight.main[0] - 1, zeros)])
         return self._lines[-1]
 
     def add_up(self, dtype: np.dtype, total: int | None, terms: Sequence[int]) -> None:

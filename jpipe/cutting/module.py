@@ -111,7 +111,7 @@ class WholeModel:
         (layer,) = with_inputs([self.layer], read)
         if layer.sown and trained is not None:
             layer = _sowing(layer, trained[1])
-        told = lambda: told_of(trace(read, batch)[1], self.variables, *[WITHOUT_KEY] * (key is None))
+        told = lambda: told_of(trace(read, batch)[1], self.variables)
         with telling(layer.name, told), layer.dropouts() as dropouts:
             closed, (outputs, updates) = trace_call(layer, self.variables, (), batch, key, train=train)
             check_updates(self.variables, updates, closed)
@@ -161,13 +161,10 @@ def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes, *, train: bool
     return WholeModel(layer, strong(init.variables), init)
 
 
-WITHOUT_KEY = "it was called without a random key; pipe.evaluate and pipe.apply take one: key=jax.random.key(...)"
-
-
-def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None, *more: str) -> list[str]:
+def told_of(inputs: Shapes, variables: dict[str, Shapes] | None = None) -> list[str]:
     """The lines that explain an error of a model: what it was called with, and its parameters."""
     has = [f"it has the parameters {describe(variables['params'])}"] if variables and "params" in variables else []
-    return [f"it was called with {described_inputs(inputs)}", *has, *more]
+    return [f"it was called with {described_inputs(inputs)}", *has]
 
 
 @dataclass(frozen=True, eq=False)

@@ -165,11 +165,7 @@ class CutModel:
             ) from None
 
     def as_layers(
-        self,
-        modes: Sequence[Sequence[Piece] | str],
-        outputs: Shapes,
-        num_leaves: int,
-        writes: tuple[str, ...] = (),
+        self, modes: Sequence[Sequence[Piece] | str], outputs: Shapes, num_leaves: int, writes: tuple[str, ...] = ()
     ) -> tuple[AnyLayer, ...]:
         """Makes layers of all pieces.
 

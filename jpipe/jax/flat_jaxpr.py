@@ -253,10 +253,7 @@ def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> Closed
 
 
 def jaxpr_of(
-    flat: FlatJaxpr,
-    equations: Sequence[FlatEquation],
-    takes: Sequence[int],
-    gives: Sequence[int],
+    flat: FlatJaxpr, equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]
 ) -> ClosedJaxpr:
     """Some equations of a flat jaxpr as a jaxpr of their own; its constants are those that it reads or gives.
 

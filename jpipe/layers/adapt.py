@@ -55,19 +55,17 @@ def as_whole(model: object, sown: str | Sequence[str] = ()) -> AnyLayer | None:
       sown: as of `as_layers`.
 
     Raises:
-      TypeError, ValueError: as of `as_layers`; or `sown` are no names, or for layers that don't sow.
+      TypeError, ValueError: as of `as_layers`; or `sown` are no names, or of layers that don't sow.
     """
     names = (sown,) if isinstance(sown, str) else sown
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) and name != "params" for name in names):
-        raise TypeError(f"sown={sown!r} are no collections of sown values; pass their names, such as ('losses',)")
+    are_names = isinstance(names, Sequence) and all(isinstance(n, str) and n != "params" for n in names)
     inner = model.layer if isinstance(model, Frozen) else model
-    if isinstance(inner, nn.Sequential | nnx.Sequential | Sequence):  # an nnx.List is a module, too
-        if names:
-            raise ValueError(f"sown={sown!r} is for a model that is one module; in a list, layers pass on such values")
-        return None
-    is_one = isinstance(inner, nn.Module | nnx.Module | Layer)
+    is_list = isinstance(inner, nn.Sequential | nnx.Sequential | Sequence)  # an nnx.List is a module, too
     is_factory = callable(inner) and not isinstance(inner, type) and "rngs" in signature_of(inner)
-    return as_layers([model], tuple(names))[0] if is_one or is_factory else None
+    sows = not is_list and (isinstance(inner, nn.Module | nnx.Module) or is_factory)
+    if names and not (sows and are_names):
+        raise TypeError(f"sown={sown!r}: name collections that one Linen or nnx module sows into; others return values")
+    return as_layers([model], tuple(names))[0] if sows or isinstance(inner, Layer) else None
 
 
 @dataclass(frozen=True)
@@ -159,8 +157,6 @@ def _as_layer(place: _UsersLayer, index: int, sown: tuple[str, ...]) -> AnyLayer
     if isinstance(layer, nnx.Module):
         return layer_of_module(layer, index, method, sown)
     if isinstance(layer, Layer):
-        if sown:
-            raise ValueError(f"sown={sown!r}: {layer.name} is a jpipe.Layer; let its apply return the values")
         return layer_of_functions(layer.name, _called_function(layer.apply, method, layer.name, index), layer.init)
     # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):

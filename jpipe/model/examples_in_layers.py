@@ -91,4 +91,6 @@ def _follow(group: LayerGroup, takes: Sequence[AxisSharding], follows: Sequence[
     # A running average's new value is made of the statistic that examples are normalised by.
     state = range(len(closed.out_avals) - len(updated), len(closed.out_avals))
     late = [*[False] * num_variables, *follows, *[True] * (rest - 1), False]
-    return Examples(closed, size, lying, late, strict=False, statistics=state)
+    found = Examples(closed, size, lying, late, strict=False, statistics=state)
+    found.takes = found.flat.arguments[num_variables : num_variables + len(takes)]
+    return found

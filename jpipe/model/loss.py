@@ -389,10 +389,7 @@ def _telling(function: LossFn, of: str, outputs: Shapes, batch: Shapes, key: Sha
 
 
 def _weights(
-    loss_fn: LossFn,
-    arguments: LossShapes,
-    names: Sequence[str],
-    dtype: jnp.dtype,
+    loss_fn: LossFn, arguments: LossShapes, names: Sequence[str], dtype: jnp.dtype
 ) -> tuple[ClosedJaxpr, list[float] | None]:
     """Traces (micro-batch, random key -> the terms' weights); also their numbers, if shapes alone tell them.
 

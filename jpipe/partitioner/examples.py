@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import jax
@@ -33,6 +33,7 @@ from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten
 from jpipe.jax.inside import carry_out, line_of, needed_part, standing_alone
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
 from jpipe.jax.tracing import interpret
+from jpipe.jax.trees import is_float
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.per_device import HANDLERS
 from jpipe.partitioner.rules import RULES, part_params
@@ -86,6 +87,12 @@ class Known(NamedTuple):
 
 INDEX = Known(None, Shard(0))
 
+ADDING = {"add", "add_any", "concatenate", "pad", "select_n", "stack", "sub"}
+ADDING |= {"broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze"}
+"""Operations that add up their operands, put them side by side, or move them: of zeros they make zeros."""
+FACTORS = {"mul": 1, "dot_general": 1, "div": -1}
+"""Operations that multiply by constants, or by their inverses."""
+
 
 @dataclass(frozen=True)
 class _Microbatches(Axis):
@@ -124,6 +131,7 @@ class Examples:
       at: by number, how a micro-batch has each value, if it can compute it; else whole.
       couplings: the equations that couple late values; if `strict`, those that only prints need.
       known: what micro-batches need of the whole mini-batch, as far as `function` was called.
+      takes: the numbers of the arguments that an earlier layer gives, for `scales`.
 
     Raises:
       CouplesError: `strict`, and an equation couples late values.
@@ -155,6 +163,7 @@ class Examples:
         self._needed = {*self.flat.needed_for(self.flat.results)}  # others are for prints alone
         of = lambda chosen: {*self.flat.needed_for(n for i, n in enumerate(self.flat.results) if chosen(i))}
         self._of_statistics, self._of_others = of(statistics.__contains__), of(lambda i: i not in statistics)
+        self.takes: Sequence[int] = ()
         self.couplings: list[Coupling] = []
         self.known: list[Known] = []
         self._ways = [self._follow(i, flat) for i, flat in enumerate(self.flat.equations)]
@@ -173,22 +182,38 @@ class Examples:
     def numbers(self) -> list[float]:
         """The constants that equations read, but for those that make parts of sums."""
         reads = [flat.reads for flat in self.flat.equations if PARTIAL not in [self.at[n] for n in flat.makes]]
-        constants = [x for n in chain(*reads) if (x := self.flat.constants.get(n)) is not None and np.ndim(x) == 0]
-        return [float(x) for x in constants if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        constants = (x for n in chain(*reads) if (x := self.flat.constants.get(n)) is not None and is_float(x))
+        return [float(x) for array in constants for x in np.unique(array)]
 
     def scales(self, given: Sequence[frozenset[float]]) -> list[frozenset[float]]:
-        """For each result, the numbers that parts of sums are multiplied by on the ways to it; none if it isn't one.
+        """For each result, the numbers that parts of sums are multiplied by on the ways to it.
+
+        Of what has no examples it is 1 / b, as of a mean, if it may be other than zero: added to a sum over examples it
+        makes something else.
 
         Args:
-          given: the same for the values before, of which those that are parts of sums are the arguments, in order.
+          given: the same for the values that `takes` numbers.
         """
-        at = dict(zip((n for n in self.flat.arguments if self.at[n] == PARTIAL), filter(None, given), strict=False))
+        at = dict(zip(self.takes, given, strict=False))
+
+        def of(number: int) -> frozenset[float]:
+            if number in at or self.at[number] != REPLICATED or self.flat.avals[number].dtype == bool:  # a predicate
+                return at.get(number, frozenset())
+            constant = self._constant(number)
+            return frozenset({1 / self.axis.size} if constant is None or np.any(constant) else ())
+
         for flat in self.flat.equations:
-            name, parts = flat.equation.primitive.name, frozenset[float]().union(*(at.get(n, ()) for n in flat.reads))
-            numbers = [float(x) for n in flat.reads if (x := self._constant(n)) is not None and np.ndim(x) == 0]
-            factor = math.prod(numbers if name == "mul" else [1 / x for x in numbers if x] if name == "div" else [])
-            at |= {n: frozenset(x * factor for x in parts or {1.0}) for n in flat.makes if self.at[n] == PARTIAL}
-        return [at.get(number, frozenset()) for number in self.flat.results]
+            name = flat.equation.primitive.name
+            constants = [np.unique(x) for n in flat.reads if name in FACTORS and (x := self._constant(n)) is not None]
+            factors = [math.prod(each) ** FACTORS.get(name, 1) for each in product(*constants)]
+            chosen = [n for n in flat.reads if name in ADDING or self.at[n] == PARTIAL]
+            parts = frozenset[float]().union(*map(of, chosen))
+            for n in flat.makes:
+                if self.at[n] == PARTIAL:
+                    at[n] = frozenset(float(x * factor) for x in parts or {1.0} for factor in factors)
+                elif chosen and not parts and n not in self._late:
+                    at[n] = parts
+        return list(map(of, self.flat.results))
 
     def _constant(self, number: int) -> Leaf | None:
         """A value that no argument has to do with; None if one has."""

@@ -230,14 +230,13 @@ class Planner:
         for leaf, (at, follows) in enumerate(zip(lying, found.follows, strict=True)):
             if isinstance(at, Shard) or not follows:
                 continue
-            is_sum = False  # if it couples examples, as its layer is marked to
+            is_sum = False if found.couplings else None  # by operations that are marked
             if found.outputs[leaf] == PARTIAL:
-                doubled = self._doubled(micro)
-                is_sum = doubled and found.is_sum(follow_examples(doubled), leaf)
+                is_sum = (doubled := self._doubled(micro)) and found.is_sum(follow_examples(doubled), leaf)
             if is_sum is None:
-                raise ValueError(
-                    f"leaf {leaf} of the outputs has no examples, and is neither their sum nor mean; return it for each"
-                )
+                name, _ = named_leaves("outputs", self.model(micro).groups[-1].gives)[leaf]
+                remedy = "return it for each, or what is added to a sum apart from it"
+                raise ValueError(f"{name} has no examples, and is neither their sum nor mean; {remedy}")
             lying[leaf] = PARTIAL if is_sum else AVERAGED
         return lying
 

@@ -283,6 +283,8 @@ NUMBERS = {
     "sum": lambda y: jnp.sum(y**2),
     "means of classes": lambda y: jnp.mean(y, (0, 1)),
     "a tenth of a sum": lambda y: jnp.sum(y) / 10,
+    "weights of NumPy": lambda y: np.full(len(y), 1 / len(y)) @ y[:, 0, 0],
+    "constants of NumPy": lambda y: jnp.sum(y, (0, 1)) * np.linspace(1, 2, y.shape[-1]),
 }
 
 
@@ -299,10 +301,50 @@ def test_a_number_of_the_model_is_not_of_the_mini_batch_unless_it_is_linear():
     with pytest.raises(ValueError, match="no linear function"):
         pipeline(loss, model=WithNumber(NUMBERS["mean"]), num_microbatches=4).init(jax.random.key(0), data())
     compare(loss, {"num_microbatches": 4, "loss_over": "batch"}, model=WithNumber(NUMBERS["mean"]))
-    for number in (lambda y: jnp.mean(y) + jnp.sum(y), lambda y: jnp.sum(y / len(y))):
-        pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1], model=WithNumber(number), num_microbatches=4)
-        with pytest.raises(ValueError, match=r"leaf 1 .* is neither their sum nor mean"):
-            pipe.init(jax.random.key(0), data())
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda y: jnp.mean(y) + jnp.sum(y),
+        lambda y: jnp.sum(y / len(y)),
+        lambda y: jnp.sum(y**2) + 100.0,
+        lambda y: jnp.stack([jnp.sum(y), jnp.asarray(5.0, y.dtype)]),
+        lambda y: jnp.where(np.arange(y.shape[-1]) > 2, y.sum((0, 1)), 1.0),
+        lambda y: jnp.sum(np.full(len(y), 1 / len(y)) * y[:, 0, 0]),
+        lambda y: jnp.average(y[:, 0, 0], weights=np.arange(1.0, len(y) + 1)),
+        lambda y: jax.lax.scan(lambda total, each: (total + each.sum(), None), jnp.zeros((), y.dtype), y)[0],
+        lambda y: y[0].sum(),
+    ],
+)
+def test_numbers_that_are_neither_a_sum_nor_a_mean_are_refused(number):
+    """What was added to a sum was counted M times; an example's own number was the micro-batches' mean."""
+    pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1].sum(), model=WithNumber(number), num_microbatches=4)
+    with pytest.raises(ValueError, match=r"outputs\[1\] has no examples, and is neither their sum nor mean"):
+        pipe.init(jax.random.key(0), data())
+
+
+class WithNorm(nn.Module):
+    """Adds a norm of parameters to a sum over examples, in its last block or block by block."""
+
+    in_all: bool
+
+    @nn.compact
+    def __call__(self, x):
+        y, total = Model()(x), 0.0
+        for i in range(3):
+            head = nn.Dense(y.shape[-1], param_dtype=y.dtype)
+            y = y + head(y)
+            if self.in_all or i == 2:
+                total += jnp.sum(y**2) + jnp.sum(head.variables["params"]["kernel"] ** 2)
+        return y, total
+
+
+@pytest.mark.parametrize("in_all", [False, True])
+def test_a_sum_over_examples_beside_one_of_parameters_is_refused(in_all):
+    pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1], model=WithNorm(in_all), num_microbatches=4)
+    with pytest.raises(ValueError, match=r"outputs\[1\] has no examples, and is neither their sum nor mean"):
+        pipe.init(jax.random.key(0), data())
 
 
 def fixed(shape, seed=0):
