@@ -30,7 +30,7 @@ from jpipe.jax.primitives import CALLS
 from jpipe.jax.trees import is_float
 
 Element = tuple[int, tuple[int, ...]]
-"""A leaf of a model's outputs, and indices within it, where unrolled scans stack it."""
+"""A leaf of a model's outputs, and indices within it, where it is a stack of others."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def find_lines(training: Straight, evaluation: Straight, num_examples: int, name
 
 
 def _elements(flat: FlatJaxpr, number: int, at: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yields the indices and the numbers of what unrolled scans stack in a value, or of itself."""
-    for i, trip in enumerate(flat.trips.get(number, ())):
-        yield from _elements(flat, trip, (*at, i))
-    if number not in flat.trips:
+    """Yields the indices and the numbers of what a value stacks, or of itself."""
+    for i, row in enumerate(flat.rows.get(number, ())):
+        yield from _elements(flat, row, (*at, i))
+    if number not in flat.rows:
         yield at, number
 
 
@@ -140,7 +140,7 @@ class _Values:
         if one.equation.primitive.name in ("add", "add_any"):
             return [*one.reads]
         is_stack = one.equation.primitive.name == "reduce_sum" and self.flat.avals[one.reads[0]].ndim == 1
-        return self.flat.trips.get(one.reads[0], []) if is_stack else []
+        return self.flat.rows.get(one.reads[0], []) if is_stack else []
 
 
 def with_lines(straight: Straight, lines: Lines) -> Straight:
@@ -163,7 +163,7 @@ class _Rewriting:
         flat = straight.flat
         self.values, self._straight = _Values(straight), straight
         never = lambda equation: False
-        new = replace(flat, avals=[*flat.avals], constants={**flat.constants}, equations=[])
+        new = replace(flat, avals=[*flat.avals], constants={**flat.constants}, equations=[], rows={**flat.rows})
         self._flattening = Flattening(new, CALLS, never, never, selects=False)
         self._added: list[tuple[int, FlatEquation]] = []  # behind which equation, what
         self._totals: dict[int, int] = {}
@@ -225,6 +225,6 @@ class _Rewriting:
                 if not before:
                     equations.setdefault(id(todo[-1]), todo.pop())
                 todo += before
-        trips = {number: list(now(stacked)) for number, stacked in flat.trips.items()}
-        flat = replace(flat, equations=[*equations.values()], results=now(self._results), trips=trips)
+        rows = {number: list(now(stacked)) for number, stacked in flat.rows.items()}
+        flat = replace(flat, equations=[*equations.values()], results=now(self._results), rows=rows)
         return replace(straight, flat=flat, lines={n: i for i, line in enumerate(self._lines) for n in line})

@@ -126,11 +126,11 @@ class Straight:
         return self.flat.needed_for([*self.ends, *new], effects=True)
 
     def slices_made(self, part: Part, number: int) -> dict[Part, int]:
-        """The numbers of a value, or of the slices of it that pieces have if unrolled scans stack it."""
-        if number not in self.flat.trips or len(part.indices) >= self.depths.get(part.leaf, MOST_TRIPS):
+        """The numbers of a value, or of the slices of it that pieces have if it is a stack of others."""
+        if number not in self.flat.rows or len(part.indices) >= self.depths.get(part.leaf, MOST_TRIPS):
             return {part: number}
-        trips = enumerate(self.flat.trips[number])
-        each = (self.slices_made(Part(part.leaf, (*part.indices, i)), trip) for i, trip in trips)
+        rows = enumerate(self.flat.rows[number])
+        each = (self.slices_made(Part(part.leaf, (*part.indices, i)), row) for i, row in rows)
         return {slice: n for made in each for slice, n in made.items()}
 
     @cached_property

@@ -51,7 +51,8 @@ class FlatJaxpr:
       is_body: whether it is a loop's or a branch, whose results are read by what is around it.
       slices: by number of a value that an unrolled scan takes in one trip, (the number of the array that it is a slice
         of, the index of the trip).
-      trips: by number of an array that an unrolled scan stacks, the numbers of its trips' values.
+      rows: by number of an array that stacks others along its first dimension, as an unrolled scan does and
+        `jnp.stack`, the numbers of these.
     """
 
     avals: list[ShapedArray]
@@ -61,7 +62,7 @@ class FlatJaxpr:
     results: tuple[int, ...]
     is_body: bool = False
     slices: dict[int, tuple[int, int]] = field(default_factory=dict)
-    trips: dict[int, list[int]] = field(default_factory=dict)
+    rows: dict[int, list[int]] = field(default_factory=dict)
 
     @cached_property
     def read(self) -> frozenset[int]:
@@ -87,9 +88,9 @@ class FlatJaxpr:
         return replace(self, constants=constants, equations=equations)
 
     def element(self, number: int, indices: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """(the number of an element of an array that unrolled scans stack, the indices that are left within it)."""
-        while indices and number in self.trips:
-            number, indices = self.trips[number][indices[0]], indices[1:]
+        """(the number of an element of an array that stacks others, the indices that are left within it)."""
+        while indices and number in self.rows:
+            number, indices = self.rows[number][indices[0]], indices[1:]
         return number, indices
 
     def constants_of(self, equations: Sequence[FlatEquation], takes: Sequence[int], gives: Sequence[int]) -> list[int]:
@@ -187,6 +188,8 @@ class Flattening:
             else:
                 makes = tuple(self.new(aval_of(v)) for v in equation.outvars)
                 self.flat.equations.append(FlatEquation(equation, callers, reads, makes))
+                if rows := self._stacked(equation, reads):
+                    self.flat.rows[makes[0]] = rows
             numbers.update(zip(equation.outvars, makes, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
@@ -202,7 +205,7 @@ class Flattening:
             results = self.visit(called_by(scan), (*kept, *carry, *slices), callers)
             carry, stacked[i] = results[:num_carry], results[num_carry:]
         columns = zip(*(stacked[i] for i in trips), strict=True)
-        return *carry, *(self._stack(list(column), callers) for column in columns)
+        return *carry, *(self.applied(lambda *x: jnp.stack(x), column, callers) for column in columns)
 
     def _visit_branches(self, cond: JaxprEqn, reads: tuple[int, ...], callers: Callers) -> tuple[int, ...]:
         """Appends the equations of all branches of a cond; the numbers of what is selected of their results."""
@@ -218,8 +221,8 @@ class Flattening:
         return self.visit(jax.make_jaxpr(function)(*shapes), numbers, callers)[0]
 
     def _slice(self, array: int, i: int, callers: Callers) -> int:
-        if array in self.flat.trips:
-            return self.flat.trips[array][i]
+        if array in self.flat.rows:
+            return self.flat.rows[array][i]
         aval, mesh = self.flat.avals[array], jax.sharding.get_abstract_mesh()
         # The index is a number among the constants, so that slices that differ in it are one function.
         index = self.new(ShapedArray((), np.dtype(np.int32)), np.int32(i))
@@ -227,10 +230,14 @@ class Flattening:
         self.flat.slices[number] = array, i
         return number
 
-    def _stack(self, trips: list[int], callers: Callers) -> int:
-        number = self.applied(lambda *x: jnp.stack(x), tuple(trips), callers)
-        self.flat.trips[number] = trips
-        return number
+    def _stacked(self, equation: JaxprEqn, reads: tuple[int, ...]) -> list[int]:
+        """The numbers of what an equation stacks along a first dimension of its own; none if it does anything else."""
+        name, rows = equation.primitive.name, [self.flat.rows.get(number, []) for number in reads]
+        if name == "concatenate" and equation.params["dimension"] == 0 and all(rows):
+            return [row for own in rows for row in own]
+        made, takes = (aval_of(ends[0]).shape if ends else () for ends in (equation.outvars, equation.invars))
+        is_one = name in ("broadcast_in_dim", "expand_dims", "reshape") and made == (1, *takes)
+        return [*reads] if is_one or (name == "stack" and equation.params["axis"] == 0) else []
 
 
 @cache

@@ -305,6 +305,7 @@ def trace_init(layer: AnyLayer, key: Shapes, takes: Shapes, batch: Shapes, *, tr
     here = jax.sharding.get_abstract_mesh()
 
     def traced() -> TracedInit:
+        """Traces it for inputs of these shapes, zeros; its check refuses variables that follow from their values."""
         zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
         of_inputs, made = trace(init, key, takes, batch)
 

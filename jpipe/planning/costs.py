@@ -225,8 +225,6 @@ def _total(traced: TracedLayer) -> float:
 def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]) -> None:
     """Warns once of each kind of layer much of which every device computes whole, if the model is slower by that."""
     whole = [unsplit_in(traced, layer) for traced, layer in zip(trained, layers, strict=True)]
-    if not any(whole):
-        return
     totals = [_total(traced) * len(traced.function.group.indices) for traced in trained]
     for traced, operations, total in zip(trained, whole, totals, strict=True):
         share = sum(operations.values())

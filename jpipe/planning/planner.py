@@ -235,8 +235,7 @@ class Planner:
                 is_sum = (doubled := self._doubled(micro)) and found.is_sum(follow_examples(doubled), leaf)
             if is_sum is None:
                 name, _ = named_leaves("outputs", self.model(micro).groups[-1].gives)[leaf]
-                remedy = "return it for each, or what is added to a sum apart from it"
-                raise ValueError(f"{name} has no examples, and is neither their sum nor mean; {remedy}")
+                raise ValueError(f"{name} has no examples, and is neither their sum nor mean; return its terms")
             lying[leaf] = PARTIAL if is_sum else AVERAGED
         return lying
 

@@ -63,13 +63,22 @@ class Sows(nn.Module):
         return Dense(2, name="head")(x)
 
 
+AT_END = {
+    "sum": lambda values: 0.3 * sum(values),
+    "mean": lambda values: jnp.mean(jnp.stack(values)),
+    "array": lambda values: jnp.sum(jnp.array(values)),
+    "rows": lambda values: jnp.sum(jnp.concatenate([value[None] for value in values])),
+    "stack": jnp.stack,
+}
+
+
 class Regularised(nn.Module):
     """A regulariser, and a value of each block, that the model adds up at its end, or block by block.
 
     Or the regulariser alone, in training alone.
     """
 
-    at_end: bool
+    at_end: str = ""
     in_training_alone: bool = False
 
     @nn.compact
@@ -84,7 +93,7 @@ class Regularised(nn.Module):
             if not self.at_end and (train or not self.in_training_alone):
                 own = own + squares[-1]
             x = x + y
-        return Dense(2, name="head")(x), own + 0.3 * sum(squares if self.at_end else [])
+        return Dense(2, name="head")(x), [own, AT_END[self.at_end](squares)] if self.at_end else own
 
 
 def loss(outputs, batch):
@@ -126,16 +135,18 @@ def check(model, sown, num_stages, num_microbatches, **options):
         (Sows(), ("losses",), (2, 2)),
         (Sows(scanned=True), ("losses", "intermediates"), (2, 2)),
         (Sows(in_training_alone=True), ("losses", "intermediates"), (2, 2)),
-        (Regularised(at_end=True), (), (2, 2)),
-        (Regularised(at_end=False, in_training_alone=True), (), (4, 4)),
+        *((Regularised(how), (), (2, 2)) for how in ("sum", "array", "stack")),
+        (Regularised(in_training_alone=True), (), (4, 4)),
         *(
             pytest.param(model, sown, sizes, marks=pytest.mark.slow)
             for sizes in [(2, 1), (4, 4), (3, 2)]
             for model, sown in [
                 (Sows(), ("losses", "intermediates")),
                 (Sows(scanned=True), ("losses",)),
-                (Regularised(at_end=True), ()),
-                (Regularised(at_end=False), ()),
+                (Regularised("sum"), ()),
+                (Regularised("mean"), ()),
+                (Regularised("rows"), ()),
+                (Regularised(), ()),
             ]
         ),
     ],
@@ -145,8 +156,8 @@ def test_blocks_stay_one_function_and_give_what_the_plain_model_gives(model, sow
     functions = pipe.plan.model.group_of
     blocks = [own for own, layer in zip(functions, pipe.plan.layers, strict=True) if "block" in layer.name]
     assert len(pipe.plan.layers) == 6
-    # A factor of the sum itself is part of the last block.
-    assert len({*blocks[: 3 if model == Regularised(at_end=True) else 4]}) == 1, functions
+    # What is done with the sum itself is part of the last block.
+    assert len({*blocks[: 3 if model in (Regularised("sum"), Regularised("mean")) else 4]}) == 1, functions
 
 
 def test_apply_gives_sown_values_of_the_whole_batch():

@@ -18,7 +18,7 @@ from jpipe.tools.forecaster import compile_with_text, read
 from timed import Worker
 from tpu_program import needs_tpu_compiler, tpu_devices
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import axes
 from axes_models import ROWS, Sizes
 from axes_programs import Case, lower_pipeline

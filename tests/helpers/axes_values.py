@@ -12,7 +12,7 @@ from flax import nnx
 
 from timed import alive
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import axes
 from axes_models import ROWS, SMALL
 from axes_programs import (
