@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import compiled_once
 import jpipe
 import plain_whole
 import whole_models
@@ -152,4 +153,5 @@ def test_a_model_of_everything():
 @given(models(), SETTINGS)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 def test_any_model(model, options):
+    compiled_once.make_room()  # each example compiles programs of its own
     compare(model, options)
