@@ -122,6 +122,7 @@ def inputs(batch):
 
 def compare(model, options):
     """Compares initial values, loss, every gradient, outputs and running means of a model with plain JAX."""
+    compiled_once.make_room()  # each model compiles programs of its own
     data = batch()
     pipe = jpipe.Pipeline(model, loss_fn, num_microbatches=2, inputs=inputs, **options)
     try:
@@ -153,5 +154,4 @@ def test_a_model_of_everything():
 @given(models(), SETTINGS)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 def test_any_model(model, options):
-    compiled_once.make_room()  # each example compiles programs of its own
     compare(model, options)
