@@ -120,8 +120,7 @@ def check_end(group: LayerGroup, layer: DeviceLayer) -> None:
     name = f"ends='shared': {group.in_words}"
     specs = [spec for of_collection in group.specs.values() for spec in of_collection]
     if specs and not any(map(on_all_stages, specs)):
-        fault = f"has no weights to share, of at least {SMALLEST} numbers and a size that K divides"
-        raise ValueError(f"{name} {fault}; pad the vocabulary, or use ends='spread'")
+        raise ValueError(f"{name} has no weights to share, {SMALLEST} or more in K parts; pad it, or use ends='spread'")
     # An operation counts if one of its operands has at least as many elements as the layer's largest weight or its
     # largest output, whichever is smaller; smaller ones are let pass.
     size = lambda leaf: math.prod(leaf.shape)

@@ -182,8 +182,9 @@ class Choice(Predicted):
 
     def column(self) -> dict[str, str]:
         """The entries of this choice in a table."""
-        rows = {**self.setting.in_words, "layers": word_of(self.options["balance"])}
-        rows["bubble"] = f"{self.cost.bubble_fraction:.1%}"
+        counts = cast("list[int]", self.options["balance"])  # of virtual stages
+        layers = "-".join(map(str, sorted({min(counts), max(counts)})))
+        rows = self.setting.in_words | {"layers a stage": layers, "bubble": f"{self.cost.bubble_fraction:.1%}"}
         return rows | {name: text for name, text, _ in self.cost.table().rows}
 
 

@@ -4,6 +4,7 @@ python tests/helpers/run_notebook.py notebooks/1_pipeline_in_five_minutes.ipynb 
 """
 
 import os
+import re
 import sys
 import tempfile
 from importlib import import_module
@@ -13,6 +14,9 @@ import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
+
+LOGGED = re.compile(r"^(WARNING: (All log messages|Logging) before|[IWE]\d{4} ).*\n?", re.MULTILINE)
+"""What libraries log of this machine, such as that it has no GPU."""
 
 
 def run(path: Path) -> nbformat.NotebookNode:
@@ -30,6 +34,11 @@ def run(path: Path) -> nbformat.NotebookNode:
         where = {"metadata": {"path": folder}}
         client = NotebookClient(notebook, km=manager, timeout=300, resources=where, record_timing=False)
         client.execute(cleanup_kc=True, env=os.environ | {"IPYTHONDIR": folder})
+    for cell in notebook.cells:
+        logs = [output for output in cell.get("outputs", []) if output.get("name") == "stderr"]
+        for output in logs:
+            output["text"] = LOGGED.sub("", output["text"])
+        cell["outputs"] = [one for one in cell.get("outputs", []) if one not in logs or one["text"]]
     notebook.metadata["language_info"] = {"name": "python"}  # and not which version ran it
     return notebook
 
