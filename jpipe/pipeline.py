@@ -333,8 +333,7 @@ class Pipeline(Tabular):
         if (call := checks.call_of((self.planner, words), prompts)) not in self._known:
             checks.check_agree(self.plan, words, prompts, key)
             self._known[call] = None
-        run = partial(self._jit_generate, **options)
-        return self._run("generation", run, variables, prompts, *drawn_by)
+        return self._run("generation", partial(self._jit_generate, **options), variables, prompts, *drawn_by)
 
     def evaluate(self, variables: Variables, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only. With a key layers draw as in training."""

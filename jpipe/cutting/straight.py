@@ -286,8 +286,7 @@ class StackRows:
         *before, index = indices
         if not before and one is not None and (row := self._row(one, index)) is not None:
             return row
-        array = self.value(number, tuple(before))
-        return lax.squeeze(lax.dynamic_slice_in_dim(array, np.int32(index), 1), [0])
+        return lax.squeeze(lax.dynamic_slice_in_dim(self.value(number, tuple(before)), np.int32(index), 1), [0])
 
     def _row(self, one: FlatEquation, index: int) -> Leaf | None:
         """The row of what an equation makes, from rows of what it reads; None if that isn't known to be the same."""

@@ -93,8 +93,7 @@ def trace_model(
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
-    groups = _with_rules(groups, traces, rules)
-    return Model(tuple(groups), batch, inputs, splits.axes).with_variable_sets()
+    return Model(tuple(_with_rules(groups, traces, rules)), batch, inputs, splits.axes).with_variable_sets()
 
 
 def inputs_of(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
@@ -242,8 +241,7 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
     weights = [splits.gathered(spec) for name in sorted(group.variables) for spec in group.specs[name]]
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
     arguments_at = [*weights, *group.takes_at, *examples, replicated(splits.axes)]
-    results_at = results_by_rules(jaxpr, splits.axes, arguments_at)
-    return list(map(summed, results_at[: len(jax.tree.leaves(group.gives))]))
+    return list(map(summed, results_by_rules(jaxpr, splits.axes, arguments_at)[: len(jax.tree.leaves(group.gives))]))
 
 
 _IO_EFFECTS = {"IO", "OrderedIO", "OrderedDebug"}

@@ -65,8 +65,7 @@ class Coupling(NamedTuple):
         return self.why == _OF_SUM or name.startswith(("arg", "cum", "dot_general", "reduce_", "sort", "top_k"))
 
     def __str__(self) -> str:
-        line = line_of(self.flat.equation) or "an unknown line"
-        return f"{self.flat.equation.primitive.name} at {line} {self.why}"
+        return f"{self.flat.equation.primitive.name} at {line_of(self.flat.equation) or 'an unknown line'} {self.why}"
 
 
 class CouplesError(ValueError):
@@ -204,8 +203,9 @@ class Examples:
 
         for flat in self.flat.equations:
             name = flat.equation.primitive.name
-            constants = [np.unique(x) for n in flat.reads if name in FACTORS and (x := self._constant(n)) is not None]
-            factors = [math.prod(each) ** FACTORS.get(name, 1) for each in product(*constants)]
+            is_part = name in FACTORS and PARTIAL in [self.at[n] for n in flat.makes]
+            constants = [np.unique(x) for n in flat.reads if is_part and (x := self._constant(n)) is not None]
+            factors = [math.prod(float(x) or 1.0 for x in each) ** FACTORS.get(name, 1) for each in product(*constants)]
             chosen = [n for n in flat.reads if name in ADDING or self.at[n] == PARTIAL]
             parts = frozenset[float]().union(*map(of, chosen))
             for n in flat.makes:
@@ -216,10 +216,11 @@ class Examples:
         return list(map(of, self.flat.results))
 
     def _constant(self, number: int) -> Leaf | None:
-        """A value that no argument has to do with; None if one has."""
+        """A value that no argument has to do with, and that isn't drawn by a key; else None."""
         if number in self.flat.constants or number in self._late | self._early:
             return self.flat.constants.get(number)
-        return interpret(self.flat.part((), (number,)))[0]
+        part = self.flat.part((), (number,))
+        return None if any(e.primitive.name.startswith("random_") for e in part.eqns) else interpret(part)[0]
 
     # --- from the first equation to the last: how a micro-batch has each value ---
 
@@ -227,9 +228,10 @@ class Examples:
         """Finds how an equation is carried out for a micro-batch, and notes how it has the results."""
         now = [self.at[number] for number in flat.reads]
         way = self._own_places(i, now) or self._way(i, now)
-        is_late, sends = not self._late.isdisjoint(flat.reads), way.sends
-        kept = lambda old, new: old in (*new, REPLICATED)
-        moved = [n for n, *pair in zip(flat.reads, now, way.operands, strict=True) if not kept(*pair)]
+        operands = [*zip(flat.reads, now, way.operands, strict=True)]
+        is_late = not self._late.isdisjoint(flat.reads)
+        by_place = is_late and not self._strict and any(self._is_by_place(flat, n, *new) for n, _, new in operands)
+        sends, moved = way.sends or by_place, [n for n, old, new in operands if old not in (*new, REPLICATED)]
         if flat.makes and is_late and (sends or not self._late.isdisjoint(moved)):
             sums = [self._sums.get(n) for n in moved]  # by equations that made them; None for what isn't a sum
             is_sum = not sends and all(s is not None and s <= self._of_statistics for s in sums)
@@ -250,6 +252,13 @@ class Examples:
                 summed = [self._sums[n] for n, old in zip(flat.reads, now, strict=True) if old == PARTIAL]
                 self._sums[number] = frozenset[int]().union(*summed) or frozenset({i})
         return way
+
+    def _is_by_place(self, flat: FlatEquation, number: int, at: AxisSharding) -> bool:
+        """Whether an operand is a constant that has another number for each example, such as a mask by their places."""
+        if not isinstance(at, Shard) or not flat.makes or not is_float(self.flat.avals[flat.makes[0]]):
+            return False
+        constant = self._constant(number)
+        return constant is not None and bool(np.any(constant != np.take(constant, [0], at.dim)))
 
     def _way(self, i: int, lying: Sequence[AxisSharding]) -> Way:
         return self._chooser.way(self.flat, i, tuple((at,) for at in lying))
@@ -335,8 +344,7 @@ class Examples:
     def ahead(self) -> ClosedJaxpr:
         """Computes the values of `known` but for the index, whole, from the leaves of the mini-batch."""
         values = [number for number, _ in self.known if number is not None]
-        takes = [number for number in self.flat.arguments if number in self._early]
-        return self.flat.part(takes, values)
+        return self.flat.part([number for number in self.flat.arguments if number in self._early], values)
 
     def _recipe(self, number: int, form: AxisSharding) -> _Recipe:
         """How a micro-batch computes a value in some form."""

@@ -198,8 +198,7 @@ def write_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: A
     split = by_labels([target, of_indices, of_updates], [target], shardings, order)
     if split is None:
         if adds and isinstance(old, Shard) and old.outer == 1 and old.dim in dims_of_entries(equation):
-            add_own = partial(_to_own_entries, equation, axis, old.dim)
-            return RuleResult([old, REPLICATED, REPLICATED], [old], add_own)
+            return RuleResult([old, REPLICATED, REPLICATED], [old], partial(_to_own_entries, equation, axis, old.dim))
         return RuleResult([PARTIAL, REPLICATED, PARTIAL], [PARTIAL]) if adds and PARTIAL in (old, updates) else None
     # The target is added to once in all: it is one device's, and zeros on the others.
     return RuleResult([PARTIAL, *split.operands[1:]], [PARTIAL]) if PARTIAL in split.results else split

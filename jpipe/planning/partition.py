@@ -150,8 +150,7 @@ def partition(
     if objective == "max":
         cap = np.diff(sums[_best_bounds(sums, num_parts, np.maximum)]).max()
     squares = lambda before, cost: before + (num_parts * cost - sums[-1]) ** 2
-    bounds = _best_bounds(sums, num_parts, squares, cap)
-    return Partition(tuple(bounds[1:-1]), layer_costs, objective, num_chunks)
+    return Partition(tuple(_best_bounds(sums, num_parts, squares, cap)[1:-1]), layer_costs, objective, num_chunks)
 
 
 def partition_from_counts(counts: Sequence[int], layer_costs: Sequence[float], num_chunks: int = 1) -> Partition:

@@ -284,6 +284,7 @@ NUMBERS = {
     "means of classes": lambda y: jnp.mean(y, (0, 1)),
     "a tenth of a sum": lambda y: jnp.sum(y) / 10,
     "weights of NumPy": lambda y: np.full(len(y), 1 / len(y)) @ y[:, 0, 0],
+    "a mask of whole numbers": lambda y: jnp.mean(jnp.where(jnp.arange(y.shape[-1]) // 2 % 2 == 0, y, 0.0)),
     "constants of NumPy": lambda y: jnp.sum(y, (0, 1)) * np.linspace(1, 2, y.shape[-1]),
 }
 
@@ -315,6 +316,12 @@ def test_a_number_of_the_model_is_not_of_the_mini_batch_unless_it_is_linear():
         lambda y: jnp.average(y[:, 0, 0], weights=np.arange(1.0, len(y) + 1)),
         lambda y: jax.lax.scan(lambda total, each: (total + each.sum(), None), jnp.zeros((), y.dtype), y)[0],
         lambda y: y[0].sum(),
+        lambda y: jnp.sum(jnp.where((jnp.arange(len(y)) == 0)[:, None, None], y, 0.0)),
+        lambda y: jnp.sum(y * jax.nn.one_hot(0, len(y), dtype=y.dtype)[:, None, None]),
+        lambda y: jnp.trace(y[:, 0]),
+        lambda y: jnp.sum(jnp.roll(y, 1, 0) * y),
+        lambda y: jnp.sum(y * y[:1]),
+        lambda y: jnp.mean(jnp.take(y, np.arange(4), axis=0)),
     ],
 )
 def test_numbers_that_are_neither_a_sum_nor_a_mean_are_refused(number):
