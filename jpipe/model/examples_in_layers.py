@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from jpipe.model.groups import LayerGroup, Model
-from jpipe.partitioner.examples import Coupling, Examples
+from jpipe.partitioner.examples import BY_PLACE, Coupling, Examples
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
 
 
@@ -46,10 +46,12 @@ class ExamplesInLayers:
     def is_sum(self, twice: ExamplesInLayers, leaf: int) -> bool | None:
         """Whether a leaf of the outputs is a sum over examples (True) or their mean (False); None if it is neither.
 
-        It isn't split. Of twice as many examples, `twice`, a sum's parts are multiplied by the same numbers, a mean's
-        by half of them; what examples are multiplied by themselves is the same.
+        It isn't split, and is neither if layers take examples by their places, unmarked. Of twice as many examples,
+        `twice`, a sum's parts are multiplied by the same numbers, a mean's by half of them; what examples are
+        multiplied by themselves is the same.
         """
-        if any(a.numbers != b.numbers for a, b in zip(self.layers, twice.layers, strict=True)):
+        by_place = any(one.why == BY_PLACE for layer in self.layers for one in layer.couplings) and not self.couplings
+        if by_place or any(a.numbers != b.numbers for a, b in zip(self.layers, twice.layers, strict=True)):
             return None
         once, doubled = self.scales()[leaf], twice.scales()[leaf]
         return {once: True, frozenset(x / 2 for x in once): False}.get(doubled)

@@ -443,6 +443,7 @@ def _at_own_places(
     return carry_out(equation, (table, indices, *updates), part_params(equation, [table.shape], [shape]))
 
 
+BY_PLACE = "looks at all examples together, or takes them in order or by their place in the batch"
 _OF_SUM = "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"
 
 
@@ -455,4 +456,4 @@ def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> str:
         return _OF_SUM
     if len(shards) > 1 and name not in ("concatenate", "sort"):
         return "makes pairs of examples"
-    return "looks at all examples together, or takes them in order or by their place in the batch"
+    return BY_PLACE

@@ -231,7 +231,7 @@ class Planner:
             if isinstance(at, Shard) or not follows:
                 continue
             is_sum = False if found.couplings else None  # by operations that are marked
-            if found.outputs[leaf] == PARTIAL and (found.is_certain or found.couplings):
+            if found.outputs[leaf] == PARTIAL:
                 is_sum = (doubled := self._doubled(micro)) and found.is_sum(follow_examples(doubled), leaf)
             if is_sum is None:
                 name, _ = named_leaves("outputs", self.model(micro).groups[-1].gives)[leaf]

@@ -194,8 +194,7 @@ class LayerTimes:
             sums = self.by_stage(alone)[on]
             return self.by_stage(alone * seconds[on] / np.where(sums, sums, 1.0), cut)
 
-        parts = "forward", "backward", "backward", "backward"
-        return cut, StageTimes(*map(moved, stages, parts))
+        return cut, StageTimes(*map(moved, stages, ("forward", "backward", "backward", "backward")))
 
 
 def measure_layers(planner: Planner, batch: Batch) -> LayerTimes:

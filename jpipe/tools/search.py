@@ -280,8 +280,7 @@ class Space:
 
     def ends(self, setting: Setting) -> list[Setting]:
         """Settings that differ in where the first and the last layer run."""
-        words = ENDS if setting.num_stages > 1 else ENDS[:1]
-        return [replace(setting, ends=word) for word in self._of("ends", *words)]
+        return [replace(setting, ends=word) for word in self._of("ends", *ENDS[: 3 if setting.num_stages > 1 else 1])]
 
     def ways(self, setting: Setting) -> list[Setting]:
         """Settings that differ in schedule and remat."""

@@ -34,11 +34,11 @@ def run(path: Path) -> nbformat.NotebookNode:
         where = {"metadata": {"path": folder}}
         client = NotebookClient(notebook, km=manager, timeout=300, resources=where, record_timing=False)
         client.execute(cleanup_kc=True, env=os.environ | {"IPYTHONDIR": folder})
-    for cell in notebook.cells:
-        logs = [output for output in cell.get("outputs", []) if output.get("name") == "stderr"]
+    for cell in [cell for cell in notebook.cells if cell.cell_type == "code"]:
+        logs = [output for output in cell.outputs if output.get("name") == "stderr"]
         for output in logs:
             output["text"] = LOGGED.sub("", output["text"])
-        cell["outputs"] = [one for one in cell.get("outputs", []) if one not in logs or one["text"]]
+        cell["outputs"] = [one for one in cell.outputs if one not in logs or one["text"]]
     notebook.metadata["language_info"] = {"name": "python"}  # and not which version ran it
     return notebook
 
