@@ -270,7 +270,7 @@ def cut_model(whole: WholeModel, modes: Modes, wanted: int) -> CutModel:
         fault = f"and changes the state {changed} in between" if changed else "in one of them with other parameters"
         raise ValueError(
             f"{whole.layer.name} uses {tied} in several places, {fault}; mark places by x = jpipe.cut(x) so that all "
-            "uses are in one piece, give each place a module of its own, or combine numbers of several in the loss"
+            "uses are in one piece, or give each place a module of its own; the loss may combine numbers of several"
         ) from None
     except NoSuchPlace:
         raise ValueError(

@@ -50,8 +50,8 @@ class ExamplesInLayers:
         `twice`, a sum's parts are multiplied by the same numbers, a mean's by half of them; what examples are
         multiplied by themselves is the same.
         """
-        by_place = any(one.why == BY_PLACE for layer in self.layers for one in layer.couplings) and not self.couplings
-        if by_place or any(a.numbers != b.numbers for a, b in zip(self.layers, twice.layers, strict=True)):
+        reasons = {one.why for layer in self.layers for one in layer.couplings if not self.couplings}
+        if reasons & BY_PLACE or any(a.numbers != b.numbers for a, b in zip(self.layers, twice.layers, strict=True)):
             return None
         once, doubled = self.scales()[leaf], twice.scales()[leaf]
         return {once: True, frozenset(x / 2 for x in once): False}.get(doubled)

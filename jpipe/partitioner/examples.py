@@ -236,7 +236,7 @@ class Examples:
             sums = [self._sums.get(n) for n in moved]  # by equations that made them; None for what isn't a sum
             is_sum = not sends and all(s is not None and s <= self._of_statistics for s in sums)
             is_statistic = is_sum or (bool(self._of_statistics) and i not in self._of_others)
-            coupling = Coupling(flat, _why(flat.equation, now), is_statistic)
+            coupling = Coupling(flat, OWN_NUMBERS if by_place else _why(flat.equation, now), is_statistic)
             if self._strict and i in self._needed:
                 raise CouplesError(coupling)
             self.couplings += [coupling] * (self._strict or i in self._needed)
@@ -443,7 +443,9 @@ def _at_own_places(
     return carry_out(equation, (table, indices, *updates), part_params(equation, [table.shape], [shape]))
 
 
-BY_PLACE = "looks at all examples together, or takes them in order or by their place in the batch"
+OWN_NUMBERS = "has a constant of another number for each example"
+_IN_ORDER = "looks at all examples together, or takes them in order or by their place in the batch"
+BY_PLACE = {OWN_NUMBERS, _IN_ORDER}
 _OF_SUM = "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"
 
 
@@ -456,4 +458,4 @@ def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> str:
         return _OF_SUM
     if len(shards) > 1 and name not in ("concatenate", "sort"):
         return "makes pairs of examples"
-    return BY_PLACE
+    return _IN_ORDER

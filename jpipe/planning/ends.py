@@ -32,7 +32,6 @@ from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
 from jpipe.partitioner.axes import AXIS, on_all_stages
-from jpipe.partitioner.splits import SMALLEST
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
 from jpipe.schedules.waiting import Column
@@ -120,7 +119,7 @@ def check_end(group: LayerGroup, layer: DeviceLayer) -> None:
     name = f"ends='shared': {group.in_words}"
     specs = [spec for of_collection in group.specs.values() for spec in of_collection]
     if specs and not any(map(on_all_stages, specs)):
-        raise ValueError(f"{name} has no weights to share, {SMALLEST} or more in K parts; pad it, or use ends='spread'")
+        raise ValueError(f"{name} has no weights to share; pad the vocabulary to a multiple of K, or use ends='spread'")
     # An operation counts if one of its operands has at least as many elements as the layer's largest weight or its
     # largest output, whichever is smaller; smaller ones are let pass.
     size = lambda leaf: math.prod(leaf.shape)

@@ -154,8 +154,7 @@ def _waves(num_stages: int, num_microbatches: int) -> list[range]:
     of the remainder alone would even deadlock.
     """
     count = max(1, num_microbatches // num_stages)
-    bounds = [i * num_microbatches // count for i in range(count + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
+    return [range(first, last) for first, last in pairwise(i * num_microbatches // count for i in range(count + 1))]
 
 
 def _chunked(kind: str, waves: list[range], chunks: range) -> list[Action]:
