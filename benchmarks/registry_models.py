@@ -20,10 +20,10 @@ from typing import Any
 
 import jax
 from common import console, on_cpu, show, versions
+from package_models import MODELS
 
 import jpipe
 import plain_whole  # of tests/helpers, as what it compares with
-from registry_models import MODELS
 from whole_models import Case
 
 CHUNKS = {"interleaved": 2, "v": 2}

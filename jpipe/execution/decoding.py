@@ -37,7 +37,7 @@ from jpipe.model.layer_function import LayerFunction, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import telling, trace_model
 from jpipe.partitioner.axes import AXIS, shapes_only
-from jpipe.partitioner.examples import OWN_NUMBERS, CouplesError, Examples
+from jpipe.partitioner.examples import CouplesError, Examples, Why
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard, names_in, part_shape, part_structs, replicated
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step, make_step
@@ -100,7 +100,7 @@ def sees_more(function: LayerFunction, length: int) -> str:
     lying, late = [*[REPLICATED] * weights, *map(at, sequences)], [False] * weights + [True] * len(sequences)
     tokens = Examples(jaxpr, length, lying, late, strict=False)
     try:
-        if couplings := [one for one in tokens.couplings if one.why != OWN_NUMBERS]:  # which are found below
+        if couplings := [one for one in tokens.couplings if one.why != Why.OWN_NUMBERS]:  # which are found below
             raise CouplesError(couplings[0])
         of_one = tokens.function(list(zip(tokens.flat.results, map(at, jaxpr.out_avals), strict=True)))
     except CouplesError as error:

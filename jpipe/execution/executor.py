@@ -36,7 +36,7 @@ With `ends="shared"`, all stages compute the ends before and after slots; with `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
@@ -67,6 +67,8 @@ Arrivals = dict[int, dict[int, Buffers]]
 
 SENT = {+1: "activation", -1: "cotangent"}
 """What is sent along each flow."""
+scan_ticks = jax.named_scope("ticks")(jax.lax.scan)
+"""The scan over ticks; its work has this name in profiles."""
 
 
 # --- the two programs -------------------------------------------------------------------------------------------------
@@ -87,7 +89,10 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(activation=step.activations.empty(), kept={}, state={}, results=results)
     backward = BackwardWork(cotangent={}, gradients={}, shared_gradients={}, overwritten={})
-    results = _run_ticks(stage, forward, backward).forward.results
+    carry = _first_carry(step, forward, backward)
+    for tick, entries in _runs(stage):
+        carry = scan_ticks(tick, carry, entries)[0]
+    results = carry.forward.results
     # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
@@ -114,7 +119,9 @@ def run_training(stage: Stage) -> tuple[list[jax.Array], dict[str, Buffers], Buf
     shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.ends.sets}
     shared_gradients = {v: list(map(zeros, leaves, types[v].leaves)) for v, leaves in shared.items()}
     forward = ForwardWork(activation, step.kept.empty(), state, results=list(map(_accumulator, step.outputs)))
-    carry = _run_ticks(stage, forward, BackwardWork(cotangent, gradients, shared_gradients, overwritten))
+    carry = _first_carry(step, forward, BackwardWork(cotangent, gradients, shared_gradients, overwritten))
+    for tick, entries in _runs(stage):
+        carry = scan_ticks(tick, carry, entries)[0]
     if stage.only is not None:
         # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
         # compiler, which would drop the code after the ticks, though its time is to be measured.
@@ -172,14 +179,15 @@ def _first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> Ti
         from_first, from_last = made(given), made(filter(is_float, taken)) if step.schedule.trains else []
     back = {name: away[name].empty_row() for name in _returning(step, step.table.slots[-1])}
     host = {name: storage.empty_host() for name, storage in away.items()}
-    ends = {"from_first": from_first, "from_last": from_last}
-    return TickCarry(forward, backward, waiting=waiting, **ends, back=back, host=host)
+    return TickCarry(forward, backward, waiting, from_first, from_last, back=back, host=host)
 
 
-def _run_ticks(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> TickCarry:
-    """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
+def _runs(stage: Stage) -> Iterator[tuple[Callable[..., tuple[TickCarry, None]], tuple[jax.Array, list[Turns]]]]:
+    """Yields for each run of ticks what a scan takes: the function of a tick, and the entries of all of them.
+
+    With `stage.only` there are as many ticks as it has, and stages idle where it is 0.
+    """
     step, only, slots = stage.step, stage.only, stage.step.table.slots
-    carry = _first_carry(step, forward, backward)
     table, runs = jnp.asarray(list(map(jax.tree.leaves, slots))), step.table.runs  # [slots, columns, T, K]
     if only is not None:
         num_ticks = only.shape[1]
@@ -189,9 +197,7 @@ def _run_ticks(stage: Stage, forward: ForwardWork, backward: BackwardWork) -> Ti
     for run in runs:
         ticks = slice(run.start, run.stop)
         turns = [Turns(*(jnp.asarray(column[ticks]) for column in of_slot)) for of_slot in step.ends.turns]
-        with jax.named_scope("ticks"):
-            carry = jax.lax.scan(partial(_run_tick, stage, run), carry, (mine[ticks], turns))[0]
-    return carry
+        yield partial(_run_tick, stage, run), (mine[ticks], turns)
 
 
 def _run_tick(

@@ -27,7 +27,7 @@ from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
 from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, Constants
 from jpipe.model.layer_function import trace_group_init
-from jpipe.model.random_keys import init_key, key_shape
+from jpipe.model.random_keys import Key, init_key, key_shape
 from jpipe.partitioner.axes import on_stages, shapes_only
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import AxisSharding, replicated, to_spec
@@ -37,29 +37,22 @@ from jpipe.processes.progress import compiles
 from jpipe.types import Batch, Leaf, PyTree
 
 
-def weight_uses(step: Step) -> dict[str, set[tuple[bool, np.dtype | None]]]:
-    """Finds how a step's layers use its parameters.
+def weight_uses(step: Step) -> dict[str, set[np.dtype | None]]:
+    """Finds to which dtypes a step's layers cast the parameters in each buffer; None of those that they use otherwise.
 
     A narrow copy of those that are only cast to a narrower type is made once a step. A TPU's compiler does so by
     itself, as it moves casts out of loops. That for GPUs leaves a cast in the loop over layers, which takes up to half
-    as long as the layer's products. So there `run_step` makes the copies, ahead of the ticks.
-
-    Returns:
-      For each buffer, (whether its leaves are turned for the layer, the dtype to which these are cast; None of those
-      that are used otherwise).
+    as long as the layer's products. So there `_stage` makes the copies, ahead of the ticks.
     """
-    storage, uses = step.storages["params"], dict[str, set[tuple[bool, np.dtype | None]]]()
+    uses = dict[str, set[np.dtype | None]]()
     for g, group in enumerate(step.model.groups):
         if (v := group.variable_set) is None:
             continue
-        record = storage.record_types[v]
-        leaves = zip(record.buffers, record.leaves, strict=True)
-        buffers = [(name, storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
+        buffers = step.storages["params"].record_types[v].buffers
         for closed, params, num_results in _programs(step, g, len(buffers)):
             for i, dtype in _readers(closed, num_results):
                 if i in params:
-                    name, is_turned = buffers[params[i]]
-                    uses.setdefault(name, set()).add((is_turned, dtype))
+                    uses.setdefault(buffers[params[i]], set()).add(dtype)
     return uses
 
 
@@ -85,7 +78,7 @@ def narrow_dtypes(step: Step) -> dict[str, np.dtype]:
         return {}
     buffers, narrow = step.storages["params"].buffers, dict[str, np.dtype]()
     for name, uses in weight_uses(step).items():
-        dtype, *others = {dtype for _, dtype in uses}
+        dtype, *others = uses
         if dtype is not None and not others and dtype.itemsize < buffers[name].dtype.itemsize:
             narrow[name] = dtype
     return narrow
@@ -209,23 +202,12 @@ def run_step(
       TypeError: somebody differentiates it.
     """
     compiles(step.described())
-    plan, mesh = step.plan, step.plan.request.mesh
-
-    def on_device(variables: dict[str, Buffers], batch: Batch, key: jax.Array | None, only: jax.Array | None) -> PyTree:
-        variables, device = drop_stage_axis(variables), device_index(mesh)
-        narrow = dict(set.intersection(*({*narrow_dtypes(one).items()} for one in (step, *also))))
-        cast = lambda buffers: {name: array.astype(narrow.get(name, array.dtype)) for name, array in buffers.items()}
-        variables |= {"params": cast(variables["params"])}  # before they are gathered, which sends less then
-        variables |= {name: plan.at_work[name].gathered(variables[name]) for name in step.collections(*WEIGHTS)}
-        variables |= {"params": cast(variables["params"])}  # of the ends, what has been joined
-        known, shared = known_to_loss(step, batch, key), send_shared(step, variables, device)
-        return work(Stage(step, variables, batch, key, only=only, known=known, shared=shared, device=device))
-
-    splits = plan.request.splits
+    mesh, splits = step.plan.request.mesh, step.plan.request.splits
     count = step.schedule.num_microbatches
     of_examples = lambda a: PartitionSpec(None, *to_spec(splits.of_examples(a.shape[0] // count), splits.axes, a.ndim))
     rows = jax.tree.map(of_examples, jax.eval_shape(fill, arguments[1]))
-    in_specs = _specs(plan), rows, PartitionSpec(), PartitionSpec()
+    in_specs = _specs(step.plan), rows, PartitionSpec(), PartitionSpec()
+    on_device = lambda *parts: work(_stage((step, *also), *parts))
     # Micro-batches are cut inside of `on_stages`: a mesh with Explicit axes allows that reshape nowhere else.
     cut = lambda tree, batch, *others: (tree, split_microbatches(fill(batch), count), *others)
     run = jax.custom_jvp(on_stages(on_device, mesh, in_specs, out_specs, cut, **results))
@@ -235,7 +217,22 @@ def run_step(
 
     run.defjvp(refuse)
     variables, *others = arguments
-    return run({name: dict(variables[name]) for name in plan.layouts}, *others)
+    return run({name: dict(variables[name]) for name in step.plan.layouts}, *others)
+
+
+def _stage(
+    steps: Sequence[Step], variables: dict[str, Buffers], batch: Batch, key: Key | None, only: jax.Array | None
+) -> Stage:
+    """Makes the stage of this device in the first of `steps`, with its weights as they lie at work, on it."""
+    step, mesh, at_work = steps[0], steps[0].plan.request.mesh, steps[0].plan.at_work
+    variables, device = drop_stage_axis(variables), device_index(mesh)
+    narrow = dict(set.intersection(*({*narrow_dtypes(one).items()} for one in steps)))
+    cast = lambda buffers: {name: array.astype(narrow.get(name, array.dtype)) for name, array in buffers.items()}
+    variables |= {"params": cast(variables["params"])}  # before they are gathered, which sends less then
+    variables |= {name: at_work[name].gathered(variables[name]) for name in step.collections(*WEIGHTS)}
+    variables |= {"params": cast(variables["params"])}  # of the ends, what has been joined
+    known, shared = known_to_loss(step, batch, key), send_shared(step, variables, device)
+    return Stage(step, variables, batch, key, only=only, known=known, shared=shared, device=device)
 
 
 def _specs(plan: Plan) -> dict[str, dict[str, PartitionSpec]]:

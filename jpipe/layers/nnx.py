@@ -277,9 +277,8 @@ def _collection(kind: type) -> str:
     """Names the collection of variables of a type, or of bare arrays."""
     if not issubclass(kind, nnx.Variable):
         return ARRAYS
-    if issubclass(kind, nnx.Param):  # also of a user's subclass, such as LoRAParam
-        return "params"
-    return collection_of(kind)
+    # Parameters are also those of a user's subclass, such as LoRAParam.
+    return "params" if issubclass(kind, nnx.Param) else collection_of(kind)
 
 
 def _collections(state: nnx.State) -> LayerVariables:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from jpipe.model.groups import LayerGroup, Model
-from jpipe.partitioner.examples import BY_PLACE, Coupling, Examples
+from jpipe.partitioner.examples import Coupling, Examples, Why
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
 
 
@@ -51,7 +51,8 @@ class ExamplesInLayers:
         multiplied by themselves is the same.
         """
         reasons = {one.why for layer in self.layers for one in layer.couplings if not self.couplings}
-        if reasons & BY_PLACE or any(a.numbers != b.numbers for a, b in zip(self.layers, twice.layers, strict=True)):
+        unlike = [layer.numbers for layer in self.layers] != [layer.numbers for layer in twice.layers]
+        if unlike or reasons & {Why.IN_ORDER, Why.OWN_NUMBERS}:
             return None
         once, doubled = self.scales()[leaf], twice.scales()[leaf]
         return {once: True, frozenset(x / 2 for x in once): False}.get(doubled)

@@ -21,9 +21,7 @@ def init_key(key: Key, layer: Index, *, of_model: bool = False) -> Key:
 
     A piece of a model gets the user's key, as the model's own `init` would.
     """
-    if of_model:
-        return key
-    return jax.random.fold_in(jax.random.fold_in(key, _INIT), layer)
+    return key if of_model else jax.random.fold_in(jax.random.fold_in(key, _INIT), layer)
 
 
 def layer_key(key: Key, layer: Index, microbatch: Index, *, of_model: bool = False) -> Key:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from itertools import chain, product
 from typing import NamedTuple
@@ -45,24 +46,36 @@ Form = tuple[int, AxisSharding]
 """A value by its number, and how a micro-batch has it: a shard of it, the whole, or a part of a sum."""
 
 
+class Why(StrEnum):
+    """The ways in which equations couple examples, in words."""
+
+    UNKNOWN = "isn't known to treat examples by themselves"
+    SUM = "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"
+    PAIRS = "makes pairs of examples"
+    IN_ORDER = "looks at all examples together, or takes them in order or by their place in the batch"
+    OWN_NUMBERS = "has a constant of another number for each example"
+    DRAWS = "draws for all examples together"
+    TOGETHER = "is of all examples together"
+
+
 class Coupling(NamedTuple):
     """An equation that needs more of a value than a micro-batch has.
 
     Attributes:
       flat: the equation.
-      why: what it does, in words.
+      why: what it does.
       is_statistic: whether it needs sums that results called statistics are made of, or these alone need it.
     """
 
     flat: FlatEquation
-    why: str
+    why: Why
     is_statistic: bool = False
 
     @property
     def is_sure(self) -> bool:
         """Whether it sums, orders or pairs examples. Others, as a loop, may well treat examples by themselves."""
         name = self.flat.equation.primitive.name
-        return self.why == _OF_SUM or name.startswith(("arg", "cum", "dot_general", "reduce_", "sort", "top_k"))
+        return self.why == Why.SUM or name.startswith(("arg", "cum", "dot_general", "reduce_", "sort", "top_k"))
 
     def __str__(self) -> str:
         return f"{self.flat.equation.primitive.name} at {line_of(self.flat.equation) or 'an unknown line'} {self.why}"
@@ -236,7 +249,7 @@ class Examples:
             sums = [self._sums.get(n) for n in moved]  # by equations that made them; None for what isn't a sum
             is_sum = not sends and all(s is not None and s <= self._of_statistics for s in sums)
             is_statistic = is_sum or (bool(self._of_statistics) and i not in self._of_others)
-            coupling = Coupling(flat, OWN_NUMBERS if by_place else _why(flat.equation, now), is_statistic)
+            coupling = Coupling(flat, Why.OWN_NUMBERS if by_place else _why(flat.equation, now), is_statistic)
             if self._strict and i in self._needed:
                 raise CouplesError(coupling)
             self.couplings += [coupling] * (self._strict or i in self._needed)
@@ -325,7 +338,7 @@ class Examples:
             made = self.flat.made_by.get(number)
             split = (number, REPLICATED) in recipes and isinstance(form, Shard) and number in self._late
             if split and made is not None and self.flat.equations[made].equation.primitive.name == "random_bits":
-                raise CouplesError(Coupling(self.flat.equations[made], "draws for all examples together"))
+                raise CouplesError(Coupling(self.flat.equations[made], Why.DRAWS))
         # A value follows the equation that makes it; an M-th part follows the whole.
         order = sorted(recipes, key=lambda form: (self.flat.made_by.get(form[0], -1), form[1] == PARTIAL))
 
@@ -360,7 +373,7 @@ class Examples:
         if i is not None and now == REPLICATED and isinstance(form, Shard) and (split := self._split(i, number, form)):
             return split
         if is_late or form == PARTIAL:
-            raise CouplesError(Coupling(self.flat.equations[-1 if i is None else i], "is of all examples together"))
+            raise CouplesError(Coupling(self.flat.equations[-1 if i is None else i], Why.TOGETHER))
         return self._known(Known(number, form if isinstance(form, Shard) else None))
 
     def _known(self, known: Known) -> _Recipe:
@@ -417,13 +430,8 @@ def _by_rule(equation: JaxprEqn, lying: Sequence[tuple[AxisSharding]], *, axes: 
     if name in BATCHED and isinstance(first, Shard) and first.dim < len(aval_of(equation.invars[0]).shape) - core:
         return Way((lying[0],) * len(now), (lying[0],) * len(equation.outvars), lambda *x: carry_out(equation, x))
     is_float = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
-    linear = {
-        "convert_element_type": is_float,
-        "reduce_precision": True,
-        "broadcast_in_dim": True,
-        "div": is_float and now[1:] == [REPLICATED],
-        "dot_general": REPLICATED in now,
-    }
+    linear = {"convert_element_type": is_float, "reduce_precision": True, "broadcast_in_dim": True}
+    linear |= {"div": is_float and now[1:] == [REPLICATED], "dot_general": REPLICATED in now}
     if name == "random_bits":
         return Way(((REPLICATED,),) * len(now), ((REPLICATED,),), lambda *x: carry_out(equation, x))
     if PARTIAL in now and linear.get(name, False):
@@ -443,19 +451,11 @@ def _at_own_places(
     return carry_out(equation, (table, indices, *updates), part_params(equation, [table.shape], [shape]))
 
 
-OWN_NUMBERS = "has a constant of another number for each example"
-_IN_ORDER = "looks at all examples together, or takes them in order or by their place in the batch"
-BY_PLACE = {OWN_NUMBERS, _IN_ORDER}
-_OF_SUM = "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"
-
-
-def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> str:
+def _why(equation: JaxprEqn, now: Sequence[AxisSharding]) -> Why:
     """Says what an equation does to examples."""
     name, shards = equation.primitive.name, [at for at in now if isinstance(at, Shard)]
     if name not in KNOWN:
-        return "isn't known to treat examples by themselves"
+        return Why.UNKNOWN
     if PARTIAL in now:
-        return _OF_SUM
-    if len(shards) > 1 and name not in ("concatenate", "sort"):
-        return "makes pairs of examples"
-    return _IN_ORDER
+        return Why.SUM
+    return Why.PAIRS if len(shards) > 1 and name not in ("concatenate", "sort") else Why.IN_ORDER

@@ -280,7 +280,8 @@ class Space:
 
     def ends(self, setting: Setting) -> list[Setting]:
         """Settings that differ in where the first and the last layer run."""
-        return [replace(setting, ends=word) for word in self._of("ends", *ENDS[: 3 if setting.num_stages > 1 else 1])]
+        words = ENDS if setting.num_stages > 1 else ENDS[:1]
+        return [replace(setting, ends=word) for word in self._of("ends", *words)]
 
     def ways(self, setting: Setting) -> list[Setting]:
         """Settings that differ in schedule and remat."""

@@ -21,7 +21,7 @@ from flax import nnx
 import jpipe
 from whole_models import LENGTH, ROWS, VOCABULARY, Case, cross_entropy, images, tokens
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, transformer_l, unet
 
 FLOAT, SINGLE = jnp.float64, jnp.float32
