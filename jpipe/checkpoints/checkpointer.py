@@ -1,4 +1,4 @@
-"""`Checkpointer`, `load_layers`, `load_model`: save a training state, restore it under any pipeline of the model."""
+"""`Checkpointer`, `load_layers`, `load_model`: save states, keep the newest, restore under any pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs that `Pipeline` jits: initialisation, training, evaluation, outputs.
+"""The programs that `Pipeline` jits (initialisation, training, evaluation, outputs), with weights as they lie at work.
 
 Each wraps what one device does into one function of global arrays, on all stages, and labels the results with their
 layouts. `Pipeline` jits them; all are traceable, so that they run inside a user's own `jax.jit` too.

@@ -1,4 +1,4 @@
-"""Holds what Linen and NNX have in common: logical axis rules, sown values, dropouts, errors of modules."""
+"""Holds what Linen and NNX have in common: logical axis rules, sown values, dropouts, methods of shared modules."""
 
 from __future__ import annotations
 

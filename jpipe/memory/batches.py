@@ -90,11 +90,10 @@ class MicroBatch:
         """b, the examples of a micro-batch."""
         return self.leaves[0].shape[0]
 
-    @property
-    def doubled(self) -> MicroBatch:
-        """A micro-batch of twice as many examples."""
-        twice = (leaf.update(shape=(2 * leaf.shape[0], *leaf.shape[1:])) for leaf in self.leaves)
-        return replace(self, leaves=tuple(twice))
+    def times(self, factor: int) -> MicroBatch:
+        """A micro-batch of so many times as many examples."""
+        leaves = (leaf.update(shape=(factor * leaf.shape[0], *leaf.shape[1:])) for leaf in self.leaves)
+        return replace(self, leaves=tuple(leaves))
 
 
 def cut_batch(batch: Batch, count: int, *, bare: bool = False) -> MicroBatch:

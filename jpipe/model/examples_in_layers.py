@@ -43,14 +43,15 @@ class ExamplesInLayers:
                 lines.append(f"{which} at several examples of a micro-batch: {what}")
         return lines
 
-    def is_sum(self, twice: ExamplesInLayers, leaf: int) -> bool | None:
+    def is_sum(self, twice: ExamplesInLayers, whole: ExamplesInLayers, leaf: int) -> bool | None:
         """Whether a leaf of the outputs is a sum over examples (True) or their mean (False); None if it is neither.
 
-        It isn't split, and is neither if layers take examples by their places, unmarked. Of twice as many examples,
-        `twice`, a sum's parts are multiplied by the same numbers, a mean's by half of them; what examples are
-        multiplied by themselves is the same.
+        It isn't split, and is neither if layers take examples by their places, unmarked, also of the `whole`
+        mini-batch: a slice may have all examples of a micro-batch. Of twice as many examples, `twice`, a sum's parts
+        are multiplied by the same numbers, a mean's by half of them; what examples are multiplied by themselves is the
+        same.
         """
-        reasons = {one.why for layer in self.layers for one in layer.couplings if not self.couplings}
+        reasons = {one.why for layer in (*self.layers, *whole.layers) for one in layer.couplings if not self.couplings}
         unlike = [layer.numbers for layer in self.layers] != [layer.numbers for layer in twice.layers]
         if unlike or reasons & {Why.IN_ORDER, Why.OWN_NUMBERS}:
             return None

@@ -1,4 +1,4 @@
-"""Traces a model: follows a micro-batch's shapes through its layers, groups equal ones, tells of errors and dropouts.
+"""Traces a model: follows shapes through its layers, groups equal ones, explains layers' errors, warns of dropout.
 
 `trace_model` makes a `Model` (`jpipe.model.groups`) of the user's layers and the shapes of one micro-batch. Layer by
 layer it asks what the layer gives for what the one before it gave. A layer that is the same function of the same shapes

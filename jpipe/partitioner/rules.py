@@ -1,4 +1,4 @@
-"""The table `RULES` of how each operation may be carried out on shards, and most of its rules.
+"""The table `RULES`: how each operation may be carried out on shards; all rules but those of look-ups (`rule`).
 
 A rule takes an equation of whole arrays, how each operand lies along one mesh axis (a `Shard`, REPLICATED or PARTIAL),
 and the axis. It returns a `RuleResult`: how the operands have to lie, how the results lie then, and perhaps what a

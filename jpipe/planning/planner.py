@@ -232,7 +232,8 @@ class Planner:
                 continue
             is_sum = False if found.couplings else None  # by operations that are marked
             if found.outputs[leaf] == PARTIAL:
-                is_sum = (doubled := self._doubled(micro)) and found.is_sum(follow_examples(doubled), leaf)
+                twice, whole = self._times(micro, 2), self._times(micro, micro.count)
+                is_sum = twice and whole and found.is_sum(follow_examples(twice), follow_examples(whole), leaf)
             if is_sum is None:
                 name, _ = named_leaves("outputs", self.model(micro).groups[-1].gives)[leaf]
                 raise ValueError(f"{name} has no examples, and is neither their sum nor mean; return its terms")
@@ -244,14 +245,14 @@ class Planner:
         found, last = self.examples(micro), self.model(micro).groups[-1]
         if found.is_certain:
             return found.outputs
-        doubled = self._doubled(micro)
-        return lying_by_shapes(last.gives, doubled and doubled.groups[-1], found.outputs, micro.size)
+        twice = self._times(micro, 2)
+        return lying_by_shapes(last.gives, twice and twice.groups[-1], found.outputs, micro.size)
 
     @once("request.splits", "cut")
     def joining(self, micro: MicroBatch) -> tuple[AxisSharding, ...]:
         """How a micro-batch lies in each leaf of the outputs of all, as `apply` joins them."""
         found = self.examples(micro)
-        if not found.is_certain and self._doubled(micro) is None:
+        if not found.is_certain and self._times(micro, 2) is None:
             raise ValueError(f"the model can't be traced for {2 * micro.size} examples; let it take any batch size")
         lying, gives = list(self._lying(micro)), self.model(micro).groups[-1].gives
         for i, (at, leaf) in enumerate(zip(lying, jax.tree.leaves(gives), strict=True)):
@@ -263,14 +264,14 @@ class Planner:
         return joining(gives, lying, micro.size)
 
     @once("request.splits", "cut")
-    def _doubled(self, micro: MicroBatch) -> Model | None:
-        """The model for twice as many examples, `in_halves` if that can be; None if it can't take them."""
+    def _times(self, micro: MicroBatch, factor: int) -> Model | None:
+        """The model for so many times as many examples, `in_halves` if that can be; None if it can't take them."""
         halves = in_halves(self.request.mesh)
         # Layers that need this mesh (`shard_map`) are traced over it, and then where halves lie isn't known. A model
         # that takes micro-batches of one size alone can't be traced at all.
         for splits in (halves, self.request.splits):
             with suppress(Exception):
-                model = self._traced(micro.doubled, splits)
+                model = self._traced(micro.times(factor), splits)
                 last = model.groups[-1]
                 same = jax.tree.structure(last.gives) == jax.tree.structure(self.model(micro).groups[-1].gives)
                 lies = last.gives_at if splits is halves else [()] * len(last.gives_at)
@@ -408,7 +409,7 @@ class Planner:
 
         So a model with state is traced for twice as many examples; one that takes no others isn't refused.
         """
-        asked, twice, faults = self.request, micro.doubled.shapes, list[str]()
+        asked, twice, faults = self.request, micro.times(2).shapes, list[str]()
         if micro.count == 1 or not any({*group.variables} - {"params", FROZEN} for group in model.groups):
             return
         named = lambda m: {f"layer {i} ({layer.name})": m.group_at(i).variables for i, layer in enumerate(asked.layers)}
