@@ -6,7 +6,6 @@ programs, what they hold on a chip, and which collectives are left when it is do
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,57 +35,39 @@ CHIP = 16 * 10**9
 """Bytes of a v5e."""
 
 
-@dataclass(frozen=True)
-class Example:
-    """What is compiled.
-
-    Attributes:
-      pipe: on the mesh of 16 chips.
-      batch: shapes of a batch.
-      tx: the optimiser.
-      lower: from the shapes of the pipeline's state and a batch to the lowered training step.
-    """
-
-    pipe: jpipe.Pipeline
-    batch: dict[str, jax.ShapeDtypeStruct]
-    tx: optax.GradientTransformation
-    lower: Callable[[Any, Any], Any]
+Example = tuple[jpipe.Pipeline, dict[str, jax.ShapeDtypeStruct], optax.GradientTransformation]
+"""A pipeline on the mesh of 16 chips, the shapes of a batch, the optimiser."""
 
 
 # --- the examples -----------------------------------------------------------------------------------------------------
-
-
-def by_train_step(pipe: jpipe.Pipeline, batch: dict[str, Any], tx: optax.GradientTransformation) -> Example:
-    """An example that trains by `pipe.train_step`."""
-    return Example(pipe, batch, tx, jax.jit(pipe.train_step, donate_argnums=0).lower)
 
 
 def of_lm(mesh: Mesh) -> Example:
     options = lm.parse_options(["--layers", "6"])
     tokens = integers(options.batch, options.seq)
     pipe = lm.make_pipeline(lm.make_model(options), options, mesh)
-    return by_train_step(pipe, {"inputs": tokens, "targets": tokens}, lm.make_optimizer(options))
+    return pipe, {"inputs": tokens, "targets": tokens}, lm.make_optimizer(options)
 
 
 def of_generate(mesh: Mesh) -> Example:
     options = generate.parse_options(["--layers", "6"])
     tokens = integers(options.batch, options.seq)
     batch = {"inputs": tokens, "targets": tokens}
-    return by_train_step(generate.make_pipeline(options, mesh), batch, lm.make_optimizer(options))
+    return generate.make_pipeline(options, mesh), batch, lm.make_optimizer(options)
 
 
 def of_train(mesh: Mesh) -> Example:
     options = Namespace(**{name: default for name, (default, _) in train.OPTIONS.items()})
     tokens = integers(options.batch, options.seq)
     pipe = train.make_pipeline(options, mesh)
-    return by_train_step(pipe, {"inputs": tokens, "targets": tokens}, train.make_optimizer(options))
+    return pipe, {"inputs": tokens, "targets": tokens}, train.make_optimizer(options)
 
 
 def of_digits(mesh: Mesh) -> Example:
     options = digits.parse_options([])
     pipe, tx = digits.make_pipeline(options, mesh), digits.make_optimizer(100, options.lr)
     images = jax.ShapeDtypeStruct((options.batch, 8, 8, 1), jnp.float32)
-    return by_train_step(pipe, {"inputs": images, "targets": integers(options.batch)}, tx)
+    return pipe, {"inputs": images, "targets": integers(options.batch)}, tx
 
 
 def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -130,19 +111,18 @@ def test_no_example_is_missing():
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_training_step_compiles(name, mesh):
-    example = TABLE[name](mesh)
-    state = example.pipe.abstract_state(example.batch, example.tx)
-    lowered = example.lower(state, example.batch)
-    compiled, text = compile_with_text(lowered)
+    pipe, batch, tx = TABLE[name](mesh)
+    step = jax.jit(pipe.train_step, donate_argnums=0)
+    compiled, text = compile_with_text(step.lower(pipe.abstract_state(batch, tx), batch))
     check(compiled, text, mesh)
     assert any(axes_of(c, mesh) == ("data",) and not in_loop(c) for c in read(text)), "gradients are reduced"
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_evaluation_compiles(name, mesh):
-    example = TABLE[name](mesh)
-    variables = example.pipe.abstract_state(example.batch, example.tx).variables
-    check(*compile_with_text(jax.jit(example.pipe.evaluate).lower(variables, example.batch)), mesh)
+    pipe, batch, tx = TABLE[name](mesh)
+    variables = pipe.abstract_state(batch, tx).variables
+    check(*compile_with_text(jax.jit(pipe.evaluate).lower(variables, batch)), mesh)
 
 
 def check(compiled: Any, text: str, mesh: Mesh) -> None:

@@ -21,6 +21,7 @@ from jpipe.execution.executor import _flows
 from jpipe.schedules.actions import FLOWS
 from jpipe.schedules.ticks import lower
 from published import schedule_of
+from sequential import evaluation, truth
 from vocabulary import WIDTH, WORDS, Block, Head, batch_of, cross_entropy, pipeline, tied, untied, wide
 
 
@@ -52,7 +53,7 @@ def test_actions_are_loops_and_two_permutes_cross(num_stages, permutes, remat):
     assert program.count("stablehlo.collective_permute") == permutes
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "v"])
+@pytest.mark.parametrize("schedule", ["interleaved", pytest.param("v", marks=pytest.mark.slow)])
 def test_no_permute_has_a_ring_on_gpus(make_mesh, monkeypatch, schedule):
     """XLA splits rings itself under some flags, and then gave zeros to devices at which they close.
 
@@ -107,23 +108,6 @@ def float64():
         yield
 
 
-def sequential(layers, trees, batch):
-    """((loss, logits), gradients) of plain Flax, for each layer's own variables; None for those of a tied head."""
-
-    def loss(trees):
-        x = batch["inputs"]
-        for layer, tree in zip(layers[:-1], trees, strict=False):
-            x = (layer.layer if isinstance(layer, jpipe.Shared) else layer).apply(tree, x)
-        if isinstance(layers[0], jpipe.Shared):
-            x = layers[0].layer.apply(trees[0], x, method="attend")
-        else:
-            x = layers[-1].apply(trees[-1], x)
-        total, weight = cross_entropy(x, batch)
-        return total / weight, x
-
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(trees)
-
-
 def wide_at_the_ends():
     """The ends give and take wider values than those that cross from stage to stage."""
     dense = [nn.Dense(width, **wide) for width in (WIDTH, 3 * WIDTH)]
@@ -157,11 +141,13 @@ def test_equals_the_sequential_model(make, k, m, options, axes):
     pipe = pipeline(layers, k, m, mesh=mesh, **options)
     variables = pipe.init(jax.random.key(0), batch)
     trees = jax.device_get(pipe.layer_variables(variables))
-    (loss, outputs), gradients = sequential(layers, trees, batch)
+    outputs, loss = evaluation(layers, trees, cross_entropy, batch)
+    expected = truth(layers, trees, cross_entropy, batch, key=jax.random.key(0), m=1, rate=1.0)
     (found, _), grads = pipe.value_and_grad(variables, batch)
-    assert_close(found, loss, "loss")
+    assert_close(found, expected[0], "loss")
     count = len(layers) - (make is tied)  # a tied head has the table's
-    assert_close(pipe.layer_variables({"params": grads})[:count], gradients[:count], "gradients")
+    gradients = [tree["params"] for tree in pipe.layer_variables({"params": grads})[:count]]
+    assert_close(gradients, expected[1][:count], "gradients")
     assert_close(pipe.evaluate(variables, batch), loss, "evaluation")
     assert_close(pipe.apply(variables, batch), outputs, "outputs")
 
@@ -194,12 +180,12 @@ def test_no_compiler_moves_them_out_of_their_loops():
         assert not outside, [*map(str, outside)]
 
 
-def gradients(truth, case, **options):
+def gradients(known, case, **options):
     """(loss, gradients by layer, the step) of a pipeline."""
-    pipe = model_pipeline(truth, *case, **options)
-    variables = pipe.from_layer_variables(truth.trees, truth.batch)
-    (loss, _), grads = pipe.value_and_grad(variables, truth.batch)
-    step = pipe.planner.training_step(pipe.planner.for_training(truth.batch))
+    pipe = model_pipeline(known, *case, **options)
+    variables = pipe.from_layer_variables(known.trees, known.batch)
+    (loss, _), grads = pipe.value_and_grad(variables, known.batch)
+    step = pipe.planner.training_step(pipe.planner.for_training(known.batch))
     return loss, pipe.layer_variables({"params": grads}), step
 
 
@@ -219,10 +205,10 @@ def gradients(truth, case, **options):
 )
 def test_a_step_is_the_same_to_the_bit(kind, case, remat, offload, devices):
     with jax.enable_x64(True), programs_for(devices):
-        truth = model(kind, "float64")
-        loss, grads, _ = gradients(truth, case, remat=remat)
-        found, found_grads, step = gradients(truth, case, remat=remat, offload=offload)
+        known = model(kind, "float64")
+        loss, grads, _ = gradients(known, case, remat=remat)
+        found, found_grads, step = gradients(known, case, remat=remat, offload=offload)
         assert step.kept.away, "nothing goes"
         assert_equal(found_grads, grads)
         assert found == loss
-        assert_close(found_grads, truth.truth[2], "gradients")
+        assert_close(found_grads, known.truth[2], "gradients")

@@ -2,11 +2,11 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jpipe
+from decoders import VOCABULARY, WIDTH, Counting
 from jpipe.execution.generator import timetable
 from jpipe.schedules.actions import Placement
 
@@ -26,20 +26,7 @@ def test_no_stage_waits_after_the_fill(stages, chunks, style):
         assert len(set(done)) == len(done), "each virtual stage, micro-batch and round once"
 
 
-VOCABULARY, WIDTH = 18, 8
 TOKENS = np.zeros((4, 5), np.int32)
-
-
-class Counting(nn.Module):
-    """A layer that keeps a cache."""
-
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        if self.decode:
-            self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
-        return x
 
 
 @pytest.fixture(scope="module")

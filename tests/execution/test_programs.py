@@ -57,7 +57,9 @@ class Table(nn.Module):
         return x @ self.param("table", nn.initializers.normal(1.0), (16, 16)).astype(jnp.bfloat16).astype(jnp.float32)
 
 
-@pytest.mark.parametrize(("remat", "kind"), [("none", "own"), ("layer", "spread"), ("full", "tied")])
+@pytest.mark.parametrize(
+    ("remat", "kind"), [("none", "own"), ("layer", "spread"), pytest.param("full", "tied", marks=pytest.mark.slow)]
+)
 def test_layers_compute_the_same_to_the_bit(remat, kind):
     results = []
     for devices in ("tpu", "gpu"):

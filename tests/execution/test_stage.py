@@ -10,6 +10,7 @@ import pytest
 import jpipe
 
 WIDTHS = [4, 8, 6, 10, 12, 14]
+"""The widths of layers that are products of matrices; two of them look alike, on different stages."""
 
 
 def loops_around(operation: str, hlo: str) -> list[tuple[str, int]]:
@@ -29,11 +30,6 @@ def loops_around(operation: str, hlo: str) -> list[tuple[str, int]]:
     return found
 
 
-def unlike_layers():
-    """Matrix products of different sizes; two of them look alike, on different stages."""
-    return [product_layer(i, width) for i, width in enumerate(WIDTHS)]
-
-
 def product_layer(i: int, width: int) -> jpipe.Layer:
     def init(key, x):
         with jax.named_scope(f"layer{i}"):
@@ -46,20 +42,27 @@ def product_layer(i: int, width: int) -> jpipe.Layer:
     return jpipe.Layer(init, apply, name=f"layer{i}")
 
 
-def unlike(num_microbatches: int, **options):
-    """A pipeline of two stages, and shapes of a batch for it."""
-    sizes = {"num_stages": 2, "num_microbatches": num_microbatches, "balance": "even"}
-    pipe = jpipe.Pipeline(unlike_layers(), lambda y, _: jnp.sum(y), **sizes, **options)
-    return pipe, {"inputs": jax.ShapeDtypeStruct((2 * num_microbatches, 3), jnp.float32)}
+def pipeline(num_microbatches: int, layers=None, num_stages: int = 2, **options):
+    """A pipeline of layers that are unlike, or of these; shapes of a batch; and of its variables."""
+    made = [product_layer(i, width) for i, width in enumerate(WIDTHS)]
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "balance": "even"}
+    pipe = jpipe.Pipeline(layers or made, lambda y, _: jnp.sum(y), **sizes, **options)
+    batch = {"inputs": jax.ShapeDtypeStruct((2 * num_microbatches, 3), jnp.float32)}
+    return pipe, batch, jax.eval_shape(pipe.init, jax.random.key(0), batch)
 
 
 @pytest.mark.parametrize(
     ("order", "m", "v", "remat"),
-    [("1f1b", 4, 1, "none"), ("1f1b", 4, 1, "layer"), ("interleaved", 4, 2, "stage"), ("naive", 1, 1, "full")],
+    [
+        ("1f1b", 4, 1, "none"),
+        ("interleaved", 4, 2, "stage"),
+        pytest.param("1f1b", 4, 1, "layer", marks=pytest.mark.slow),
+        pytest.param("naive", 1, 1, "full", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stage_computes_its_own_layers_only(order, m, v, remat):
     """A regression: the backward of a layer alone in its group was moved out of its loop and run by every stage."""
-    pipe, batch = unlike(m, num_chunks=v, schedule=order, remat=remat)
+    pipe, batch, _ = pipeline(m, num_chunks=v, schedule=order, remat=remat)
     state = pipe.abstract_state(batch, optax.sgd(0.1))
     program = jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch).compile().as_text()
     found = loops_around("dot", program)
@@ -72,10 +75,8 @@ def test_a_stage_computes_its_own_layers_only(order, m, v, remat):
 def test_a_stage_lacks_equal_layers_that_others_have_one_of(order, m, remat):
     """A regression: the first and the third stage have one each, so that their position selects nothing."""
     first, equal, *others = (product_layer(i, width) for i, width in enumerate([4, 5, 3, 4, 6]))
-    options = {"num_stages": 3, "num_microbatches": m, "balance": "even", "schedule": order, "remat": remat}
-    pipe = jpipe.Pipeline([first, equal, *others[:2], equal, others[2]], lambda y, _: jnp.sum(y), **options)
-    batch = {"inputs": jax.ShapeDtypeStruct((2 * m, 3), jnp.float32)}
-    variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    layers = [first, equal, *others[:2], equal, others[2]]
+    pipe, batch, variables = pipeline(m, layers, 3, schedule=order, remat=remat)
     program = jax.jit(pipe.value_and_grad).lower(variables, batch).compile().as_text()
     found = loops_around("dot", program)
     assert {name for name, _ in found} == {f"layer{i}" for i in range(5)}
@@ -84,7 +85,7 @@ def test_a_stage_lacks_equal_layers_that_others_have_one_of(order, m, remat):
 
 def test_a_stage_makes_its_own_variables_only():
     """A regression: layers alone in their groups were initialised by every stage."""
-    pipe, batch = unlike(4)
+    pipe, batch, _ = pipeline(4)
     program = jax.jit(pipe.init).lower(jax.random.key(0), batch).compile().as_text()
     found = loops_around("log-plus-one", program)  # of the normal distribution
     assert {name for name, _ in found} == {f"layer{i}" for i in range(len(WIDTHS))}
@@ -97,8 +98,7 @@ def test_a_stage_updates_its_own_parameters_only():
         with jax.named_scope("layer0"):
             return jax.tree.map(lambda w: w @ w.T @ w, updates)
 
-    pipe, batch = unlike(4)
-    variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    *_, variables = pipeline(4)
     tx = jpipe.per_layer(optax.stateless(update))
     program = jax.jit(lambda grads: tx.update(grads, tx.init(grads))[0]).lower(variables["params"]).compile().as_text()
     found = loops_around("dot", program)
@@ -108,8 +108,7 @@ def test_a_stage_updates_its_own_parameters_only():
 
 def test_each_parameter_is_moved_once_forward_and_once_backward():
     """Out of its buffer by one slice an action; its gradient is read and written once, whole if it is alone there."""
-    pipe, batch = unlike(4)
-    variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    pipe, batch, variables = pipeline(4)
     program = jax.jit(pipe.value_and_grad).lower(variables, batch).as_text()
     storage = variables["params"].layout.storage
     leaves = [name for known in storage.record_types for name in known.buffers]

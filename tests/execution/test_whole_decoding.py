@@ -82,12 +82,6 @@ def float64():
         yield
 
 
-def pipeline(model, **options):
-    """(a pipeline of four micro-batches, its variables)."""
-    pipe = jpipe.Pipeline(model, loss_fn, num_microbatches=4, **options)
-    return pipe, pipe.init(jax.random.key(1), batch_of())
-
-
 def plain(name, tree):
     """The model as a function of tokens."""
     if "nnx" not in name:
@@ -102,55 +96,36 @@ def plain(name, tree):
 @pytest.mark.parametrize(("model", "place"), CASES)
 def test_equals_the_model_without_a_cache(model, place, monkeypatch):
     monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)  # ends of any size are split
-    pipe, variables = pipeline(MODELS[model](), **PLACES[place])
+    pipe = jpipe.Pipeline(MODELS[model](), loss_fn, num_microbatches=4, **PLACES[place])
+    variables = pipe.init(jax.random.key(1), batch_of())
     tree = jax.device_get(pipe.model_variables(variables))
     prompts = prompts_of(40, 5)
     expected = without_cache(plain(model, tree), prompts, 7)
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 7), expected)
 
 
-class Watched(nn.Module):
-    """A decoder that gives the values behind its blocks, too."""
-
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, tokens):
-        x, seen = embed()(tokens), []
-        for _ in range(3):
-            x = Block(self.decode)(x)
-            seen.append(x)
-        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x), seen
-
-
-def test_outputs_that_the_loss_does_not_read_stay_where_they_are():
-    model, batch = Watched(), batch_of()
-    pipe = jpipe.Pipeline(model, lambda pair, batch: loss_fn(pair[0], batch), num_stages=2, num_microbatches=4)
-    variables = pipe.init(jax.random.key(1), batch)
-    assert pipe.apply(variables, batch)[1] == [None] * 3
-    tree = jax.device_get(pipe.model_variables(variables))
-    prompts = prompts_of(6, 5)
-    expected = without_cache(lambda tokens: model.apply(tree, tokens)[0], prompts, 4)
-    np.testing.assert_array_equal(pipe.generate(variables, prompts, 4, logits=lambda pair: pair[0]), expected)
-
-
 class Taught(nn.Module):
-    """A decoder that has a parameter in training alone."""
+    """A decoder with a parameter that only training has, which gives the values behind its blocks, too."""
 
     decode: bool = False
 
     @nn.compact
     def __call__(self, tokens, train: bool = False):
-        x = embed()(tokens)
-        for _ in range(2):
+        x, seen = embed()(tokens), []
+        for _ in range(3):
             x = Block(self.decode)(x)
+            seen.append(x)
         x = x * self.param("scale", nn.initializers.ones, (), jnp.float64) if train else x
-        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x)
+        return nn.Dense(VOCABULARY, param_dtype=jnp.float64)(x), seen
 
 
-def test_parameters_that_only_training_has():
-    pipe, variables = pipeline(Taught(), num_stages=2)
-    tree, prompts = jax.device_get(pipe.model_variables(variables)), prompts_of(6, 5)
+def test_what_only_training_has_and_outputs_that_the_loss_does_not_read():
+    """The latter stay where they are."""
+    loss, batch, prompts = lambda pair, batch: loss_fn(pair[0], batch), batch_of(), prompts_of(6, 5)
+    pipe = jpipe.Pipeline(Taught(), loss, num_stages=2, num_microbatches=4)
+    variables = pipe.init(jax.random.key(1), batch)
+    assert pipe.apply(variables, batch)[1] == [None] * 3
+    tree = jax.device_get(pipe.model_variables(variables))
     assert "scale" in tree["params"]
-    expected = without_cache(lambda tokens: Taught().apply(tree, tokens), prompts, 4)
-    np.testing.assert_array_equal(pipe.generate(variables, prompts, 4), expected)
+    expected = without_cache(lambda tokens: Taught().apply(tree, tokens)[0], prompts, 4)
+    np.testing.assert_array_equal(pipe.generate(variables, prompts, 4, logits=lambda pair: pair[0]), expected)

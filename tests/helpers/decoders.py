@@ -1,6 +1,7 @@
 """Decoders in float64, layer by layer, and what they generate by the plainest way: without a cache."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import optax
 from flax import nnx
 
 import jpipe
+from cases import run_layers
 
 VOCABULARY, WIDTH, TRAINED = 18, 8, 6
 
@@ -54,6 +56,18 @@ class Causal(nn.Module):
         seen = jnp.arange(key.shape[1]) <= first + jnp.arange(x.shape[1])[:, None]
         scores = jnp.where(seen, jnp.einsum("bqd,bkd->bqk", query, key), -jnp.inf)
         return x + jax.nn.softmax(scores) @ value
+
+
+class Counting(nn.Module):
+    """A layer that keeps a cache, and changes nothing."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.decode:
+            self.variable("cache", "count", lambda: jnp.zeros((), jnp.int32))
+        return x
 
 
 class NnxBlock(nnx.Module):
@@ -106,15 +120,6 @@ def without_cache(
     return tokens
 
 
-def sequential(layers: list, trees: list) -> Callable:
-    def apply(x):
-        for layer, tree in zip(layers, trees, strict=True):
-            x = layer.apply(tree, x)
-        return x
-
-    return apply
-
-
 def check_generated(
     layers: list,
     prompts: np.ndarray,
@@ -138,7 +143,7 @@ def check_generated(
     pipe = jpipe.Pipeline(layers, loss_fn, **{"num_stages": 2, "num_microbatches": 2} | options)
     variables = pipe.init(jax.random.key(1), batch_of())
     modules = plain or [layer.layer if isinstance(layer, jpipe.Shared) else layer for layer in layers]
-    apply = sequential(modules, jax.device_get(pipe.layer_variables(variables)))
+    apply = partial(run_layers, modules, jax.device_get(pipe.layer_variables(variables)))
     found = pipe.generate(variables, prompts, num_tokens, *drawn, **asked or {})
     np.testing.assert_array_equal(found, without_cache(apply, prompts, num_tokens, *drawn))
     return pipe

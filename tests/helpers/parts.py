@@ -10,6 +10,9 @@ AXES = (Axis(("data",), (2,)), Axis(("model",), (2,)))
 DEVICES = list(itertools.product(range(2), range(2)))
 """The devices, by their indices along the axes."""
 X = np.arange(8 * 4).reshape(8, 4)
+SPECS = [("data",), (None, "model"), ("model", "data"), (("data", "model"),), (("model", "data"),)]
+SPECS += [(None, ("model", "data"))]
+"""What `jax.sharding.PartitionSpec` takes for `X`."""
 
 
 def cut(x, sharding, device):

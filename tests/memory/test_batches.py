@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from cases import assert_close
+from cases import assert_close, run_layers
 from jpipe.memory.batches import (
     batch_size,
     check_no_example,
@@ -196,48 +196,56 @@ def turned(x):
     return jnp.swapaxes(x, 0, 1)
 
 
-def several(x):
-    """Time first; a number an example; examples and places in one dimension; a number a micro-batch."""
-    return {"x": x, "one": x.sum((0, 2)), "flat": x.reshape(-1, x.shape[-1]), "mean": x.mean()[None]}
+def normal(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def applied(layers, x, count=2, **options):
+    """(outputs, the layers' own variables) of a pipeline without a loss."""
+    pipe = jpipe.Pipeline(layers, None, num_stages=2, num_microbatches=count, balance="even", **options)
+    variables = pipe.init(jax.random.key(0), x)
+    return pipe.apply(variables, x), pipe.layer_variables(variables)
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
 def test_apply_equals_the_plain_model(axes):
-    """An output `[S, B, d]` came back as `[M*S, b, d]`."""
+    """An output `[S, B, d]` came back as `[M*S, b, d]`; a number an example, and a number a micro-batch."""
     mesh = jpipe.make_mesh(stage=2, **axes, devices=jax.devices()[: 4 if axes else 2])
-    layers = [turned, Block(), Block(), lambda x: {k: v for k, v in several(x).items() if k != "flat"}]
-    pipe = jpipe.Pipeline(layers, None, num_stages=2, num_microbatches=2, mesh=mesh, balance="even")
-    x = np.random.default_rng(0).standard_normal((8, 3, 4)).astype(np.float32)
-    variables = pipe.init(jax.random.key(0), x)
-    found, plain = pipe.apply(variables, x), x
-    for layer, tree in zip(layers, pipe.layer_variables(variables), strict=True):
-        plain = layer.apply(tree, plain) if isinstance(layer, nn.Module) else layer(plain)
+    last = lambda x: {"x": x, "one": x.sum((0, 2)), "mean": x.mean()[None]}
+    layers, x = [turned, Block(), Block(), last], normal(8, 3, 4)
+    found, trees = applied(layers, x, mesh=mesh)
+    plain = run_layers(layers, trees, x)
     assert found["mean"].shape == (2,)
     plain["mean"] = np.stack([np.mean(plain["x"][:, :4]), np.mean(plain["x"][:, 4:])])
     assert_close(found, plain, "outputs")
 
 
 @pytest.mark.parametrize(
-    ("last", "joins"),
+    ("last", "of_all"),
     [
-        (lambda x: x.reshape(-1, 4), True),
-        (lambda x: jnp.repeat(x[:, 0], 2, axis=0), True),
-        (lambda x: x.swapaxes(0, 1).reshape(-1, 4), False),
+        (lambda x: x.reshape(-1, 4), lambda x: x.reshape(-1, 4)),
+        (lambda x: jnp.repeat(x[:, 0], 2, axis=0), lambda x: jnp.repeat(x[:, 0], 2, axis=0)),
+        (lambda x: x.reshape(2, 3, 4).swapaxes(0, 1), turned),  # written for one batch size
     ],
 )
-def test_one_that_mixes_examples_and_something_else(last, joins):
+def test_outputs_are_joined_in_the_order_of_examples(last, of_all):
     """Rows came back in another order than the model's, without a word, where places came before examples."""
-    pipe = jpipe.Pipeline([Block(), Block(), last], None, num_stages=2, num_microbatches=2, balance="even")
-    x = np.random.default_rng(0).standard_normal((4, 3, 4)).astype(np.float32)
-    variables = pipe.init(jax.random.key(0), x)
-    if not joins:
-        with pytest.raises(ValueError, match="no axis is the batch alone"):
-            pipe.apply(variables, x)
-        return
-    plain = x
-    for tree in pipe.layer_variables(variables)[:2]:
-        plain = Block().apply(tree, plain)
-    assert_close(pipe.apply(variables, x), last(plain), "outputs")
+    x = normal(4, 3, 4)
+    found, (tree, _) = applied([Block(), last], x)
+    assert_close(found, of_all(Block().apply(tree, x)), "outputs")
+
+
+@pytest.mark.parametrize(
+    ("last", "shape", "count", "message"),
+    [
+        (lambda x: turned(x).reshape(-1, 4), (4, 3, 4), 2, ALONE),
+        (lambda x: jnp.sort(x, 0)[:3], (8, 4), 1, r"outputs has the shape \(3, 4\)"),
+        (lambda x: jnp.sort(x, 0)[:3], (8, 4), 2, r"outputs has the shape \(3, 4\)"),
+    ],
+)
+def test_outputs_that_can_not_be_joined_are_refused(last, shape, count, message):
+    with pytest.raises(ValueError, match=message):
+        applied([Block(), last], normal(*shape), count)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -250,29 +258,8 @@ def test_sums_and_means_are_those_of_the_whole_batch(count):
         "size": jnp.float32(x.shape[-1]),
         "two": x.mean() ** 2,
     }
-    pipe = jpipe.Pipeline([Block(), last], None, num_stages=2, num_microbatches=count, balance="even")
-    x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
-    variables = pipe.init(jax.random.key(0), x)
-    (tree, _) = pipe.layer_variables(variables)
+    x = normal(4, 4)
+    found, (tree, _) = applied([Block(), last], x, count)
     plain = last(y := Block().apply(tree, x))
     plain["two"] = np.mean([rows.mean() ** 2 for rows in np.split(y, count)])
-    assert_close(pipe.apply(variables, x), plain, "outputs")
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_it_refuses_before_anything_is_compiled(count):
-    last = lambda x: jnp.sort(x, 0)[:3]
-    pipe = jpipe.Pipeline([Block(), last], None, num_stages=2, num_microbatches=count, balance="even")
-    x = np.ones((8, 4), np.float32)
-    variables = pipe.init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match=r"outputs has the shape \(3, 4\)"):
-        pipe.apply(variables, x)
-
-
-def test_a_model_that_is_written_for_one_batch_size():
-    layers = [Block(), lambda x: x.reshape(2, 3, 4).swapaxes(0, 1)]
-    pipe = jpipe.Pipeline(layers, None, num_stages=2, num_microbatches=2, balance="even")
-    x = np.random.default_rng(0).standard_normal((4, 3, 4)).astype(np.float32)
-    variables = pipe.init(jax.random.key(0), x)
-    (tree, _) = pipe.layer_variables(variables)
-    assert_close(pipe.apply(variables, x), np.swapaxes(Block().apply(tree, x), 0, 1), "outputs")
+    assert_close(found, plain, "outputs")

@@ -194,7 +194,7 @@ SHAPES = st.sampled_from([(2,), (2, 3), (4, 5), (6, 1, 2), ()])
 DTYPES = st.sampled_from(["float32", "int32", "bool", "bfloat16"])
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.lists(st.lists(st.tuples(SHAPES, DTYPES), max_size=4), min_size=1, max_size=5), st.data())
 def test_any_boundaries(shapes, data):
     boundaries = [[leaf(*shape, dtype=dtype) for shape, dtype in group] for group in shapes]

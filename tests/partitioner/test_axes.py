@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.partitioner.axes import check_batch_axes, gather_axes, on_stages, scatter_axes, stage_axes
 from jpipe.partitioner.shardings import REPLICATED, Axis, of_spec
-from parts import AXES, DEVICES, X, cut
+from parts import AXES, DEVICES, SPECS, X, cut
 
 NAMES = ("model", "fsdp", "stage", "data", "expert")
 
@@ -38,9 +38,6 @@ def test_axes(mesh):
 def test_wrong_batch_axes(mesh, names, error, message):
     with pytest.raises(error, match=message):
         check_batch_axes(mesh, names)
-
-
-SPECS = [("data",), (None, "model"), ("model", "data"), (("data", "model"),), (("model", "data"),)]
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -75,11 +75,8 @@ AXES_AND_PARTS = Axis(("a",), (2,)), Axis(("b",), (2,), inner=2), Axis(("b",), (
 @pytest.mark.parametrize(("axes", "shape"), [(THREE_AXES, (2, 2, 2)), (AXES_AND_PARTS, (2, 4))], ids=["axes", "parts"])
 def test_chance_conversions_among_three(make_mesh, axes, shape):
     """From whole arrays to a sharding, to another one and back; and what is sent is what was counted."""
-    whole, x, mesh = (
-        replicated(axes),
-        np.arange(16.0 * 8).reshape(16, 8),
-        make_mesh(shape, ("a", "b", "c")[: len(shape)]),
-    )
+    whole, x = replicated(axes), np.arange(16.0 * 8).reshape(16, 8)
+    mesh = make_mesh(shape, ("a", "b", "c")[: len(shape)])
     rng = np.random.default_rng(0)
     one = lambda: [REPLICATED, PARTIAL, Shard(int(rng.integers(2)), int(2 ** rng.integers(3)))][rng.integers(3)]
     drawn = [tuple(one() for _ in axes) for _ in range(300)]

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpipe
-from cases import assert_close, assert_equal
+from cases import assert_close, assert_equal, run_layers
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
@@ -69,7 +69,4 @@ def test_boxes_come_out_and_need_not_go_in():
     bare = nn.unbox(trees)
     assert isinstance(bare[0]["params"]["kernel"], np.ndarray)
     assert_equal(jax.device_get(pipe.layer_variables(pipe.from_layer_variables(bare))), trees, "there and back")
-    x = X
-    for layer, tree in zip(layers, bare, strict=True):
-        x = layer.apply(tree, x)
-    assert_close(pipe.apply(pipe.from_layer_variables(bare), X), x, "outputs")
+    assert_close(pipe.apply(pipe.from_layer_variables(bare), X), run_layers(layers, bare, X), "outputs")

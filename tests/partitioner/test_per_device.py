@@ -1,4 +1,4 @@
-"""Loops, branches and calls on parts of arrays; sharding constraints, and `shard_map` within; what a block sends."""
+"""Loops, branches, calls on parts of arrays (`test_rules.py` compares more); constraints, `shard_map`; what is sent."""
 
 import math
 import re
@@ -17,51 +17,9 @@ from jpipe.partitioner.conversions import sent_in
 from jpipe.partitioner.per_device import HANDLERS, jaxpr_per_device
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from jpipe.partitioner.way import way_by_rule
-from partitioned import array, case, compare, integers, on_mesh
+from partitioned import array, on_mesh
 
 P = PartitionSpec
-
-
-def rnn(x, w):
-    advance = lambda h, a: ((h := jnp.tanh(h @ w + a)), h)
-    return lax.scan(advance, jnp.zeros((x.shape[0], w.shape[0])), x.swapaxes(0, 1))[1]
-
-
-def backwards_scan(x, w):
-    return lax.scan(lambda h, a: (h * w.sum() + a.mean(), a * 2), jnp.zeros(x.shape[1:]), x, reverse=True)
-
-
-def until(x, w):
-    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))[1]
-
-
-def each_until(n, x):
-    return jax.vmap(lambda m, a: lax.while_loop(lambda s: s[0] < m, lambda s: (s[0] + 1, s[1] * 2 + 1), (0, a))[1])(
-        n, x
-    )
-
-
-def branches(x, w):
-    return lax.switch(jnp.asarray(1), [lambda x: x @ w, lambda x: jnp.sin(x) @ w, lambda x: x[..., :8] * 2 + w[0]], x)
-
-
-def checkpointed(x, w):
-    return jax.checkpoint(lambda x: jax.nn.gelu(jax.nn.silu(x @ w)), policy=jax.checkpoint_policies.dots_saveable)(x)
-
-
-CASES = {
-    "rnn": case(rnn, array(4, 6, 8), array(8, 8)),
-    "scan backwards": case(backwards_scan, array(4, 6, 8), array(2)),
-    "while": case(until, array(4, 8), array(8, 8), gradients=False),
-    "vmapped while": case(each_until, integers(5, 4), array(4, 6), gradients=False),
-    "cond": case(branches, array(4, 8), array(8, 8)),
-    "checkpoint": case(checkpointed, array(4, 6, 8), array(8, 4)),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(make_mesh, name):
-    compare(make_mesh, CASES[name], 3, 2)
 
 
 def test_branches_by_platform(make_mesh):

@@ -1,11 +1,9 @@
-"""Operations on shards and on partial sums, and that each rule is compared somewhere."""
+"""Operations, loops and branches on shards and on partial sums, and that each rule is compared."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-import test_per_device
-import test_rule
 from jax import lax
 from jax.extend.core import subjaxprs
 
@@ -113,6 +111,37 @@ def depthwise(x, w):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=4, dimension_numbers=spec)
 
 
+def cross_entropy(logits, ids):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1).mean()
+
+
+def rnn(x, w):
+    advance = lambda h, a: ((h := jnp.tanh(h @ w + a)), h)
+    return lax.scan(advance, jnp.zeros((x.shape[0], w.shape[0])), x.swapaxes(0, 1))[1]
+
+
+def backwards_scan(x, w):
+    return lax.scan(lambda h, a: (h * w.sum() + a.mean(), a * 2), jnp.zeros(x.shape[1:]), x, reverse=True)
+
+
+def until(x, w):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))[1]
+
+
+def each_until(n, x):
+    return jax.vmap(lambda m, a: lax.while_loop(lambda s: s[0] < m, lambda s: (s[0] + 1, s[1] * 2 + 1), (0, a))[1])(
+        n, x
+    )
+
+
+def branches(x, w):
+    return lax.switch(jnp.asarray(1), [lambda x: x @ w, lambda x: jnp.sin(x) @ w, lambda x: x[..., :8] * 2 + w[0]], x)
+
+
+def checkpointed(x, w):
+    return jax.checkpoint(lambda x: jax.nn.gelu(jax.nn.silu(x @ w)), policy=jax.checkpoint_policies.dots_saveable)(x)
+
+
 CASES = {
     "rotary": case(rotary, array(4, 6, 8)),
     "batch norm": case(normalised, array(4, 6, 8), array(8)),
@@ -147,12 +176,33 @@ CASES = {
     "where the extremes are": case(extremes, array(4, 8), integers(3, 4, 8), gradients=False),
     "triangular": case(lambda x: jnp.linalg.cholesky(x @ x.swapaxes(1, 2) + 9 * jnp.eye(4)), array(2, 4, 6)),  # no rule
     "nothing": case(lambda x: (x[:, :0].reshape(4, -1), x.sum(0)), array(4, 6), gradients=False),
+    "look-up": case(lambda table, ids: table[ids], array(12, 8), integers(12, 4, 6)),
+    "look-up outside": case(
+        lambda t, i: jnp.take(t, i - 3, axis=0, mode="fill", fill_value=5.0), array(12, 8), integers(20, 4, 6)
+    ),
+    "cross-entropy": case(cross_entropy, array(4, 6, 8), integers(8, 4, 6)),
+    "byte ids": case(lambda t, i: jnp.take(t, i.astype(jnp.uint8), axis=0), array(512, 4), integers(256, 4, 6)),
+    "additions": case(lambda x, i, y: x.at[i].add(y), array(12, 8), integers(12, 6), array(6, 8)),
+    "additions outside": case(lambda x, i, y: x.at[i - 20].add(y), array(12, 8), integers(40, 6), array(6, 8)),
+    "promised additions": case(
+        lambda x, i, y: x.at[i].add(y, mode="promise_in_bounds"), array(12, 8), integers(12, 6), array(6, 8)
+    ),
+    "additions at pairs": case(
+        lambda x, i, j, y: x.at[i, :, j - 1].add(y), array(6, 3, 4), integers(6, 8), integers(5, 8), array(8, 3)
+    ),
+    "filled sum": case(lambda x, i: jnp.take(x.sum(0), i, mode="fill", fill_value=5.0), array(4, 6), integers(9, 4)),
+    "rnn": case(rnn, array(4, 6, 8), array(8, 8)),
+    "scan backwards": case(backwards_scan, array(4, 6, 8), array(2)),
+    "while": case(until, array(4, 8), array(8, 8), gradients=False),
+    "vmapped while": case(each_until, integers(5, 4), array(4, 6), gradients=False),
+    "cond": case(branches, array(4, 8), array(8, 8)),
+    "checkpoint": case(checkpointed, array(4, 6, 8), array(8, 4)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(make_mesh, name):
-    compare(make_mesh, CASES[name], 3, 2)
+    compare(make_mesh, CASES[name])
 
 
 def primitives(jaxpr):
@@ -161,9 +211,7 @@ def primitives(jaxpr):
 
 
 def test_every_rule_is_of_an_operation_that_is_compared():
-    files = (test_per_device, test_rule)
-    cases = [known for each in (CASES, *[file.CASES for file in files]) for known in each.values()]
-    found = set().union(*[primitives(traced(known).jaxpr) for known in cases])
+    found = set().union(*[primitives(traced(known).jaxpr) for known in CASES.values()])
     elsewhere = {"device_put", "select_and_gather_add"}  # does nothing here; of forward-mode derivatives alone
     assert set(RULES) - set(ELEMENTWISE) - found == elsewhere
 

@@ -17,7 +17,7 @@ from jpipe.partitioner.shardings import (
     to_spec,
 )
 from partitioned import whole_shape
-from parts import AXES, DEVICES, X, cut
+from parts import AXES, DEVICES, SPECS, X, cut
 
 SHARDS = [Shard(0), Shard(1), Shard(0, 2), Shard(1, 2), Shard(0, 4)]
 SHARDINGS = [s for s in itertools.product([REPLICATED, PARTIAL, *SHARDS], repeat=2) if is_possible(X.shape, s, AXES)]
@@ -27,10 +27,6 @@ SHARDINGS = [s for s in itertools.product([REPLICATED, PARTIAL, *SHARDS], repeat
 def test_the_shape_of_parts_and_of_the_whole(sharding):
     assert {cut(X, sharding, device).shape for device in DEVICES} == {part_shape(X.shape, sharding, AXES)}
     assert whole_shape(part_shape(X.shape, sharding, AXES), sharding, AXES) == X.shape
-
-
-SPECS = [("data",), (None, "model"), ("model", "data"), (("data", "model"),), (("model", "data"),)]
-SPECS += [(None, ("model", "data"))]
 
 
 @pytest.mark.parametrize("spec", SPECS)

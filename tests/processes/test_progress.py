@@ -213,17 +213,15 @@ print("trained")
 LOGS = r"WARNING: All log messages before absl|[IW]\d{4} \d\d:\d\d"
 
 
-def run_program(stderr, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(Path(jpipe.__file__).parents[1]), **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True
-    )
+def seen_in_terminal():
+    """What a run of the program writes to a pseudo-terminal that is its stderr, but for what XLA logs.
 
-
-def seen_in_terminal(**environment):
-    """What a run of the program writes to a pseudo-terminal that is its stderr."""
+    Where its plugin for GPUs is installed, it says that there is no GPU.
+    """
     ours, theirs = pty.openpty()
-    with run_program(theirs, **environment) as process:
+    environment = {**os.environ, "PYTHONPATH": str(Path(jpipe.__file__).parents[1]), "COLUMNS": "100"}
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True) as process:
         os.close(theirs)
         seen = b""
         with contextlib.suppress(OSError):  # the end, on Linux
@@ -232,18 +230,11 @@ def seen_in_terminal(**environment):
         assert process.stdout.read() == "trained\n"
     os.close(ours)
     assert process.returncode == 0
-    return without_logs(seen.decode())
-
-
-def without_logs(text):
-    """What isn't said by XLA, which logs that there is no GPU where its plugin for GPUs is installed."""
-    return "".join(line for line in text.splitlines(keepends=True) if not re.match(LOGS, line))
+    return "".join(line for line in seen.decode().splitlines(keepends=True) if not re.match(LOGS, line))
 
 
 def test_a_terminal_sees_the_compilation():
-    seen = seen_in_terminal(COLUMNS="100")
+    seen = seen_in_terminal()
     assert "\x1b[2K" in seen  # lines are drawn over
-    lines = [line for line in without_codes(seen).splitlines() if " ... " in line]
-    assert any(
-        line.startswith("compiling the training step (3 groups of layers, 1f1b, K=2, M=2) ... ") for line in lines
-    )
+    begin = "compiling the training step (3 groups of layers, 1f1b, K=2, M=2) ... "
+    assert any(line.startswith(begin) for line in without_codes(seen).splitlines())

@@ -55,7 +55,7 @@ def run(code, *arguments, **environment):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("skip", [{}, {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "0"}], ids=str)
+@pytest.mark.parametrize("skip", [pytest.param({}, marks=pytest.mark.slow), {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "0"}])
 def test_the_gpu_compiler_is_there_though_jax_left_it_out(skip):
     """JAX_PLATFORMS=cpu was needed: "topology not implemented for cuda"."""
     found = run(GPU_COMPILER, JAX_PLATFORMS="", **skip)

@@ -22,7 +22,6 @@ from jpipe.processes.watching import EXIT_CODE, Standing, report
 
 X = np.ones((4, 3), np.float32)
 SECONDS = 1.0
-LONG = 2 * SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -64,25 +63,25 @@ def ends(monkeypatch):
 def test_an_ordinary_loop_is_let_alone_and_nothing_is_left(pipe, ends):
     """Longer than the seconds, all together; its numbers are those of plain JAX."""
     variables, threads, losses = variables_of(pipe), threading.active_count(), []
-    with jpipe.watch(seconds=2) as watched:
-        for _ in range(15):
+    with jpipe.watch(seconds=1.5) as watched:
+        for _ in range(10):
             losses.append(pipe.evaluate(variables, X))
             time.sleep(0.2)
         assert threading.active_count() == threads + 1
         standing = watched._standing()
-    assert (standing.entered, standing.ended, standing.last) == (15, 15, "the loss")
+    assert (standing.entered, standing.ended, standing.last) == (10, 10, "the loss")
     assert not ends.codes
     assert threading.active_count() == threads
     np.testing.assert_allclose(losses, np.tanh(np.tanh(1.0)), rtol=1e-6)
 
 
 def test_what_compiles_does_not_count(ends):
-    with jpipe.watch(SECONDS) as watched:
+    with jpipe.watch(SECONDS / 2) as watched:
         with first_call("the step", X) as done:
             compiles("a test")
-            time.sleep(LONG)
+            time.sleep(SECONDS)
             done(X)
-        watched.steps_of(lambda: time.sleep(LONG))()  # a first call is taken to compile
+        watched.steps_of(lambda: time.sleep(SECONDS))()  # a first call is taken to compile
         assert watched._standing().ended == 2
     assert not ends.codes
 
@@ -153,7 +152,9 @@ def test_a_loop_that_enters_no_step(pipe, ends, capfd):
     assert "is seen only if the loop calls watched.steps_of(step)" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["with jpipe.watch(1):", "with jpipe.watch(60), jpipe.watch(1):"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("with jpipe.watch(1):", marks=pytest.mark.slow), "with jpipe.watch(60), jpipe.watch(1):"]
+)
 def test_the_process_ends_with_the_exit_code(place):
     code = f"import time, jpipe\n{place}\n  print('begun')\n  time.sleep(60)"
     root = {"PYTHONPATH": str(Path(jpipe.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
