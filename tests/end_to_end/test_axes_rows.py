@@ -23,7 +23,7 @@ import axes
 from axes_models import ROWS, Sizes
 from axes_programs import Case, lower_pipeline
 
-QUICK = ["experts"]
+QUICK = "experts"
 """The row whose values are compared in every run of the tests."""
 NEEDS_TUNIX = pytest.mark.skipif(importlib.util.find_spec("tunix") is None, reason="google-tunix isn't installed")
 
@@ -34,28 +34,19 @@ def worker():
         yield worker
 
 
-def result_of(worker, function, name):
-    return worker.value("axes_values", function, name)
+def marks_of(name):
+    return [*[pytest.mark.slow] * (name != QUICK), *[NEEDS_TUNIX] * (name == "qwen3")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(row.name, marks=NEEDS_TUNIX if row.name == "qwen3" else ()) for row in ROWS if row.name not in QUICK],
-)
+@pytest.mark.parametrize("name", [pytest.param(row.name, marks=marks_of(row.name)) for row in ROWS])
 def test_values_and_gradients_are_plain_jax(worker, name):
-    assert result_of(worker, "check", name) > 1
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_values_and_gradients_of_one_row_are_plain_jax(worker, name):
-    assert result_of(worker, "check", name) > 1
+    assert worker.value("axes_values", "check", name) > 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "fsdp-step", "fsdp-use", "fsdp-model"])
 def test_no_more_is_sent_than_in_plain_jax(worker, name):
-    found = result_of(worker, "compiled", name)
+    found = worker.value("axes_values", "compiled", name)
     assert 0 < found["jpipe"]["step"] <= axes.SLACK * found["plain"]["step"]
 
 
@@ -94,8 +85,8 @@ def test_stages_of_gpus_send_beside_work_if_a_flag_lets_two_collectives_be_on_th
 
 def lower_row(name, devices, **options):
     (row,) = [row for row in ROWS if row.name == name]
-    width = 1024 if name == "sequence" else 2048
-    sizes = Sizes(width=width, heads=width // 128, kv_heads=width // 128, hidden=4 * width, seq=1024)
+    width, seq = (1024, 512) if name == "sequence" else (2048, 1024)
+    sizes = Sizes(width=width, heads=width // 128, kv_heads=width // 128, hidden=4 * width, seq=seq)
     with jax.numpy_dtype_promotion("standard"):
         return lower_pipeline(Case.of(row, sizes, devices), **options)
 

@@ -10,14 +10,11 @@ from recipes import MESHES, MODELS
 from timed import FAST, Worker
 
 QUICK = [
-    ("plain layers", "data"),
     ("unbatched leaf in a flat buffer", "data"),
     ("BatchNorm", "data"),
-    ("fused attention", "model"),
     ("split", "model"),
     ("tied", "fsdp and tp"),
 ]
-SLOW = [(name, mesh) for mesh in MESHES for name in MODELS if (name, mesh) not in QUICK]
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +23,15 @@ def worker():
         yield worker
 
 
-def check(worker, name, mesh):
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else pytest.mark.slow)
+        for mesh in MESHES
+        for name in MODELS
+    ],
+)
+def test_what_loops_send(worker, name, mesh):
     found = worker.value("recipes", "inspect", name, mesh)
     assert found["sent"] and found["intruders"] == []
     assert found["largest"] < found["gradient"]
-
-
-@pytest.mark.parametrize(("name", "mesh"), QUICK)
-def test_what_loops_send(worker, name, mesh):
-    check(worker, name, mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), SLOW)
-def test_what_loops_of_every_model_send(worker, name, mesh):
-    check(worker, name, mesh)

@@ -54,25 +54,25 @@ def spread(tree):
     return [leaf.addressable_shards[0].data.size / leaf.size for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(("gather", "explicit"), [("use", False), ("step", True)])
-def test_gradients_of_split_parameters(make_mesh, split_model, gather, explicit):
+@pytest.mark.parametrize(
+    ("axes", "gather", "explicit"),
+    [
+        (("fsdp", "tp"), "use", False),
+        (("fsdp", "tp"), "step", True),
+        (("data", "fsdp"), "use", False),
+        pytest.param(("data", "fsdp"), "step", False, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_split_parameters(make_mesh, split_model, axes, gather, explicit):
+    """Over `fsdp`; `data` is an axis of examples alone."""
     with jax.enable_x64(True):
-        mesh = make_mesh((2, 2, 2), ("stage", "fsdp", "tp"), explicit=explicit)
+        mesh = make_mesh((2, 2, 2), ("stage", *axes), explicit=explicit)
         pipe = pipeline(split_model, "1f1b", 2, 3, mesh=mesh, balance="even", gather=gather)
         variables, grads = check_step(pipe, split_model)
         kernels = [name for name in variables["params"] if "fsdp" in name]
         assert len(kernels) == 4
         for tree in (variables["params"], grads):
-            assert spread({name: tree[name] for name in kernels}) == [1 / 8] * 4, "over stage, fsdp and tp"
-
-
-@pytest.mark.parametrize("gather", [pytest.param("step", marks=pytest.mark.slow), "use"])
-def test_gradients_over_two_data_axes(make_mesh, split_model, gather):
-    """Of which one splits parameters, and both examples."""
-    with jax.enable_x64(True):
-        mesh = make_mesh((2, 2, 2), ("stage", "data", "fsdp"))
-        pipe = pipeline(split_model, "1f1b", 2, 3, mesh=mesh, balance="even", gather=gather)
-        check_step(pipe, split_model)
+            assert spread({name: tree[name] for name in kernels}) == [1 / (8 if "tp" in axes else 4)] * 4
 
 
 @pytest.mark.parametrize(("gather", "remat"), [("step", "layer"), pytest.param("use", "none", marks=pytest.mark.slow)])

@@ -8,7 +8,6 @@ import fuzz
 from fuzz_layers import CHANGES, LAYOUTS, OF_LAYOUT
 from timed import Worker
 
-DEFAULT = range(1)
 FIRST = int(os.environ.get("JPIPE_FUZZ_FIRST", "1"))
 COUNT = int(os.environ.get("JPIPE_FUZZ_COUNT", "61"))
 SLOW = range(FIRST, FIRST + COUNT)
@@ -22,22 +21,12 @@ def worker():
         yield worker
 
 
-def check(worker, seed):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
+def test_random_case(worker, seed):
     result = worker.call("fuzz", "check", seed)
     if result.outcome != "ok":
         pytest.fail(f"{result.outcome}: {fuzz.describe(seed)}\n{result.detail}", pytrace=False)
     assert result.value >= 4  # the loss, its evaluation, the outputs, and the gradient of at least one leaf
-
-
-@pytest.mark.parametrize("seed", DEFAULT)
-def test_random_case(worker, seed):
-    check(worker, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", SLOW)
-def test_many_random_cases(worker, seed):
-    check(worker, seed)
 
 
 def test_a_case_follows_from_its_seed():

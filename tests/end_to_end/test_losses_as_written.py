@@ -173,7 +173,7 @@ def compare(loss, options, plain=None, batch=None, model=None, key=None):
     tree = model.init(jax.random.key(0), *inputs)
     variables = pipe.from_model_variables(tree, batch)
     of_batch = plain if key is not None else lambda tree: (plain or loss)(model.apply(tree, *inputs), batch)
-    wanted, gradients = jax.value_and_grad(of_batch)(tree)
+    wanted, gradients = jax.jit(jax.value_and_grad(of_batch))(tree)
     (found, _), grads = pipe.value_and_grad(variables, batch, key)
     mine = pipe.model_variables({"params": grads})
     close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
@@ -184,15 +184,19 @@ def compare(loss, options, plain=None, batch=None, model=None, key=None):
     return pipe, variables
 
 
+def scaled(losses):
+    """Terms of one loss, each with a factor of its own, so that the gradients of none make up for another's."""
+    rng = np.random.default_rng(1)
+    factors = {name: rng.uniform(0.5, 2) for name in losses}
+    return lambda o, b: {name: factors[name] * loss(o, b) for name, loss in losses.items()}
+
+
 @pytest.mark.parametrize("options", ALL, ids=str)
 def test_many_losses_in_one(options):
-    """As terms of one loss, each with a factor of its own, so that the gradients of none make up for another's."""
-    rng = np.random.default_rng(1)
-    factors = {name: rng.uniform(0.5, 2) for name in EXACT}
-    terms = lambda o, b: {name: factors[name] * loss(o, b) for name, loss in EXACT.items()}
+    terms = scaled(EXACT)
     pipe, variables = compare(terms, options, lambda o, b: sum(terms(o, b).values()))
     batch = data()
-    plain = terms(Model().apply(pipe.model_variables(variables), batch["inputs"]), batch)
+    plain = jax.jit(lambda tree: terms(Model().apply(tree, batch["inputs"]), batch))(pipe.model_variables(variables))
     state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1), variables)
     metrics = pipe.train_step(state, batch)[1]
     for name, value in plain.items():
@@ -214,14 +218,14 @@ def test_a_loss_that_couples_examples_is_refused(name, options):
 OF_ALL = lambda o, b: sum(loss(o, b) for loss, _ in COUPLED.values())
 
 
-def test_with_one_micro_batch_any_loss_is_exact():
-    compare(OF_ALL, {"num_microbatches": 1})
-
-
 @pytest.mark.parametrize("options", ALL, ids=str)
 def test_any_loss_of_the_whole_batch(options):
     """`loss_over="batch"`: the gradient at the outputs of all micro-batches, then the ordinary step."""
     compare(OF_ALL, options | {"loss_over": "batch"})
+
+
+def test_with_one_micro_batch_any_loss_is_exact():
+    compare(OF_ALL, {"num_microbatches": 1})
 
 
 def test_choices_work_as_they_are_printed():
@@ -268,7 +272,7 @@ def test_evaluation_of_any_batch_size():
 
 
 class WithNumber(nn.Module):
-    """Gives a number of its own besides."""
+    """Gives a number of its own besides, or several."""
 
     number: Callable
 
@@ -290,11 +294,12 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("over", [None, pytest.param("batch", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_that_a_model_gives_itself(name, over):
+def test_numbers_that_a_model_gives_itself(over):
     """A sum over its examples came out as the mean over micro-batches."""
-    loss = lambda o, b: EXACT["masked mean"](o[0], b) + 0.1 * jnp.sum(o[1])
-    compare(loss, {"num_microbatches": 4, "loss_over": over}, model=WithNumber(NUMBERS[name]))
+    terms = scaled({name: lambda o, b, name=name: jnp.sum(o[1][name]) for name in NUMBERS})
+    loss = lambda o, b: EXACT["masked mean"](o[0], b) + 0.1 * sum(terms(o, b).values())
+    all_of_them = WithNumber(lambda y: {name: number(y) for name, number in NUMBERS.items()})
+    compare(loss, {"num_microbatches": 4, "loss_over": over}, model=all_of_them)
 
 
 def test_a_number_of_the_model_is_not_of_the_mini_batch_unless_it_is_linear():
@@ -302,33 +307,6 @@ def test_a_number_of_the_model_is_not_of_the_mini_batch_unless_it_is_linear():
     with pytest.raises(ValueError, match="no linear function"):
         pipeline(loss, model=WithNumber(NUMBERS["mean"]), num_microbatches=4).init(jax.random.key(0), data())
     compare(loss, {"num_microbatches": 4, "loss_over": "batch"}, model=WithNumber(NUMBERS["mean"]))
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        lambda y: jnp.mean(y) + jnp.sum(y),
-        lambda y: jnp.sum(y / len(y)),
-        lambda y: jnp.sum(y**2) + 100.0,
-        lambda y: jnp.stack([jnp.sum(y), jnp.asarray(5.0, y.dtype)]),
-        lambda y: jnp.where(np.arange(y.shape[-1]) > 2, y.sum((0, 1)), 1.0),
-        lambda y: jnp.sum(np.full(len(y), 1 / len(y)) * y[:, 0, 0]),
-        lambda y: jnp.average(y[:, 0, 0], weights=np.arange(1.0, len(y) + 1)),
-        lambda y: jax.lax.scan(lambda total, each: (total + each.sum(), None), jnp.zeros((), y.dtype), y)[0],
-        lambda y: y[0].sum(),
-        lambda y: jnp.sum(jnp.where((jnp.arange(len(y)) == 0)[:, None, None], y, 0.0)),
-        lambda y: jnp.sum(y * jax.nn.one_hot(0, len(y), dtype=y.dtype)[:, None, None]),
-        lambda y: jnp.trace(y[:, 0]),
-        lambda y: jnp.sum(jnp.roll(y, 1, 0) * y),
-        lambda y: jnp.sum(y * y[:1]),
-        lambda y: jnp.mean(jnp.take(y, np.arange(4), axis=0)),
-    ],
-)
-def test_numbers_that_are_neither_a_sum_nor_a_mean_are_refused(number):
-    """What was added to a sum was counted M times; an example's own number was the micro-batches' mean."""
-    pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1].sum(), model=WithNumber(number), num_microbatches=4)
-    with pytest.raises(ValueError, match=r"outputs\[1\] has no examples, and is neither their sum nor mean"):
-        pipe.init(jax.random.key(0), data())
 
 
 class WithNorm(nn.Module):
@@ -347,9 +325,29 @@ class WithNorm(nn.Module):
         return y, total
 
 
-@pytest.mark.parametrize("in_all", [False, True])
-def test_a_sum_over_examples_beside_one_of_parameters_is_refused(in_all):
-    pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1], model=WithNorm(in_all), num_microbatches=4)
+REFUSED = [
+    lambda y: jnp.mean(y) + jnp.sum(y),
+    lambda y: jnp.sum(y / len(y)),
+    lambda y: jnp.sum(y**2) + 100.0,
+    lambda y: jnp.stack([jnp.sum(y), jnp.asarray(5.0, y.dtype)]),
+    lambda y: jnp.where(np.arange(y.shape[-1]) > 2, y.sum((0, 1)), 1.0),
+    lambda y: jnp.sum(np.full(len(y), 1 / len(y)) * y[:, 0, 0]),
+    lambda y: jnp.average(y[:, 0, 0], weights=np.arange(1.0, len(y) + 1)),
+    lambda y: jax.lax.scan(lambda total, each: (total + each.sum(), None), jnp.zeros((), y.dtype), y)[0],
+    lambda y: y[0].sum(),
+    lambda y: jnp.sum(jnp.where((jnp.arange(len(y)) == 0)[:, None, None], y, 0.0)),
+    lambda y: jnp.sum(y * jax.nn.one_hot(0, len(y), dtype=y.dtype)[:, None, None]),
+    lambda y: jnp.trace(y[:, 0]),
+    lambda y: jnp.sum(jnp.roll(y, 1, 0) * y),
+    lambda y: jnp.sum(y * y[:1]),
+    lambda y: jnp.mean(jnp.take(y, np.arange(4), axis=0)),
+]
+
+
+@pytest.mark.parametrize("model", [*map(WithNumber, REFUSED), WithNorm(False), WithNorm(True)])
+def test_numbers_that_are_neither_a_sum_nor_a_mean_are_refused(model):
+    """What was added to a sum was counted M times; an example's own number was the micro-batches' mean."""
+    pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1].sum(), model=model, num_microbatches=4)
     with pytest.raises(ValueError, match=r"outputs\[1\] has no examples, and is neither their sum nor mean"):
         pipe.init(jax.random.key(0), data())
 
@@ -358,21 +356,21 @@ def fixed(shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float64)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda o, b: cross_entropy(o + fixed(o.shape), b["labels"]).mean(),
-        lambda o, b: (o[:, 0, 0] * fixed((len(o),))).mean() / fixed((len(o),)).sum(),
-        lambda o, b: ((o - fixed((T, len(o), 1)).swapaxes(0, 1)) ** 2).mean(),
-        lambda o, b: jnp.mean(
-            o * jax.random.bernoulli(jax.random.fold_in(jax.random.key(1), b["class"][0]), 0.5, o.shape)
-        ),
-    ],
-)
+DRAWS = {
+    "logits": lambda o, b: cross_entropy(o + fixed(o.shape), b["labels"]).mean(),
+    "weights": lambda o, b: (o[:, 0, 0] * fixed((len(o),))).mean() / fixed((len(o),)).sum(),
+    "turned": lambda o, b: ((o - fixed((T, len(o), 1)).swapaxes(0, 1)) ** 2).mean(),
+    "a key of the batch": lambda o, b: jnp.mean(
+        o * jax.random.bernoulli(jax.random.fold_in(jax.random.key(1), b["class"][0]), 0.5, o.shape)
+    ),
+}
+
+
 @pytest.mark.parametrize("options", [SETTINGS[0], pytest.param(SETTINGS[2], marks=pytest.mark.slow)], ids=str)
-def test_draws_by_another_key_are_those_of_the_mini_batch(loss, options):
+def test_draws_by_another_key_are_those_of_the_mini_batch(options):
     """Each micro-batch drew bits of its own by a key that was a constant, or made of the batch."""
-    compare(loss, options)
+    terms = scaled(DRAWS)
+    compare(terms, options, lambda o, b: sum(terms(o, b).values()))
 
 
 def test_draws_of_the_loss_are_those_of_each_micro_batch():

@@ -25,6 +25,7 @@ from jpipe.tools.time_model import predict_time
 
 ODD = [0, 0.0, 1.5, -1.0, math.inf, math.nan, np.float32(1e30), np.int64(3), 10**30]
 SCHEDULE = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
+IDLE = in_time(SCHEDULE, Work(dict.fromkeys("FRBIW", (0.0, 0.0)), (0.0, 0.0)))
 
 
 COUNTS = (0, 0.5, 1023, 1024, 2**30 - 1, np.float32(16e9), np.int64(2**40), 2**60, -2048, math.inf, math.nan)
@@ -44,14 +45,13 @@ def pipe():
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_a_plan(pipe, odd):
-    idle = in_time(SCHEDULE, Work(dict.fromkeys("FRBIW", (0.0, 0.0)), (0.0, 0.0)))
     setting = Setting((("stage", 2),), 2)
     slices = dict.fromkeys(["computation", "bubble", "between layers", "update", "collectives"], odd)
     held = Parts(dict.fromkeys(["parameters", "optimizer", "residuals"], odd))
-    compiled = StepCost("compiled", Parts(slices), Parts(batch=odd), idle)
+    compiled = StepCost("compiled", Parts(slices), Parts(batch=odd), IDLE)
     seconds = Parts(dict.fromkeys(["computation", "bubble", "collectives", "update"], odd))
     options = setting.options | {"balance": [2, 1]}
-    choice = Choice(True, StepCost("predicted", seconds, held, idle), setting, options)
+    choice = Choice(True, StepCost("predicted", seconds, held, IDLE), setting, options)
     found = Choices("plans", (choice, choice), ())
     forecast = Forecast(True, compiled, "a step", odd)
     for text in (str(found), found._repr_html_(), str(forecast)):
@@ -59,8 +59,7 @@ def test_a_plan(pipe, odd):
 
 
 def test_a_timeline_of_actions_that_take_no_time():
-    idle = in_time(SCHEDULE, Work(dict.fromkeys("FRBIW", (0.0, 0.0)), (0.0, 0.0)))
-    assert idle.bubble_fraction == 0.0 and str(idle).startswith("1f1b: K=2, M=2, V=1; time 0, bubble 0.0 %")
+    assert IDLE.bubble_fraction == 0.0 and str(IDLE).startswith("1f1b: K=2, M=2, V=1; time 0, bubble 0.0 %")
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)

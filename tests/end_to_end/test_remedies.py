@@ -196,7 +196,7 @@ count = lambda y, b: jnp.mean((y > b["targets"]).astype(jnp.float32))
 OF_LAYERS = [
     (
         lambda: make([dense(), 3]),
-        "use a module, function or jpipe.Layer(init, apply)",
+        "layers[1] is a int; use a module, function or jpipe.Layer(init, apply)",
         lambda: factories(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), lambda rngs: Block(4, rngs), scale_layer, jnp.tanh),
     ),
     (lambda: make([dense(), nn.Dense]), "call it, as in Dense(...)", lambda: factories(nn.Dense(4))),
@@ -207,12 +207,13 @@ OF_LAYERS = [
     ),
     (
         lambda: factories(lambda x: {"x": x, "key": KEY_OF(0)}, take),
-        "give plain arrays, such as jax.random.key_data(key)",
+        "gives key<fry> at ['key']; give plain arrays, such as jax.random.key_data(key)",
         lambda: factories(lambda x: {"x": x, "key": jax.random.key_data(KEY_OF(0))}, take),
     ),
     (
+        # It was taken for (loss_sum, weight_sum), and came out as infinite with a warning.
         lambda: make(loss=lambda y, b: (loss_fn(y, b), count(y, b))).planner.plan_for(BATCH),
-        "or (loss, 1.0, {'accuracy': accuracy})",
+        "return the loss alone, or (loss, 1.0, {'accuracy': accuracy})",
         lambda: traced(make(loss=lambda y, b: (loss_fn(y, b), 1.0, {"accuracy": count(y, b)}))),
     ),
     (
@@ -415,17 +416,16 @@ def test_what_an_error_proposes_goes(wrong, proposal, as_proposed, tmp_path, mon
 
 
 class Chain(nn.Module):
-    """A model that is one module, of some depth, width and dtype."""
+    """A model that is one module, of some depth and width."""
 
     depth: int = 4
     width: int = 4
-    dtype: type = jnp.float32
 
     @nn.compact
     def __call__(self, x):
         for _ in range(self.depth):
-            x = nn.Dense(self.width, param_dtype=self.dtype, dtype=jnp.float32)(x)
-        return nn.Dense(4, param_dtype=self.dtype, dtype=jnp.float32)(x)
+            x = nn.Dense(self.width)(x)
+        return nn.Dense(4)(x)
 
 
 def begun(new, saved):
@@ -435,7 +435,9 @@ def begun(new, saved):
     return saved.astype(new.dtype) if new.shape == saved.shape else new
 
 
-@pytest.mark.parametrize("change", [{"depth": 6}, {"depth": 3}, {"width": 8}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"depth": 6}, pytest.param({"depth": 3}, marks=pytest.mark.slow), {"width": 8}], ids=str
+)
 def test_checkpoints_of_other_models(change, tmp_path):
     """The remedy gave another error, or none at all, where depth or width are others: not all values fit."""
     first, other = make(Chain(), balance="flops"), make(Chain(**change), balance="flops")

@@ -9,7 +9,7 @@ import pytest
 
 import jpipe
 import sequential
-from cases import assert_close, assert_step_equals, model, names, one_slot_from_k, pipeline
+from cases import assert_close, assert_step_equals, check_step, model, names, one_slot_from_k, pipeline
 from device_programs import DEVICES, devices_of, programs_of
 from published import published_of, schedule_of
 
@@ -87,18 +87,16 @@ def check(case, dtype):
 def check_program(kind, order, k, m, v, remat, dtype):
     truth = model(kind, dtype)
     pipe = pipeline(truth, order, k, m, v, remat=REMATS[remat])
-    variables = pipe.from_layer_variables(truth.trees, truth.batch)
-    loss, outputs, grads = truth.truth
-    (found, updates), gradients = pipe.value_and_grad(variables, truth.batch)
-    assert updates == {}
-    assert_close(found, loss, "loss")
-    assert_close(pipe.layer_variables({"params": gradients}), grads, "gradients")
-    assert_close(pipe.apply(variables, truth.batch), outputs, "outputs")
-    assert_close(pipe.evaluate(variables, truth.batch), loss, "evaluation")
+    variables, _ = check_step(pipe, truth)
+    assert_close(pipe.evaluate(variables, truth.batch), truth.truth[0], "evaluation")
 
 
+COMBINED = sorted(filter(runs, set(product()) - set(CASES)))
+
+
+@pytest.mark.filterwarnings("ignore:layer .* alone takes")  # of twelve virtual stages
 @pytest.mark.parametrize(
-    "case", [*BY_DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in IN_TEST_ALL)], ids=name
+    "case", [*BY_DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in IN_TEST_ALL + COMBINED)], ids=name
 )
 def test_equals_the_sequential_model_in_float64(case):
     with jax.enable_x64(True):
@@ -107,14 +105,6 @@ def test_equals_the_sequential_model_in_float64(case):
 
 def test_equals_the_sequential_model_in_float32():
     check(IN_FLOAT32, "float32")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:layer .* alone takes")  # of twelve virtual stages
-@pytest.mark.parametrize("case", sorted(filter(runs, set(product()) - set(CASES))), ids=name)
-def test_equals_the_sequential_model_whatever_is_combined(case):
-    with jax.enable_x64(True):
-        check(case, "float64")
 
 
 def test_a_third_of_the_cases_runs_the_program_for_each_kind_of_devices():
