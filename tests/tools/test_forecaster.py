@@ -186,11 +186,8 @@ def loop(scope, cycles, *inner, trips=None):
 
 @pytest.fixture
 def step():
-    pipe = jpipe.Pipeline(
-        [nn.Dense(4) for _ in range(6)], lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=4, balance="even"
-    )
-    batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    return pipe.planner.training_step(pipe.planner.for_training(batch))
+    planner = make_pipe(4, layers=6).planner
+    return planner.training_step(planner.for_training(batch_of(4)))
 
 
 def test_loops_count_as_often_as_they_turn(step):
