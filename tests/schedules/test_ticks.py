@@ -270,7 +270,8 @@ def play_away(schedule: Schedule, table: TickTable, name: str) -> int:
             at = slot.away[name]
             row, sent_to, returns = (column[tick, stage] for column in (at.row, at.sent_to, at.returns))
             action, coming = _action_at(slot, tick, stage), GARBAGE if returns < 0 else host[stage][returns]
-            reads = action and action.kind in readers and name_is_read(schedule, stage, action, AWAY[name])
+            # B and I read all residuals, W those that are kept for it.
+            reads = action and action.kind in readers and (action.kind != "W" or AWAY[name] == "late_residual")
             if action and action.kind == writer:
                 device[stage][row] = ("", action.microbatch, action.chunk)
             elif action is None and row >= 0:
@@ -283,11 +284,6 @@ def play_away(schedule: Schedule, table: TickTable, name: str) -> int:
                 host[stage][sent_to] = device[stage][max(row, 0)]
             back[stage] = coming
     return came_back
-
-
-def name_is_read(schedule: Schedule, stage: int, action: Action, name: str) -> bool:
-    """Whether an action reads the residuals of a name: B and I all of them, W those that are kept for it."""
-    return action.kind != "W" or name == "late_residual"
 
 
 def check_away(schedule: Schedule) -> None:

@@ -190,13 +190,17 @@ VISION = {
 }
 
 
+def linear(colour) -> np.ndarray:
+    """A colour's red, green and blue in proportion to light."""
+    rgb = np.asarray(to_rgb(colour))
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
 def seen(colour, vision: str) -> np.ndarray:
     """CIELAB of a colour as it looks with a kind of colour vision; 2.3 is a just noticeable difference."""
-    rgb = np.asarray(to_rgb(colour))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    linear = np.clip(np.asarray(VISION[vision]) @ linear, 0, 1)
+    light = np.clip(np.asarray(VISION[vision]) @ linear(colour), 0, 1)
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    x, y, z = np.cbrt(np.asarray(to_xyz) @ linear / [0.9505, 1.0, 1.089])
+    x, y, z = np.cbrt(np.asarray(to_xyz) @ light / [0.9505, 1.0, 1.089])
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
@@ -211,9 +215,7 @@ def test_kinds_can_be_told_apart(vision):
 
 def luminance(colour) -> float:
     """WCAG 2.2's, from 0 for black to 1 for white."""
-    rgb = np.asarray(to_rgb(colour))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
+    return float(linear(colour) @ [0.2126, 0.7152, 0.0722])
 
 
 @pytest.mark.parametrize("kind", figures.COLOURS)

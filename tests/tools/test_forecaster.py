@@ -82,14 +82,13 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         h = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(2)(h, h)
-        return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
+        return x + nn.MultiHeadDotProductAttention(2)(h, h)
 
 
 @needs_gpu_compiler
 def test_a_gpu_program_of_any_number_of_rows_compiles():
     """Of 24 rows an example it was XLA's "INTERNAL: Couldn't find output tile sizes": Triton's are powers of two."""
-    pipe = jpipe.Pipeline([Block() for _ in range(3)], lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=4)
+    pipe = jpipe.Pipeline([Block(), Block()], lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=4)
     batch = jax.ShapeDtypeStruct((8, 24, 16), jnp.float32)
     found = jpipe.forecast(pipe, batch, optax.sgd(0.1), topology="h100:8")
     assert found.fits and found.bytes["temporaries"] > found.bytes["parameters"] > 0
