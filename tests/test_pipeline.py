@@ -300,9 +300,7 @@ DROPS = [LinenDrop(), LinenDrop(), *[lambda rngs: NnxDrop(rngs=rngs) for _ in ra
 
 def trajectory(order, k, v, remat):
     batch = jax.tree.map(np.float64, data())
-    loss = lambda y, b: jnp.mean(jnp.square(y - b["targets"]))
-    sizes = {"num_stages": k, "num_microbatches": 4, "num_chunks": v}
-    pipe = jpipe.Pipeline(DROPS, loss, schedule=order, remat=remat, balance="even", **sizes)
+    pipe = small(DROPS, schedule=order, num_stages=k, num_microbatches=4, num_chunks=v, remat=remat)
     state = pipe.create_state(jax.random.key(KEY), batch, optax.sgd(0.5))
     evaluation = float(pipe.evaluate(state.variables, batch)), float(pipe.evaluate(state.variables, batch))
     losses = []

@@ -20,15 +20,10 @@ from jpipe.processes.progress import warn_once
 BATCH = np.ones((8, 16), np.float32)
 
 
-def costs(layers, balance, k=2, m=2, **options):
-    sizes = {"num_stages": k, "num_microbatches": m, "balance": balance}
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, **options)
+def costs(layers, balance):
+    pipe = small_pipeline.make(layers, lambda y, _: jnp.mean(y), balance=balance)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     return pipe.partition
-
-
-def square(key, x):
-    return jnp.ones((16, 16), jnp.float32)
 
 
 def product(w, x):
@@ -88,8 +83,7 @@ def test_time_is_what_a_clock_shows(clock, remat, again, traced):
     """Measured, not traced, whoever calls; the backward is the input's gradient and the weights'."""
     short, long = clock.layer(1, 2, 4), clock.layer(2, 8, 9)
     layers = [lambda x: x, short, short, long, short]
-    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": "time", "remat": remat}
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes)
+    pipe = small_pipeline.make(layers, lambda y, _: jnp.mean(y), balance="time", remat=remat)
     if traced:
         jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     else:
@@ -126,7 +120,7 @@ def test_time_needs_a_device_like_those_of_the_mesh():
 @pytest.mark.parametrize(("remat", "again"), [("none", 0), ("layer", 1), ("full", 2)])
 def test_a_cost_is_kept_in_its_parts(remat, again):
     """One product forward; one for the input and one for the weights backward, and what remat computes again."""
-    layers = [lambda x: x, *[jpipe.Layer(square, product)] * 3, nn.relu]
+    layers = [lambda x: x, *[jpipe.Layer(lambda key, x: jnp.ones((16, 16), x.dtype), product)] * 3, nn.relu]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, remat=remat)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     found, size = pipe.planner.known_plan().costs[2], 2 * 4 * 16 * 16

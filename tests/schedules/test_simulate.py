@@ -177,10 +177,8 @@ def test_microbatches_of_other_lengths(name):
 @pytest.mark.parametrize("name", names(train=True, split=None))
 def test_recomputation_is_time_of_the_backward(name):
     schedule = make(name, 4, 8, 2 if name in CHUNKED else 1)
-    apart, together = (
-        simulate(schedule, 1.0, 2.0, recompute=[1.0, 2.0, 0.0, 1.0]),
-        simulate(schedule, 1.0, [3, 4, 2, 3], weight=1.0),
-    )
+    apart = simulate(schedule, 1.0, 2.0, recompute=[1.0, 2.0, 0.0, 1.0])
+    together = simulate(schedule, 1.0, [3, 4, 2, 3], weight=1.0)
     assert [span[:4] for span in apart.spans] == [span[:4] for span in together.spans]
     assert replace(apart, spans=()) == replace(together, spans=())
     for span in apart.spans:

@@ -336,13 +336,8 @@ def test_rows_that_go_to_the_host():
 def test_runs_of_named_schedules():
     runs = lambda name, **sizes: lower(make_schedule(name, num_stages=4, **sizes), idle_work=True).runs
     assert runs("1f1b", num_microbatches=8) == ((0, 3, ("F", "")), (3, 11, ("F", "B")), (11, 14, ("", "B")))
-    steady = {
-        "interleaved": runs("interleaved", num_microbatches=8, num_chunks=2)[1],
-        "v": runs("v", num_microbatches=8, num_chunks=2)[1],
-        "zero_bubble": runs("zero_bubble", num_microbatches=16)[2],
-    }
-    assert steady == {
-        name: (a, b, ("F", "B")) for name, a, b in (("interleaved", 7, 19), ("v", 7, 22), ("zero_bubble", 6, 16))
-    }
+    assert runs("interleaved", num_microbatches=8, num_chunks=2)[1] == (7, 19, ("F", "B"))
+    assert runs("v", num_microbatches=8, num_chunks=2)[1] == (7, 22, ("F", "B"))
+    assert runs("zero_bubble", num_microbatches=16)[2] == (6, 16, ("F", "B"))
     often = lower(PUBLISHED["zb-h2"](4, 16), idle_work=True).runs
     assert often == ((0, 51, ("",)),), "kinds change often: one run"

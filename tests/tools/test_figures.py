@@ -62,11 +62,9 @@ def check_drawn(gantt, memory, timeline: Timeline, scale: float) -> None:
     assert found.keys() == expected.keys()
     for label, bars in expected.items():
         np.testing.assert_allclose(found[label], sorted(bars), atol=1e-9)
-    numbered = [
-        bars for bars in gantt.containers if not bars.patches[0].get_hatch() and "bubble" not in bars.get_label()
-    ]
+    is_numbered = lambda bars: not bars.patches[0].get_hatch() and "bubble" not in bars.get_label()
     begins = {(bar.stage, round(bar.start, 6)): bar.action.microbatch for bar in timeline.bars if bar.start < bar.end}
-    for bar, text in zip(itertools.chain(*numbered), gantt.texts, strict=True):
+    for bar, text in zip(itertools.chain(*filter(is_numbered, gantt.containers)), gantt.texts, strict=True):
         assert text.xy == (0.5, 0.5), "in the middle of its bar"
         assert text.get_text() in ("", str(begins[round(bar.get_y()), round(bar.get_x(), 6)]))
     for stage, (edges, heights) in enumerate(drawn_memory(memory, timeline, scale)):

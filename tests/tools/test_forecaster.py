@@ -55,9 +55,8 @@ def test_cycles_and_seconds_of_a_slice_that_is_not_there():
     found = jpipe.forecast(make_pipe(128), batch_of(128), optax.sgd(0.1, momentum=0.9), topology="v5e:2x2")
     assert found.fits
     assert found.seconds == pytest.approx(sum(found.slices.values()))
-    forward, backward = (
-        next(s.end - s.start for s in found.timeline.of_stages[1] if s.action.kind == kind) for kind in "FB"
-    )
+    time_of = lambda kind: next(s.end - s.start for s in found.timeline.of_stages[1] if s.action.kind == kind)
+    forward, backward = map(time_of, "FB")
     assert found.timeline.makespan == pytest.approx((4 + 2 - 1) * (forward + backward), rel=0.5)
     assert backward > forward > 0 and found.slices["between layers"] > 0
     assert 0 < found.bubble_fraction < 1

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jpipe
+import small_pipeline
 from jpipe.planning.costs import Cost
 from jpipe.tools.measure import SLICES, LayerTimes, StepModel
 from jpipe.tools.profile import find, stage_table
@@ -115,14 +116,11 @@ LAYERS = 8
 BATCH = np.ones((16, 4), np.float32)
 
 
-def layers():
-    return [lambda x, i=i: x + i for i in range(LAYERS)]
-
-
 def planned(**options):
     """A pipeline of eight layers that has seen a batch."""
-    options = {"num_stages": 2, "num_microbatches": 4, "balance": "even", "remat": "none"} | options
-    pipe = jpipe.Pipeline(layers(), lambda outputs, _: jnp.mean(outputs), **options)
+    layers = [lambda x, i=i: x + i for i in range(LAYERS)]
+    options = {"num_microbatches": 4, "remat": "none"} | options
+    pipe = small_pipeline.make(layers, lambda outputs, _: jnp.mean(outputs), **options)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     return pipe
 
