@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import serialization
 
-import jpipe
+import small_pipeline
 from jpipe.checks import differences, facts, refuse_serialization
 from jpipe.memory.layout import StageTree
 from jpipe.training.train_state import TrainState
@@ -40,8 +40,7 @@ INPUTS = np.ones((8, 4), np.float32)
 
 
 def make(width=4, **options):
-    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": "even"}
-    return jpipe.Pipeline([nn.Dense(width), nn.Dense(4)], lambda y, _: jnp.mean(y), **sizes | options).planner
+    return small_pipeline.make([nn.Dense(width), nn.Dense(4)], lambda y, _: jnp.mean(y), **options).planner
 
 
 def found(batch=INPUTS, values=True, key=None, **options):

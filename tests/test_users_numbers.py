@@ -87,6 +87,7 @@ COUNTS = {
     "Pipeline num_microbatches": lambda n: make(num_microbatches=n),
     "Pipeline num_chunks": lambda n: make(num_chunks=n),
     "make_schedule num_stages": lambda n: jpipe.make_schedule("gpipe", num_stages=n, num_microbatches=2),
+    "make_schedule num_microbatches": lambda n: jpipe.make_schedule("gpipe", num_stages=2, num_microbatches=n),
     "partition num_stages": lambda n: jpipe.partition([1.0] * 4, n),
     "partition num_chunks": lambda n: jpipe.partition([1.0] * 4, 1, num_chunks=n),
     "make_mesh stage": lambda n: jpipe.make_mesh(stage=n),

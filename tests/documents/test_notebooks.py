@@ -61,16 +61,11 @@ def test_the_outputs_of_a_whole_run_are_stored(path):
 
 
 @each
-def test_is_short_and_claims_are_asserted(path):
-    notebook = nbformat.read(path, as_version=4)
-    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+def test_is_short_asserts_its_claims_says_what_is_simulated_and_ends_in_further_reading(path):
+    cells = nbformat.read(path, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     assert len([line for line in code.splitlines() if line.strip()]) <= 110
     assert len(re.findall(r"^ *(?:assert |np\.testing\.assert)", code, re.MULTILINE)) >= 2
-
-
-@each
-def test_begins_with_what_is_simulated_and_ends_in_further_reading(path):
-    cells = nbformat.read(path, as_version=4).cells
     assert cells[0].source.startswith("# ")
     assert "What is real here and what isn't" in cells[0].source
     assert cells[-1].cell_type == "markdown"

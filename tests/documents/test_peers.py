@@ -26,10 +26,6 @@ def in_float64(tree):
     return jax.tree.map(lambda a: a.astype(np.float64), tree)
 
 
-def in_float32(tree):
-    return jax.tree.map(lambda a: np.float32(a), tree)
-
-
 @pytest.fixture
 def float64():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -66,7 +62,7 @@ def test_pipelines_train_that_model():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wanted = reference(in_float64(make_weights(SMALL)))
     found = loss, list(pipe.layer_variables({"params": gradients}))
-    chex.assert_trees_all_close(found, in_float32(wanted), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(found, jax.tree.map(np.float32, wanted), rtol=1e-4, atol=1e-6)
 
 
 def test_functions_of_other_peers_are_the_model_that_numpy_has(float64):

@@ -16,7 +16,8 @@ FEW = [
     time_model.Setting("v6e", width=2048, microbatch=4),
 ]
 
-ON_GPUS = [time_model.OnGpus("h100", remat="none"), time_model.OnGpus("b200", remat="layer")]
+ON_GPUS = [time_model.OnGpus("h100", remat="none"), time_model.OnGpus("b200", remat="layer")]  # need no compiler
+ON_TPUS = [pytest.param(s, marks=[needs_tpu_compiler, *[pytest.mark.slow] * (s == FEW[1])]) for s in FEW]
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +37,8 @@ def test_it_covers_the_grid():
     assert len(time_model.kept_rows("cpu")) >= 12
 
 
-@needs_tpu_compiler
-@pytest.mark.parametrize("setting", [FEW[0], pytest.param(FEW[1], marks=pytest.mark.slow), FEW[2]], ids=str)
+@pytest.mark.parametrize("setting", [*ON_TPUS, *ON_GPUS], ids=str)
 def test_predictions_are_those_kept(setting):
-    assert f"{time_model.predicted_ms(setting):.1f}" == KEPT[str(setting)]["predicted, ms"]
-
-
-@pytest.mark.parametrize("setting", ON_GPUS, ids=str)
-def test_predictions_on_gpus_are_those_kept_and_need_no_compiler(setting):
     assert f"{time_model.predicted_ms(setting):.1f}" == KEPT[str(setting)]["predicted, ms"]
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jpipe
 import jpipe.planning.costs as costs_module
+import small_pipeline
 from jpipe.model.random_keys import key_shape
 from jpipe.planning.costs import unsplit_in
 from jpipe.processes.progress import warn_once
@@ -19,15 +20,10 @@ from jpipe.processes.progress import warn_once
 BATCH = np.ones((8, 16), np.float32)
 
 
-def costs(layers, balance, k=2, m=2, **options):
-    sizes = {"num_stages": k, "num_microbatches": m, "balance": balance}
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, **options)
+def costs(layers, balance):
+    pipe = small_pipeline.make(layers, lambda y, _: jnp.mean(y), balance=balance)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     return pipe.partition
-
-
-def square(key, x):
-    return jnp.ones((16, 16), jnp.float32)
 
 
 def product(w, x):
@@ -87,8 +83,7 @@ def test_time_is_what_a_clock_shows(clock, remat, again, traced):
     """Measured, not traced, whoever calls; the backward is the input's gradient and the weights'."""
     short, long = clock.layer(1, 2, 4), clock.layer(2, 8, 9)
     layers = [lambda x: x, short, short, long, short]
-    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": "time", "remat": remat}
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes)
+    pipe = small_pipeline.make(layers, lambda y, _: jnp.mean(y), balance="time", remat=remat)
     if traced:
         jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     else:
@@ -97,14 +92,6 @@ def test_time_is_what_a_clock_shows(clock, remat, again, traced):
     assert found == [(0, 0), *[(1, 2 + 4 + again)] * 2, (2, 8 + 9 + 2 * again), (1, 2 + 4 + again)]
     assert pipe.partition.layer_costs == tuple(map(sum, found))
     assert pipe.partition.cuts == (3,), "the long layer is on the second stage"
-
-
-@pytest.mark.parametrize(
-    ("balance", "counts"),
-    [([1, 3], (1, 3)), ([3.0, 1.0, 1.0, 1.0], (1, 3)), ("even", (2, 2)), (np.asarray([3, 1]), (3, 1))],
-)
-def test_ones_own_balance(balance, counts):
-    assert costs([nn.Dense(16) for _ in range(4)], balance).counts == counts
 
 
 def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
@@ -121,24 +108,19 @@ def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
             costs([nn.Dense(2), nn.Dense(2), nn.Dense(2), nn.Dense(32)], balance)
 
 
-class Absent:
-    """A device of a topology, as a mesh for compiling ahead of time has it."""
-
-    platform, device_kind, id, process_index = "tpu", "TPU v5 lite", 0, 0
-
-
 def test_time_needs_a_device_like_those_of_the_mesh():
     """A layer was measured on whatever device was there, a CPU for a mesh of TPUs."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("stage",))
     assert costs_module._device_like(mesh) is jax.devices()[0]
+    absent = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", id=0, process_index=0)  # of a topology
     with pytest.raises(ValueError, match=r'balance="time" measures on .*no TPU v5 lite is present here; use'):
-        costs_module._device_like(SimpleNamespace(devices=np.asarray([Absent()])))
+        costs_module._device_like(SimpleNamespace(devices=np.asarray([absent])))
 
 
 @pytest.mark.parametrize(("remat", "again"), [("none", 0), ("layer", 1), ("full", 2)])
 def test_a_cost_is_kept_in_its_parts(remat, again):
     """One product forward; one for the input and one for the weights backward, and what remat computes again."""
-    layers = [lambda x: x, *[jpipe.Layer(square, product)] * 3, nn.relu]
+    layers = [lambda x: x, *[jpipe.Layer(lambda key, x: jnp.ones((16, 16), x.dtype), product)] * 3, nn.relu]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, remat=remat)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     found, size = pipe.planner.known_plan().costs[2], 2 * 4 * 16 * 16
@@ -148,13 +130,6 @@ def test_a_cost_is_kept_in_its_parts(remat, again):
     assert found.total == sum(parts) == pipe.partition.layer_costs[2] == pipe.partition.layer_costs[1]
     residuals = 2 if remat in ("none", "stage") else 1
     assert found.size == 4 * (16 * 16 * 4) + residuals * 4 * 16 * 4
-
-
-def layers_of(pipe, batch):
-    """(the layers as traced, as a device runs them)."""
-    pipe.planner.plan_for(batch)
-    traced = pipe.planner.layers(pipe.planner.for_training(batch), key_shape())
-    return traced, pipe.planner.training_step(pipe.planner.for_training(batch)).layers
 
 
 def windows(x):
@@ -176,11 +151,13 @@ def test_a_small_layer_of_a_large_model_is_no_warning(make_mesh):
         return (x.reshape(x.shape[0], -1, 2048) @ weights).reshape(x.shape)
 
     for layers, warns in (([jnp.tanh, windows, product], False), ([jnp.tanh, windows, jnp.tanh], True)):
-        pipe = jpipe.Pipeline(layers, loss, num_stages=2, num_microbatches=2, mesh=mesh, balance="even")
+        planner = small_pipeline.make(layers, loss, mesh=mesh).planner
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             warn_once.cache_clear()
-            traced, on_device = layers_of(pipe, batch)
+            planner.plan_for(batch)
+            micro = planner.for_training(batch)
+            traced, on_device = planner.layers(micro, key_shape()), planner.training_step(micro).layers
         found = unsplit_in(traced[1], on_device[1])
         ((operation, line),) = found
         assert (operation, line.split(":")[0]) == ("conv_general_dilated", "test_costs.py")

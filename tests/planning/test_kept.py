@@ -15,6 +15,10 @@ OFFLOADS_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names
 NAMED = {"names_which_can_be_saved": [], "offload_src": "device", "offload_dst": "pinned_host"}
 
 
+def squares(outputs, batch):
+    return jnp.mean(outputs**2)
+
+
 @pytest.mark.filterwarnings("ignore:offload= moves nothing on CPUs")
 def test_a_policy_that_offloads_by_name_or_products():
     def block(params, x):
@@ -26,9 +30,7 @@ def test_a_policy_that_offloads_by_name_or_products():
         return {"a": jax.random.normal(keys[0], (4, 8)) / 2, "b": jax.random.normal(keys[1], (8, 4)) / 2}
 
     def run(policy):
-        pipe = jpipe.Pipeline(
-            [jpipe.Layer(init, block)] * 4, lambda y, _: jnp.mean(y**2), num_stages=3, num_microbatches=4, remat=policy
-        )
+        pipe = make([jpipe.Layer(init, block)] * 4, squares, num_stages=3, num_microbatches=4, remat=policy)
         batch = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
         variables = pipe.init(jax.random.key(0), batch)
         grads = pipe.value_and_grad(variables, batch)[1]
@@ -75,8 +77,7 @@ def test_values_inside_of_a_jit_cannot_go():
     block = jax.jit(lambda w, x: x + checkpoint_name(jnp.tanh(x @ w), "hidden"))
     layer = jpipe.Layer(lambda key, x: jnp.ones((4, 4)), block)
     policy = OFFLOADS_NAMES(names_which_can_be_offloaded=["hidden"], **NAMED)
-    loss = lambda y, _: jnp.mean(y**2)
-    pipe = jpipe.Pipeline([layer] * 4, loss, num_stages=2, num_microbatches=4, remat=policy)
+    pipe = make([layer] * 4, squares, num_microbatches=4, remat=policy)
     with pytest.raises(ValueError, match="offloads a value inside of a jit or scan"):
         batch = np.ones((8, 4), np.float32)
         jax.eval_shape(pipe.value_and_grad, jax.eval_shape(pipe.init, jax.random.key(0), batch), batch)
@@ -92,8 +93,7 @@ def test_a_share_takes_the_largest_first(share, goes):
 
     init = lambda key, x: {"a": jnp.ones((4, 16)), "b": jnp.ones((16, 4))}
     layers = [jpipe.Layer(init, block)] * 6
-    options = {"num_stages": 2, "num_microbatches": 4, "remat": "none", "balance": "even"}
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), offload={"residuals": share}, **options)
+    pipe = make(layers, squares, num_microbatches=4, remat="none", offload={"residuals": share})
     batch = np.ones((8, 4), np.float32)
     jax.eval_shape(pipe.init, jax.random.key(0), batch)
     kept = pipe.planner.training_step(pipe.planner.for_training(batch)).kept

@@ -109,7 +109,6 @@ NEEDS = "give one number for each layer"
         (([1, -2], 1), 1, f"costs[1]=-2 has to be at least 0 and finite; {NEEDS}"),
         (([1, "x"], 1), 1, f"costs[1]='x' is no number; {NEEDS}"),
         (([1, 2, 3], 5), 1, "num_stages=5 is more than the 3 layers; use 1 to 3"),
-        (([1, 2, 3], 0), 1, "num_stages=0 is less than 1; use 1 to 3"),
         (([1, 2], 1, "mean"), 1, "objective='mean' is unknown; use one of 'max', 'variance'"),
         (([1] * 5, 2), 0, "num_chunks=0 is less than 1; use 1 or more"),
         (([1] * 5, 2), 3, "num_chunks=3 with num_stages=2 and 5 layers; use 1 to 2"),

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 
 import jpipe
+import small_pipeline
 from cases import compilations
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
 
-def make(layers=None, **options):
+def make(*layers, **options):
     """A pipeline's planner."""
-    layers = layers or [nn.Dense(4) for _ in range(4)]
-    loss = lambda y, batch: jnp.mean(jnp.square(y - batch["targets"]))
-    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even"} | options
-    return jpipe.Pipeline(layers, loss, **options).planner
+    return small_pipeline.make(*layers, **options).planner
 
 
 def halved(batch):
@@ -145,10 +143,10 @@ BY_EXAMPLE = {
     "one module": (Model(by_example), "variables['memory']['Memory_0']['last'] is float32[4,4], float32[8,4] for"),
 }
 NOT_BY_EXAMPLE = {
-    "a shape of features": ([Memory(lambda x: x.shape[1:]), nn.Dense(4)], {}),
-    "one module": (Model(lambda x: x.shape[1:]), {}),
-    "a model that takes micro-batches of one size": ([Memory(by_example, size=4), nn.Dense(4)], {}),
-    "BatchNorm": ([nn.BatchNorm(use_running_average=False), nn.Dense(4)], {}),
+    "a shape of features": [Memory(lambda x: x.shape[1:]), nn.Dense(4)],
+    "one module": Model(lambda x: x.shape[1:]),
+    "a model that takes micro-batches of one size": [Memory(by_example, size=4), nn.Dense(4)],
+    "BatchNorm": [nn.BatchNorm(use_running_average=False), nn.Dense(4)],
 }
 
 
@@ -164,5 +162,4 @@ def test_state_with_rows_for_examples_is_refused(name):
 
 @pytest.mark.parametrize("name", NOT_BY_EXAMPLE)
 def test_other_state_is_not_refused(name):
-    layers, options = NOT_BY_EXAMPLE[name]
-    make(layers, **options).plan_for(BATCH)
+    make(NOT_BY_EXAMPLE[name]).plan_for(BATCH)

@@ -96,11 +96,7 @@ ONE_CHUNK, TWO_CHUNKS = ({*names(chunks=count, split=None)} for count in (1, 2))
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("1f1b", {"num_stages": 0}, "num_stages=0 is less than 1"),
-        ("1f1b", {"num_microbatches": -2}, "num_microbatches=-2 is less than 1"),
         ("1f1b", {"num_chunks": 0}, "num_chunks=0 is less than 1"),
-        ("1f1b", {"num_stages": True}, "num_stages=True is no integer"),
-        ("1f1b", {"num_microbatches": 2.0}, "num_microbatches=2.0 is no integer"),
         (OWN, {"num_microbatches": 4}, "num_microbatches=4, but the schedule 'custom' was made for 1; use it"),
         ("zigzag", {}, f"schedule='zigzag' is unknown; use one of {', '.join(map(repr, SCHEDULES))}"),
         (3, {}, "schedule=3 must be a name or a jpipe.Schedule"),

@@ -1,6 +1,5 @@
 """A schedule of one's own: spelled in several ways, printed as a grid, every fault against its message."""
 
-import functools
 import re
 from pathlib import Path
 
@@ -13,12 +12,13 @@ from hypothesis import given
 
 import jpipe
 from any_schedule import schedules
-from cases import Model, check_step, make_model
+from cases import check_step, make_model
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
 from published import out_of_lockstep, schedule_of
+from small_pipeline import loss_fn
 
 
 def test_spellings_of_an_action_are_equal():
@@ -127,21 +127,14 @@ def test_orders_by_name_are_pytorchs():
     assert read("1F1B").actions != schedule_of("1f1b", 4, 8).actions
 
 
-@functools.cache
-def dense_layers() -> Model:
-    """Eight layers, one for each virtual stage, and a batch of two examples a micro-batch."""
-    layers = [nn.Dense(3 + i % 2, param_dtype=jnp.float64) for i in range(8)]
-    rng = np.random.default_rng(0)
-    batch = {"inputs": rng.normal(size=(16, 4)), "targets": rng.normal(size=(16, 4))}
-    return make_model(layers, lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2), batch)
-
-
 def test_a_file_of_pytorch_is_run_exactly():
-    """The one of the most kinds of actions, in a V."""
-    schedule = read("ZBVZeroBubble")
+    """The one of the most kinds of actions, in a V; a layer for each virtual stage, two examples a micro-batch."""
+    schedule, rng = read("ZBVZeroBubble"), np.random.default_rng(0)
+    layers = [nn.Dense(3 + i % 2, param_dtype=jnp.float64) for i in range(8)]
+    batch = {"inputs": rng.normal(size=(16, 4)), "targets": rng.normal(size=(16, 4))}
     with jax.enable_x64(True):
-        model = dense_layers()
-        pipe = jpipe.Pipeline(model.layers, model.loss_fn, schedule=schedule, **schedule.sizes, remat="none")
+        model = make_model(layers, loss_fn, batch)
+        pipe = jpipe.Pipeline(layers, loss_fn, schedule=schedule, **schedule.sizes, remat="none")
         check_step(pipe, model)
 
 

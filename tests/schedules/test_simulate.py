@@ -13,18 +13,15 @@ from hypothesis import strategies as st
 from any_schedule import schedules
 from cases import ahead, names, one_slot_from_k
 from jpipe.schedules.actions import needs
-from jpipe.schedules.orders import make_schedule, zero_bubble
+from jpipe.schedules.orders import zero_bubble
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, Work, in_time, simulate
 from jpipe.schedules.ticks import KEEPS
 from published import out_of_lockstep
+from published import schedule_of as make
 
 CHUNKED = names(chunks=2, split=None)
 TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact
-
-
-def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    return make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +177,8 @@ def test_microbatches_of_other_lengths(name):
 @pytest.mark.parametrize("name", names(train=True, split=None))
 def test_recomputation_is_time_of_the_backward(name):
     schedule = make(name, 4, 8, 2 if name in CHUNKED else 1)
-    apart, together = (
-        simulate(schedule, 1.0, 2.0, recompute=[1.0, 2.0, 0.0, 1.0]),
-        simulate(schedule, 1.0, [3, 4, 2, 3], weight=1.0),
-    )
+    apart = simulate(schedule, 1.0, 2.0, recompute=[1.0, 2.0, 0.0, 1.0])
+    together = simulate(schedule, 1.0, [3, 4, 2, 3], weight=1.0)
     assert [span[:4] for span in apart.spans] == [span[:4] for span in together.spans]
     assert replace(apart, spans=()) == replace(together, spans=())
     for span in apart.spans:
@@ -260,7 +255,7 @@ def test_a_large_schedule_is_lowered_and_simulated_in_seconds():
 @pytest.mark.parametrize(("name", "num_chunks"), [("interleaved", 2), ("interleaved", 3)])
 def test_of_chunks_that_differ_the_slowest_of_each_slot_counts(name, num_chunks):
     """Two stages in a loop wait for each other after every slot, and so for the slowest action of each."""
-    schedule = make_schedule(name, num_stages=2, num_microbatches=4, num_chunks=num_chunks)
+    schedule = make(name, 2, 4, num_chunks)
     place, numbers = schedule.placement, [3.0, 1.0, 4.0, 1.5, 9.0, 2.0][: 2 * num_chunks]
     work = Work({"F": numbers, "B": [2 * number for number in numbers]}, [0.0] * len(numbers))
     slots = defaultdict(list)

@@ -62,11 +62,9 @@ def check_drawn(gantt, memory, timeline: Timeline, scale: float) -> None:
     assert found.keys() == expected.keys()
     for label, bars in expected.items():
         np.testing.assert_allclose(found[label], sorted(bars), atol=1e-9)
-    numbered = [
-        bars for bars in gantt.containers if not bars.patches[0].get_hatch() and "bubble" not in bars.get_label()
-    ]
+    is_numbered = lambda bars: not bars.patches[0].get_hatch() and "bubble" not in bars.get_label()
     begins = {(bar.stage, round(bar.start, 6)): bar.action.microbatch for bar in timeline.bars if bar.start < bar.end}
-    for bar, text in zip(itertools.chain(*numbered), gantt.texts, strict=True):
+    for bar, text in zip(itertools.chain(*filter(is_numbered, gantt.containers)), gantt.texts, strict=True):
         assert text.xy == (0.5, 0.5), "in the middle of its bar"
         assert text.get_text() in ("", str(begins[round(bar.get_y()), round(bar.get_x(), 6)]))
     for stage, (edges, heights) in enumerate(drawn_memory(memory, timeline, scale)):
@@ -190,13 +188,17 @@ VISION = {
 }
 
 
+def linear(colour) -> np.ndarray:
+    """A colour's red, green and blue in proportion to light."""
+    rgb = np.asarray(to_rgb(colour))
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
 def seen(colour, vision: str) -> np.ndarray:
     """CIELAB of a colour as it looks with a kind of colour vision; 2.3 is a just noticeable difference."""
-    rgb = np.asarray(to_rgb(colour))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    linear = np.clip(np.asarray(VISION[vision]) @ linear, 0, 1)
+    light = np.clip(np.asarray(VISION[vision]) @ linear(colour), 0, 1)
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    x, y, z = np.cbrt(np.asarray(to_xyz) @ linear / [0.9505, 1.0, 1.089])
+    x, y, z = np.cbrt(np.asarray(to_xyz) @ light / [0.9505, 1.0, 1.089])
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
@@ -211,9 +213,7 @@ def test_kinds_can_be_told_apart(vision):
 
 def luminance(colour) -> float:
     """WCAG 2.2's, from 0 for black to 1 for white."""
-    rgb = np.asarray(to_rgb(colour))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
+    return float(linear(colour) @ [0.2126, 0.7152, 0.0722])
 
 
 @pytest.mark.parametrize("kind", figures.COLOURS)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from jpipe.tools import gradient_check
+from small_pipeline import make
 
 
 class Block(nn.Module):
@@ -164,9 +165,7 @@ def test_a_layer_that_needs_the_mesh_needs_a_reference(make_mesh):
     mesh = make_mesh((2, 2), ("stage", "data"))
     spec = PartitionSpec("data")
     squared = lambda x: jax.shard_map(lambda x: x**2, mesh=mesh, in_specs=spec, out_specs=spec)(x)
-    pipe = jpipe.Pipeline(
-        [nn.Dense(4), squared, nn.Dense(4)], lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, mesh=mesh
-    )
+    pipe = make([nn.Dense(4), squared, nn.Dense(4)], lambda y, _: jnp.mean(y), mesh=mesh)
     batch = np.ones((8, 4), np.float32)
     variables = pipe.init(jax.random.key(0), batch)
     with pytest.raises(ValueError, match=r"calls jax\.shard_map, which needs the mesh.*pass reference="):

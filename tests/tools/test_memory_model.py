@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jpipe
+import small_pipeline
 from jpipe.tools.chips import CHIPS, parse_topology
 from jpipe.tools.memory_model import held_by_device, held_by_stages, predict_memory, working_bytes
 from tpu_program import needs_tpu_compiler
@@ -124,14 +125,8 @@ PAGE = (Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.md"
 
 
 def dense_pipeline(num_layers, num_stages, num_microbatches, **options):
-    return jpipe.Pipeline(
-        [nn.Dense(WIDTH) for _ in range(num_layers)],
-        lambda outputs, batch: jnp.mean(outputs**2),
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        balance=[num_layers // num_stages] * num_stages,
-        **options,
-    )
+    layers, loss_fn = [nn.Dense(WIDTH) for _ in range(num_layers)], lambda outputs, batch: jnp.mean(outputs**2)
+    return small_pipeline.make(layers, loss_fn, num_stages=num_stages, num_microbatches=num_microbatches, **options)
 
 
 def rows(count):
@@ -237,9 +232,7 @@ def test_an_optimisers_state_is_on_the_host_but_for_its_count():
     assert predict_memory(gone, rows(8), ADAM, V5E)[1] == {"optimizer": moments}
 
 
-CHECKED = [point for point in KEPT if point.where == "v5e:2x4"][:3] + [point for point in KEPT if point.where == "cpu"][
-    :3
-]
+CHECKED = [point for where in ("v5e:2x4", "cpu") for point in [kept for kept in KEPT if kept.where == where][:3]]
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ import optax
 import pytest
 
 import jpipe
+import published
 from cases import ahead, compilations
 from jpipe.planning.partition import partition
 from jpipe.processes.tables import Table
-from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
 from jpipe.schedules.ticks import lower
@@ -44,7 +44,6 @@ from jpipe.tools.page import (
     write_page,
 )
 from jpipe.tools.page import Page as Written
-from published import PUBLISHED
 from view_chromium import Page, chromium, find
 
 CLOSE = 1e-9
@@ -123,9 +122,7 @@ SHAPES = {
 """All that the sliders reach: the schedule, K, M and V."""
 
 
-@functools.cache
-def schedule_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    return make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+schedule_of = functools.cache(published.schedule_of)
 
 
 def random_settings(count: int, *, shapes: int, largest: int, seed: int) -> list[dict[str, Any]]:
@@ -151,7 +148,7 @@ def random_settings(count: int, *, shapes: int, largest: int, seed: int) -> list
 def test_settings_have_the_numbers_of_simulate(page):
     """Every number of every setting, relative to the number where that is above 1, and where each action starts."""
     names = ("makespan", "bubble_fraction", "speedup_over_naive", "busy", "peak_in_flight")
-    settings = random_settings(800, shapes=120, largest=256, seed=1)
+    settings = random_settings(480, shapes=120, largest=256, seed=1)
     settings += random_settings(10, shapes=10, largest=2 * LARGEST, seed=2)
     found = page.get(
         f"{json.dumps(settings)}.map((s) => {{ const t = jpipe.simulate(s);"
@@ -486,7 +483,7 @@ OWN_ORDERS: dict[str, tuple[Schedule, bool, tuple[str, ...]]] = {
     "own, a slot": (Schedule(MINE, slots=("FB",), name="mine"), True, ()),
     "there and back": (schedule_of("v", 2, 8, 2), True, ()),
     "recomputed ahead": (ahead(2, 6), True, KEPT),
-    "dualpipe-v": (PUBLISHED["dualpipe-v"](2, 5), False, SPLIT),
+    "dualpipe-v": (schedule_of("dualpipe-v", 2, 5), False, SPLIT),
 }
 """Schedules, whether stages keep their inputs alone, and the kinds of rows that each have a megabyte of residuals."""
 

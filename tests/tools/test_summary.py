@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jpipe
+import small_pipeline
 from html_tables import cells
 from jpipe.processes.tables import bytes_in_words
 from jpipe.tools.chips import parse_topology
@@ -90,8 +91,7 @@ FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes."
 
 
 def small(layers=None, **options):
-    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even"} | options
-    return jpipe.Pipeline(layers or [dense() for _ in range(4)], lambda y, _: jnp.mean(y**2), **options)
+    return small_pipeline.make(layers, lambda y, _: jnp.mean(y**2), **options)
 
 
 class Huge(nn.Module):
@@ -116,31 +116,23 @@ def notes_of(error):
     return getattr(error, "__notes__", [])
 
 
-def test_the_first_step_that_finds_no_room_says_what_it_holds(terminal, soon):
+@pytest.mark.parametrize("call", ["train_step", "value_and_grad", "evaluate", "apply"])
+def test_the_first_call_that_finds_no_room_says_what_it_holds(terminal, soon, call):
     """A real error: XLA asks for 128 TiB. On a terminal a first step waits for its result, and raises in place."""
     pipe = small([dense(8), Huge(), dense(8), dense(8)])
     state = pipe.create_state(jax.random.key(0), ROWS, TX)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
-        pipe.train_step(state, ROWS)
+        getattr(pipe, call)(state if call == "train_step" else state.variables, ROWS)
     (text,) = notes_of(caught.value)
-    held = predict_memory(pipe.planner, ROWS, TX)[0]
-    assert held["work"] > 2**45
     said, last = text.splitlines()
-    total, work = bytes_in_words(held.total), bytes_in_words(held["work"])
-    assert said.startswith(f"a training step holds {total} a device (predicted): work {work}, ")
+    if call == "train_step":
+        held = predict_memory(pipe.planner, ROWS, TX)[0]
+        assert held["work"] > 2**45
+        total, work = bytes_in_words(held.total), bytes_in_words(held["work"])
+        assert said.startswith(f"a training step holds {total} a device (predicted): work {work}, ")
+    trains = call in ("train_step", "value_and_grad")
+    assert said.startswith("a training step holds " if trains else "each device holds ")
     assert last.endswith(f": {PAGE}")
-
-
-@pytest.mark.parametrize("call", ["value_and_grad", "evaluate", "apply"])
-def test_so_do_other_calls(terminal, soon, call):
-    pipe = small([dense(8), Huge(), dense(8), dense(8)])
-    variables = pipe.init(jax.random.key(0), ROWS)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as caught:
-        getattr(pipe, call)(variables, ROWS)
-    (text,) = notes_of(caught.value)
-    trains = call == "value_and_grad"
-    assert text.startswith("a training step holds " if trains else "each device holds ")
-    assert text.endswith(PAGE)
 
 
 def test_initialisation_and_the_optimisers_state_have_it_too(monkeypatch):

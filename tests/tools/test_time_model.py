@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jpipe
+import small_pipeline
 from jpipe.tools.chips import CHIPS, Chip, parse_topology
 from jpipe.tools.communication import BACKWARD, ENDS, FORWARD, STEP
 from jpipe.tools.memory_model import predict_memory
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:offload= moves nothing on CPUs")
 
 
 def make(**options):
-    options = {"num_stages": 2, "num_microbatches": 8, "balance": "even", "remat": "none"} | options
     layers = [nn.Dense(128, use_bias=False) for _ in range(8)]
-    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **options)
+    options = {"num_microbatches": 8, "remat": "none"} | options
+    return small_pipeline.make(layers, lambda y, _: jnp.mean(y**2), **options)
 
 
 def test_parts_add_up_and_the_bubble_is_the_schedules():
@@ -92,12 +93,11 @@ def test_what_is_sent_once_a_step_is_what_the_program_sends(options):
     head = words.using("attend") if tied else nn.Dense(64)
     layers = [words if tied else nn.Embed(64, 32), nn.Dense(48, kernel_init=kernel), nn.Dense(32), head]
     mesh = jpipe.make_mesh(**axes, devices=jax.devices()[: 2 ** len(axes)])
-    given = {"num_stages": 2, "num_microbatches": 4, "mesh": mesh, "balance": "even"} | options
     loss_fn = lambda y, batch: optax.softmax_cross_entropy_with_integer_labels(y, batch["targets"]).mean()
-    pipe = jpipe.Pipeline(layers, loss_fn, **given)
+    pipe = small_pipeline.make(layers, loss_fn, num_microbatches=4, mesh=mesh, **options)
     batch = {name: jax.ShapeDtypeStruct((16, 8), jnp.int32) for name in ("inputs", "targets")}
     sent = pipe.communication(batch)
-    twice = 16 // 4 // 2 * 8 * 32 * 4 if "shared" in given.values() else 0  # of the table, which isn't needed again
+    twice = 16 // 4 // 2 * 8 * 32 * 4 if "shared" in options.values() else 0  # of the table, which isn't needed again
     found = predict_time(pipe.planner, batch, replace(V5E, link_bandwidth=1.0)).seconds["collectives"]
     of_layers = 4 * (sent.bytes(FORWARD) + sent.bytes(BACKWARD)) / 2  # of a stage on average
     # But for the sums of the loss.
