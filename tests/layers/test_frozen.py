@@ -180,11 +180,6 @@ def test_what_cannot_be_frozen(make, message):
         pipe.init(jax.random.key(0), jnp.ones((2, 3)))
 
 
-def test_the_rule_of_what_is_frozen_is_its_own():
-    with pytest.raises(ValueError, match=r"merge\['frozen'\]='mean': jpipe\.freeze keeps that collection as it is"):
-        jpipe.Pipeline([nn.Dense(3)], loss_fn, num_stages=1, num_microbatches=1, merge={"frozen": "mean"})
-
-
 def test_empty_places_among_the_parameters_stay():
     """Of plain functions, which may ask for them."""
 

@@ -65,7 +65,7 @@ OPTIMIZERS = {
 }
 
 
-SLOW = ("hyperparameters", "adafactor")
+SLOW = ("hyperparameters", "finite", "adafactor")
 
 
 @pytest.mark.parametrize("name", [n if n not in SLOW else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
