@@ -19,12 +19,6 @@ from jpipe.layers.calls import IN_EVALUATION, IN_TRAINING, decoding, mode_argume
 BATCH = {"x": np.linspace(-1, 1, 8 * 6).reshape(8, 6), "mask": np.arange(8.0) % 3}
 
 
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 class Scaled(nn.Module):
     """A model with keywords: an array, and values that Python branches on."""
 

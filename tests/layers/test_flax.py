@@ -17,13 +17,9 @@ from jpipe.layers.flax import logical_rules
 X = np.ones((2, 4), np.float32)
 
 
-class Drop(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dropout(0.5)(x, deterministic=False)
-
-
-@pytest.mark.parametrize("layer", [Drop(), lambda rngs: NnxDrops(rngs=rngs)], ids=["linen", "nnx"])
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.5, deterministic=False), lambda rngs: NnxDrops(rngs=rngs)], ids=["linen", "nnx"]
+)
 def test_a_layer_that_needs_a_key_says_so(key, layer):
     (layer,) = as_layers([layer])
     with pytest.raises(LayerError, match="draws random numbers in evaluation mode"):

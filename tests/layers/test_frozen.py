@@ -17,10 +17,7 @@ RNG = np.random.default_rng(0)
 BATCH = {"inputs": RNG.integers(0, 7, (8, 3)), "targets": RNG.integers(0, 7, (8, 3))}
 
 
-@pytest.fixture(autouse=True)
-def _x64():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Adapted(nn.Module):

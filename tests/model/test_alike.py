@@ -25,9 +25,13 @@ KEY = 3
 
 
 def group_of(layers, x=X):
-    """The groups of layers between two that are alone in theirs."""
-    model = trace_model(as_layers([jnp.sin, *layers, jnp.cos]), lambda batch: batch, x)
-    return tuple(g - 1 for g in model.group_of[1:-1])
+    """The groups of layers between two of one function, which are alone in theirs as they are the model's ends."""
+    model = trace_model(as_layers([jnp.sin, *layers, jnp.sin]), lambda batch: batch, x)
+    first, *groups, last = model.group_of
+    assert {first, last} == {0, max(groups) + 1} and model.num_layers == len(groups) + 2
+    for g, group in enumerate(model.groups):
+        assert [*group.indices] == [i for i, own in enumerate(model.group_of) if own == g]
+    return tuple(g - 1 for g in groups)
 
 
 # --- what is one function ---------------------------------------------------------------------------------------------
@@ -150,6 +154,8 @@ CASES = {
     "other makers": ([lambda x: jnp.tanh(0.5 * x), jax.jit(lambda y: jnp.tanh(0.25 * y))], (0, 0)),
     "widths and scales": ([Hidden(*made) for made in [(4, 0.1), (6, 0.1), (4, 0.2), (6, 0.2)]], (0, 1, 0, 1)),
     "widths": ([lambda x: x, nn.Dense(8), nn.Dense(6), nn.Dense(8), nn.Dense(8)], (0, 1, 2, 3, 1)),
+    "nnx modules": ([nnx.Linear(8, 8, rngs=nnx.Rngs(seed)) for seed in range(3)], (0, 0, 0)),
+    "and a factory": ([nnx.Linear(8, 8, rngs=nnx.Rngs(0)), lambda rngs: nnx.Linear(8, 8, rngs=rngs)], (0, 1)),
     "trips": (each(lambda count, x: jax.lax.fori_loop(0, count, lambda _, y: jnp.sin(y), x), 2, 3), (0, 1)),
     "in a loop": (each(looped, 0.5, 2.0), (0, 1)),
     "in a derivative": (each(flipped, 0.5, 2.0), (0, 1)),

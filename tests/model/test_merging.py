@@ -12,12 +12,6 @@ import sequential
 from cases import assert_close, assert_equal, assert_step_equals
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def batch_of_float64(size=8):
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal((size, 4)) for name in ("inputs", "targets")}

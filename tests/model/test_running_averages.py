@@ -53,12 +53,6 @@ def test_a_rate_that_is_no_number_of_the_code_is_refused(how):
 # --- how often averages move in a step --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 EXACT = {"param_dtype": jnp.float64, "force_float32_reductions": False, "momentum": 0.8}
 
 

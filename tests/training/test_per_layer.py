@@ -106,7 +106,7 @@ def drawn(tree):
 @pytest.mark.parametrize(
     ("tx", "options"),
     [
-        case if case == ("masked by path", "model") else pytest.param(*case, marks=pytest.mark.slow)
+        case if case == ("rates by block", "model") else pytest.param(*case, marks=pytest.mark.slow)
         for case in itertools.product(TX, PIPES)
     ],
 )
@@ -264,7 +264,8 @@ class RoutedBlock(nn.Module):
         return x + sum(weights[:, i : i + 1] * nn.tanh(Dense(4, name=f"expert_{i}")(x)) for i in range(2))
 
 
-@pytest.mark.parametrize("as_list", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_list", [False, True])
 def test_a_router_with_an_optimiser_of_its_own(as_list):
     x, square = np.random.default_rng(0).normal(size=(8, 4)), lambda y, batch: (y**2).mean()
     label = lambda path, _: "router" if any(part.key == "router" for part in path) else "rest"
