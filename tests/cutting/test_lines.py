@@ -105,15 +105,8 @@ def loss(outputs, batch):
 def check(model, sown, num_stages, num_microbatches, **options):
     """Loss, gradients, evaluation and outputs are those of the plain model; returns the pipeline."""
     tree = model.init(jax.random.key(0), X)
-    pipe = jpipe.Pipeline(
-        model,
-        loss,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        sown=sown,
-        loss_over="microbatch",
-        **options,
-    )
+    options |= {"num_stages": num_stages, "num_microbatches": num_microbatches, "loss_over": "microbatch"}
+    pipe = jpipe.Pipeline(model, loss, sown=sown, **options)
     variables, rows = pipe.from_model_variables(tree, {"inputs": X}), np.split(X, num_microbatches)
     mutable = {"mutable": list(sown)} if sown else {}
 
@@ -125,7 +118,7 @@ def check(model, sown, num_stages, num_microbatches, **options):
     assert_close(
         (value, pipe.model_variables({"params": gradients})["params"]), jax.value_and_grad(plain)(tree["params"])
     )
-    assert_close(pipe.evaluate(variables, {"inputs": X}), plain(tree["params"], train=False))
+    assert_close(pipe.evaluate(variables, {"inputs": X}), plain(tree["params"], False))
     return pipe, variables, tree
 
 

@@ -77,10 +77,9 @@ def test_equal_to_the_sequential_model(case):
     own = [gradients[i] for i in OWN]
     assert_close(optax.tree.norm(grads), optax.tree.norm(own), "shared parameters count once in a norm")
     assert_equal(pipe.from_layer_variables(trees), variables, "round trip")
-    x = BATCH["inputs"]
-    for module in pipe.modules(variables):  # each calls the method of its place
-        x = module(x)
-    assert_close(loss_fn(x, BATCH), expected, "bound modules")
+    modules = pipe.modules(variables)  # each calls the method of its place
+    outputs = jax.jit(lambda x: functools.reduce(lambda x, module: module(x), modules, x))(BATCH["inputs"])
+    assert_close(loss_fn(outputs, BATCH), expected, "bound modules")
     trees[8] = jax.tree.map(lambda a: a + 1, trees[8])
     with pytest.raises(ValueError, match=r"trees\[0\] and trees\[8\] differ, but share parameters; give both the same"):
         pipe.from_layer_variables(trees)

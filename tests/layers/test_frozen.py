@@ -177,6 +177,14 @@ def test_what_cannot_be_frozen(make, message):
         pipe.init(jax.random.key(0), jnp.ones((2, 3)))
 
 
+def stepped(layers, **options):
+    """A pipeline and its variables, of which the gradients were computed."""
+    pipe = jpipe.Pipeline(layers, lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1, **options)
+    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    pipe.value_and_grad(variables, jnp.ones((2, 3)))
+    return pipe, variables
+
+
 def test_empty_places_among_the_parameters_stay():
     """Of plain functions, which may ask for them."""
 
@@ -185,12 +193,8 @@ def test_empty_places_among_the_parameters_stay():
         return x @ params["w"]
 
     layer = jpipe.Layer(lambda key, x: {"w": jnp.ones((3, 3)), "norm": {}, "b": None}, apply)
-    pipe = jpipe.Pipeline(
-        [jpipe.freeze(layer), nn.Dense(2)], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1
-    )
-    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    pipe, variables = stepped([jpipe.freeze(layer), nn.Dense(2)])
     assert pipe.layer_variables(variables)[0].keys() == {"w", "norm", "b"}
-    pipe.value_and_grad(variables, jnp.ones((2, 3)))
 
 
 def test_shared_bools_stay_bools():
@@ -200,10 +204,7 @@ def test_shared_bools_stay_bools():
             mask = self.variable("masks", "of", lambda: jnp.asarray([True, False, True])).value
             return jnp.where(mask, x, nn.Dense(3)(x))
 
-    layer, rules = jpipe.Shared(Masked()), {"masks": "keep"}
-    pipe = jpipe.Pipeline([layer, layer], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1, merge=rules)
-    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
-    pipe.value_and_grad(variables, jnp.ones((2, 3)))
+    stepped([jpipe.Shared(Masked())] * 2, merge={"masks": "keep"})
 
 
 @pytest.mark.parametrize("layer", [Adapted(), pytest.param(lambda rngs: AdaptedNnx(rngs), marks=pytest.mark.slow)])
