@@ -78,7 +78,7 @@ class Regularised(nn.Module):
     Or the regulariser alone, in training alone.
     """
 
-    at_end: str = ""
+    at_end: tuple[str, ...] = ()
     in_training_alone: bool = False
 
     @nn.compact
@@ -93,7 +93,7 @@ class Regularised(nn.Module):
             if not self.at_end and (train or not self.in_training_alone):
                 own = own + squares[-1]
             x = x + y
-        return Dense(2, name="head")(x), [own, AT_END[self.at_end](squares)] if self.at_end else own
+        return Dense(2, name="head")(x), [own, *(AT_END[way](squares) for way in self.at_end)] if self.at_end else own
 
 
 def loss(outputs, batch):
@@ -105,15 +105,8 @@ def loss(outputs, batch):
 def check(model, sown, num_stages, num_microbatches, **options):
     """Loss, gradients, evaluation and outputs are those of the plain model; returns the pipeline."""
     tree = model.init(jax.random.key(0), X)
-    pipe = jpipe.Pipeline(
-        model,
-        loss,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        sown=sown,
-        loss_over="microbatch",
-        **options,
-    )
+    options |= {"num_stages": num_stages, "num_microbatches": num_microbatches, "loss_over": "microbatch"}
+    pipe = jpipe.Pipeline(model, loss, sown=sown, **options)
     variables, rows = pipe.from_model_variables(tree, {"inputs": X}), np.split(X, num_microbatches)
     mutable = {"mutable": list(sown)} if sown else {}
 
@@ -125,27 +118,35 @@ def check(model, sown, num_stages, num_microbatches, **options):
     assert_close(
         (value, pipe.model_variables({"params": gradients})["params"]), jax.value_and_grad(plain)(tree["params"])
     )
-    assert_close(pipe.evaluate(variables, {"inputs": X}), plain(tree["params"], train=False))
+    assert_close(pipe.evaluate(variables, {"inputs": X}), plain(tree["params"], False))
     return pipe, variables, tree
+
+
+def functions_of_blocks(pipe):
+    assert len(pipe.plan.layers) == 6
+    groups = zip(pipe.plan.model.group_of, pipe.plan.layers, strict=True)
+    return [own for own, layer in groups if "block" in layer.name]
+
+
+SUMS = ("sum", "mean")
 
 
 @pytest.mark.parametrize(
     ("model", "sown", "sizes"),
     [
-        (Sows(), ("losses",), (2, 2)),
-        (Sows(scanned=True), ("losses", "intermediates"), (2, 2)),
+        (Sows(scanned=True), ("losses",), (2, 2)),
         (Sows(in_training_alone=True), ("losses", "intermediates"), (2, 2)),
-        *((Regularised(how), (), (2, 2)) for how in ("sum", "array", "stack")),
+        *((Regularised(ways), (), (2, 2)) for ways in (SUMS, ("array", "stack", "rows"))),
         (Regularised(in_training_alone=True), (), (4, 4)),
         *(
             pytest.param(model, sown, sizes, marks=pytest.mark.slow)
             for sizes in [(2, 1), (4, 4), (3, 2)]
             for model, sown in [
                 (Sows(), ("losses", "intermediates")),
-                (Sows(scanned=True), ("losses",)),
-                (Regularised("sum"), ()),
-                (Regularised("mean"), ()),
-                (Regularised("rows"), ()),
+                (Sows(scanned=True), ("losses", "intermediates")),
+                (Regularised(("sum",)), ()),
+                (Regularised(("mean",)), ()),
+                (Regularised(("rows",)), ()),
                 (Regularised(), ()),
             ]
         ),
@@ -153,17 +154,16 @@ def check(model, sown, num_stages, num_microbatches, **options):
 )
 def test_blocks_stay_one_function_and_give_what_the_plain_model_gives(model, sown, sizes):
     pipe, *_ = check(model, sown, *sizes)
-    functions = pipe.plan.model.group_of
-    blocks = [own for own, layer in zip(functions, pipe.plan.layers, strict=True) if "block" in layer.name]
-    assert len(pipe.plan.layers) == 6
+    functions = functions_of_blocks(pipe)
     # What is done with the sum itself is part of the last block.
-    assert len({*blocks[: 3 if model in (Regularised("sum"), Regularised("mean")) else 4]}) == 1, functions
+    assert len({*functions[: 3 if {*getattr(model, "at_end", ())} & {*SUMS} else 4]}) == 1, functions
 
 
 def test_apply_gives_sown_values_of_the_whole_batch():
     """Of what couples examples, as a load balance does, the mean over micro-batches."""
     model, sown = Sows(), ("losses", "intermediates")
     pipe, variables, tree = check(model, sown, 2, 2, mesh=jax.make_mesh((2, 2), ("stage", "data")))
+    assert len({*functions_of_blocks(pipe)}) == 1
     plain = lambda x: tuple(model.apply({"params": tree["params"]}, x, mutable=sown))
     whole, halves = plain(X), [jax.tree.leaves(plain(x)[1]["losses"]) for x in np.split(X, 2)]
     whole[1]["losses"] = jax.tree.unflatten(jax.tree.structure(whole[1]["losses"]), np.mean(halves, 0))
@@ -187,8 +187,10 @@ class Sower(nnx.Module):
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_an_nnx_module_sows():
-    model = Sower(nnx.Rngs(0))
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    """What it had sown before is no variable."""
+    graph, params, rest = nnx.split(Sower(nnx.Rngs(0)), nnx.Param, ...)
+    model = nnx.merge(graph, params, rest)
+    model(X)
 
     def plain(params):
         module = nnx.merge(graph, params, rest)
@@ -196,6 +198,7 @@ def test_an_nnx_module_sows():
 
     pipe = jpipe.Pipeline(model, loss, num_stages=2, num_microbatches=2, sown="intermediates")
     variables = pipe.init(jax.random.key(0), {"inputs": X})
+    assert {*variables} == {"params"}
     (value, _), gradients = pipe.value_and_grad(variables, {"inputs": X})
     expected = jax.value_and_grad(lambda params: loss(plain(params), None))(params)
     assert_close(
@@ -247,16 +250,6 @@ def test_rows_are_as_long_as_the_batch_at_hand_makes_them():
     for part in (x, x[:4], x[:, :2]):
         plain = of_outputs(model.apply(tree, part, mutable="intermediates"), None)
         assert_close(pipe.evaluate(variables, {"inputs": part}), plain)
-
-
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_what_was_sown_before_is_no_variable():
-    model = Sower(nnx.Rngs(0))
-    model(X)
-    pipe = jpipe.Pipeline(model, loss, num_stages=2, num_microbatches=2, sown="intermediates")
-    variables = pipe.init(jax.random.key(0), {"inputs": X})
-    assert {*variables} == {"params"}
-    assert len(jax.tree.leaves(pipe.apply(variables, {"inputs": X})[1])) == 3
 
 
 class Several(nn.Module):

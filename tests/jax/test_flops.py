@@ -1,8 +1,6 @@
 """FLOPs counted on jaxprs, against the compiler's own count."""
 
 import functools
-import sys
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -13,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.extend.core import Primitive
 from jax.sharding import AxisType
+from models import amoebanet, resnet, transformer_l, translation, unet
 
 import jpipe
 from jpipe.jax.flops import count_flops
@@ -25,9 +24,6 @@ from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
 from jpipe.partitioner.users_mesh import as_mesh
 from jpipe.planning.costs import layer_costs
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from models import amoebanet, resnet, transformer_l, translation, unet
 
 
 def shape(*sizes, dtype=jnp.float32):
@@ -163,20 +159,8 @@ def test_a_scan_takes_its_body_as_often_as_it_runs(wrap):
     assert compilers(scanned, X) < 0.2 * found
 
 
-def planned(layers, batch, **options):
-    options = {"balance": "flops", "remat": "none"} | options
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, **options)
-    jax.eval_shape(pipe.init, jax.random.key(0), batch)
-    return pipe.partition
-
-
-def halve(x):
-    """A `while` loop that can be differentiated through: nothing flows back."""
-    x = jax.lax.stop_gradient(x)
-    return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x / 2, x)
-
-
 def test_of_a_loop_of_unknown_length_one_trip_is_counted():
+    halve = lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x / 2, x)
     assert counted(halve, X) == 128 + 1 + 128  # a sum, a comparison, a division
 
 
@@ -193,7 +177,10 @@ def attend(x):
 def test_a_kernel_for_tpus_is_planned_on_a_cpu():
     """Layers were lowered for the backend at hand: "Only interpret mode is supported on CPU backend"."""
     batch = np.ones((2, 128, 128), np.float32)
-    found = planned([nn.Dense(128), attend, nn.Dense(128)], batch).layer_costs  # its backward has no estimate
+    options = {"num_stages": 2, "num_microbatches": 2, "balance": "flops", "remat": "none"}
+    pipe = jpipe.Pipeline([nn.Dense(128), attend, nn.Dense(128)], lambda y, _: jnp.mean(y), **options)
+    jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    found = pipe.partition.layer_costs  # its backward has no estimate
     product = 2 * 128 * 128 * 128
     assert found[1] == pytest.approx(9 * product, rel=0.1)  # 2 forward, 7 in its backward, where two are made again
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun
 
 from cases import assert_close
 from jpipe.jax.rewrites import row_additions_by_comparison, weight_products_as_they_lie
@@ -46,11 +46,8 @@ FUNCTIONS = {
 
 def products_in(jaxpr):
     """The dimensions that products are summed over, those inside of calls and loops too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation.params["dimension_numbers"][0]
-        for inner in jaxprs_in_params(equation.params):
-            yield from products_in(inner)
+    products = [e for e in equations_in(jaxpr.eqns) if e.primitive.name == "dot_general"]
+    return [product.params["dimension_numbers"][0] for product in products]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -11,17 +11,12 @@ import pytest
 from flax import nnx
 
 import jpipe
+from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Context
 from jpipe.layers.calls import IN_EVALUATION, IN_TRAINING, decoding, mode_arguments
 
 BATCH = {"x": np.linspace(-1, 1, 8 * 6).reshape(8, 6), "mask": np.arange(8.0) % 3}
-
-
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 class Scaled(nn.Module):
@@ -72,8 +67,7 @@ def test_a_model_is_called_with_keywords(model):
 
     expected = jax.jit(jax.value_and_grad(plain))(pipe.model_variables(variables)["params"])
     got = pipe.model_variables({"params": grads})["params"]
-    for one, other in zip(jax.tree.leaves((loss, got)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+    assert_close((loss, got), expected)
     assert pipe.apply(variables, BATCH).shape == (8, 6)
 
 
@@ -86,7 +80,7 @@ def test_the_first_layer_of_a_list_is_called_with_keywords():
     variables = pipe.init(jax.random.key(0), BATCH)
     dense = pipe.layer_variables(variables)[1]
     expected = layers[1].apply(dense, BATCH["x"] * BATCH["mask"][:, None])
-    np.testing.assert_allclose(pipe.apply(variables, BATCH), expected, rtol=1e-12)
+    assert_close(pipe.apply(variables, BATCH), expected)
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------

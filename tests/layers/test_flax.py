@@ -17,19 +17,11 @@ from jpipe.layers.flax import logical_rules
 X = np.ones((2, 4), np.float32)
 
 
-def adapt(layer):
-    return as_layers([layer])[0]
-
-
-class Drop(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dropout(0.5)(x, deterministic=False)
-
-
-@pytest.mark.parametrize("layer", [Drop(), lambda rngs: NnxDrops(rngs=rngs)], ids=["linen", "nnx"])
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.5, deterministic=False), lambda rngs: NnxDrops(rngs=rngs)], ids=["linen", "nnx"]
+)
 def test_a_layer_that_needs_a_key_says_so(key, layer):
-    layer = adapt(layer)
+    (layer,) = as_layers([layer])
     with pytest.raises(LayerError, match="draws random numbers in evaluation mode"):
         layer.apply({}, (X,), Context(None, True))
     layer.apply({}, (X,), Context(key, True))
@@ -39,7 +31,7 @@ def test_partition_specs_by_logical_rules(key):
     """Of linen, names without a rule split nothing; of nnx, they stand for themselves, as in Flax."""
 
     def specs(layer):
-        layer = adapt(layer)
+        (layer,) = as_layers([layer])
         variables = jax.eval_shape(lambda k: layer.init((X,), Context(k, False)), key)
         return layer.partition_specs(variables)["params"]
 

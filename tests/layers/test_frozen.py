@@ -17,10 +17,7 @@ RNG = np.random.default_rng(0)
 BATCH = {"inputs": RNG.integers(0, 7, (8, 3)), "targets": RNG.integers(0, 7, (8, 3))}
 
 
-@pytest.fixture(autouse=True)
-def _x64():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Adapted(nn.Module):
@@ -180,9 +177,12 @@ def test_what_cannot_be_frozen(make, message):
         pipe.init(jax.random.key(0), jnp.ones((2, 3)))
 
 
-def test_the_rule_of_what_is_frozen_is_its_own():
-    with pytest.raises(ValueError, match=r"merge\['frozen'\]='mean': jpipe\.freeze keeps that collection as it is"):
-        jpipe.Pipeline([nn.Dense(3)], loss_fn, num_stages=1, num_microbatches=1, merge={"frozen": "mean"})
+def stepped(layers, **options):
+    """A pipeline and its variables, of which the gradients were computed."""
+    pipe = jpipe.Pipeline(layers, lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1, **options)
+    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    pipe.value_and_grad(variables, jnp.ones((2, 3)))
+    return pipe, variables
 
 
 def test_empty_places_among_the_parameters_stay():
@@ -193,12 +193,8 @@ def test_empty_places_among_the_parameters_stay():
         return x @ params["w"]
 
     layer = jpipe.Layer(lambda key, x: {"w": jnp.ones((3, 3)), "norm": {}, "b": None}, apply)
-    pipe = jpipe.Pipeline(
-        [jpipe.freeze(layer), nn.Dense(2)], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1
-    )
-    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    pipe, variables = stepped([jpipe.freeze(layer), nn.Dense(2)])
     assert pipe.layer_variables(variables)[0].keys() == {"w", "norm", "b"}
-    pipe.value_and_grad(variables, jnp.ones((2, 3)))
 
 
 def test_shared_bools_stay_bools():
@@ -208,10 +204,7 @@ def test_shared_bools_stay_bools():
             mask = self.variable("masks", "of", lambda: jnp.asarray([True, False, True])).value
             return jnp.where(mask, x, nn.Dense(3)(x))
 
-    layer, rules = jpipe.Shared(Masked()), {"masks": "keep"}
-    pipe = jpipe.Pipeline([layer, layer], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1, merge=rules)
-    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
-    pipe.value_and_grad(variables, jnp.ones((2, 3)))
+    stepped([jpipe.Shared(Masked())] * 2, merge={"masks": "keep"})
 
 
 @pytest.mark.parametrize("layer", [Adapted(), pytest.param(lambda rngs: AdaptedNnx(rngs), marks=pytest.mark.slow)])

@@ -5,17 +5,13 @@ import numpy as np
 
 from cases import assert_close, assert_equal
 from jpipe.layers.adapt import as_layers
-from jpipe.layers.base import Context, is_same
+from jpipe.layers.base import Context
 
 X = np.ones((2, 4), np.float32)
 
 
-def adapt(layer):
-    return as_layers([layer])[0]
-
-
 def test_linen_item_is_what_init_returns(key):
-    layer = adapt(nn.Dense(3))
+    (layer,) = as_layers([nn.Dense(3)])
     variables = layer.init((X,), Context(key, False))
     assert_equal(variables, nn.Dense(3).init(key, X))
     assert layer.to_item(variables) is variables
@@ -23,8 +19,3 @@ def test_linen_item_is_what_init_returns(key):
     assert_close(outputs, nn.Dense(3).apply(variables, X))
     assert updates == {}
     assert_close(layer.bind(variables)(X), outputs)
-
-
-def test_names_do_not_make_linen_layers_differ():
-    first, second = as_layers([nn.Dense(3, name="a"), nn.Dense(3, name="b")])
-    assert is_same(first, second)

@@ -1,5 +1,7 @@
 """NNX modules as layers, ready or made by factories."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,29 +16,29 @@ from jpipe.layers.base import Context, is_same
 X = np.ones((2, 4), np.float32)
 
 
-def adapt(layer):
-    return as_layers([layer])[0]
-
-
-def test_nnx_item_is_a_pure_dict(key):
-    layer = adapt(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
+@pytest.mark.parametrize("make", [lambda rngs: nnx.Linear(4, 3, rngs=rngs), functools.partial(nnx.Linear, 4, 3)])
+def test_nnx_item_is_a_pure_dict(key, make):
+    """A regression: a partial of a class, which is a factory, was called with the activations."""
+    (layer,) = as_layers([make])
+    assert layer.name == "Linear"
     variables = layer.init((X,), Context(key, False))
     module = nnx.Linear(4, 3, rngs=nnx.Rngs(key))
     assert_equal(variables, {"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
     assert_close(layer.bind(variables)(X), module(X))
+    assert_close(layer.apply(variables, (X,), Context(None, True))[0], module(X))
     assert layer.ready is None
 
 
 def test_ready_nnx_module_keeps_its_values(key):
     module = nnx.Linear(4, 3, rngs=nnx.Rngs(7))
-    layer = adapt(module)
+    (layer,) = as_layers([module])
     assert_equal(layer.ready, {"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
     assert_equal(layer.init((X,), Context(key, False)), layer.ready)
 
 
 def test_the_users_nnx_module_is_not_changed():
     module = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-    layer = adapt(module)
+    (layer,) = as_layers([module])
     before = np.asarray(module.mean[...])
     _, updates = layer.apply(layer.ready, (3 * X,), Context(None, True))
     assert not np.array_equal(updates["batch_stats"]["mean"], before)
@@ -52,7 +54,8 @@ def test_two_nnx_streams_of_one_layer_differ(key):
         def __call__(self, x):
             return self.first(x), self.second(x)
 
-    (a, b), _ = adapt(lambda rngs: Two(rngs)).apply({}, (np.ones((20, 20), np.float32),), Context(key, True))
+    (layer,) = as_layers([lambda rngs: Two(rngs)])
+    (a, b), _ = layer.apply({}, (np.ones((20, 20), np.float32),), Context(key, True))
     assert not np.array_equal(a, b)
 
 
@@ -148,7 +151,9 @@ class Recurrent(nnx.Module):
 TIMES = np.random.default_rng(0).normal(size=(4, 3, 4))
 
 
-@pytest.mark.parametrize(("kind", "as_list"), [("gru", False), ("both ways", True), ("stack", False)])
+@pytest.mark.parametrize(
+    ("kind", "as_list"), [("gru", False), ("both ways", True), pytest.param("stack", False, marks=pytest.mark.slow)]
+)
 def test_recurrent_modules_draw_nothing(kind, as_list):
     """They were refused: an `nnx.RNN` draws a key for the zeros that it starts from, also in evaluation."""
     with jax.enable_x64(True):

@@ -13,12 +13,8 @@ from jpipe.layers.base import Context
 X = np.ones((2, 4), np.float32)
 
 
-def adapt(layer):
-    return as_layers([layer])[0]
-
-
 def test_plain_item_is_what_init_returns(key):
-    layer = adapt(jpipe.Layer(lambda key, x: [jnp.ones(4)], lambda params, x: x * params[0]))
+    (layer,) = as_layers([jpipe.Layer(lambda key, x: [jnp.ones(4)], lambda params, x: x * params[0])])
     variables = layer.init((X,), Context(key, False))
     assert list(variables) == ["params"]
     assert isinstance(layer.to_item(variables), list)
@@ -27,7 +23,7 @@ def test_plain_item_is_what_init_returns(key):
 
 
 def test_function_has_no_variables(key):
-    layer = adapt(lambda x, y: (y, x))
+    (layer,) = as_layers([lambda x, y: (y, x)])
     assert layer.init((X, X), Context(key, False)) == {}
     assert layer.to_item({}) == {}
     outputs, _ = layer.apply({}, (X, 2 * X), Context(None, True))

@@ -15,12 +15,6 @@ from sequential import layer_key
 Y = jax.ShapeDtypeStruct((4, 3), jnp.float32)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def noisy(outputs, batch, key=None):
     """Label noise, in training alone."""
     noise = 0.0 if key is None else jax.random.normal(key, outputs.shape, outputs.dtype)

@@ -8,13 +8,8 @@ import optax
 import pytest
 
 import jpipe
-from cases import assert_close, assert_equal
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
+import sequential
+from cases import assert_close, assert_equal, assert_step_equals
 
 
 def batch_of_float64(size=8):
@@ -45,27 +40,21 @@ def test_moments_are_those_of_the_mini_batch(x64):
     assert_equal(trees[2]["batch_stats"], {"mean": np.zeros(4), "var": np.ones(4)}, "a layer at rest")
 
 
+class Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        return nn.BatchNorm(not train, momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False)(x)
+
+
 @pytest.mark.parametrize("explicit", [False, True])
-def test_moments_over_a_data_axis_are_those_of_the_global_batch(x64, explicit):
-    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(kind, kind))
-    layers = [
-        nn.BatchNorm(momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False),
-        nn.Dense(4, param_dtype=jnp.float64),
-    ]
-    x = batch_of_float64(8)["inputs"] + np.arange(8.0)[:, None]
-    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": "even"}
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(jnp.square(y)), mesh=mesh, **sizes)
-    alone = jpipe.Pipeline(layers, lambda y, _: jnp.mean(jnp.square(y)), **sizes)
-    variables = alone.init(jax.random.key(0), x)
-    (loss, updates), grads = alone.value_and_grad(variables, x)
-    trees = alone.layer_variables({"params": grads, **updates})
-    variables = pipe.from_layer_variables(alone.layer_variables(variables), x)
-    (found, updates), grads = pipe.value_and_grad(variables, x)
-    again = pipe.layer_variables({"params": grads, **updates})
-    assert_close(found, loss, "loss")
-    assert_close(again, trees, "gradients and state")
-    assert_close(again[0]["batch_stats"], pooled(x, 0.9), "running moments")
+def test_moments_over_a_data_axis_are_those_of_the_global_batch(x64, make_mesh, explicit):
+    layers, batch, key = [Norm(), nn.Dense(4, param_dtype=jnp.float64)], batch_of_float64(), jax.random.key(0)
+    batch["inputs"] += np.arange(8.0)[:, None]
+    items = sequential.random_items(layers, batch, 1)
+    expected = sequential.truth(layers, items, mean_of_squares, batch, key=key, m=2, rate=0.1)
+    mesh = make_mesh((2, 2), ("stage", "data"), explicit=explicit)
+    pipe = jpipe.Pipeline(layers, mean_of_squares, num_stages=2, num_microbatches=2, balance="even", mesh=mesh)
+    assert_step_equals(pipe, items, batch, key, expected)
 
 
 def test_state_at_rest_stays_as_it_is_to_the_last_bit():
@@ -138,6 +127,7 @@ class KeepsAFlag(nn.Module):
         (Keeps(), "mean", TypeError, "merge='mean' is no dict"),
         (Keeps(), {"params": "mean"}, ValueError, "merge has a rule for 'params', which have gradients"),
         (Keeps(), {"stats": "mean"}, ValueError, r"a rule for 'stats', a collection that no layer has.*\['kept'\]"),
+        (nn.Dense(3), {"frozen": "mean"}, ValueError, r"\['frozen'\]='mean': jpipe\.freeze keeps that collection as"),
         (Keeps(), {"kept": "moments"}, ValueError, r"='moments' merges running averages called \"mean\" and"),
         # A regression: a rule that applies to nothing was ignored.
         (KeepsAFlag(), {"flags": "sum"}, ValueError, r"\['flags'\]='sum' merges numbers, not .*'seen': bool\[\]"),

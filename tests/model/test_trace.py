@@ -1,4 +1,4 @@
-"""Tracing a model: what is grouped, what is not, and whose variables are whose."""
+"""Tracing a model: whose layers need a key, and which dropout is off."""
 
 import flax.linen as nn
 import jax
@@ -17,29 +17,6 @@ X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 
 def trace(layers, inputs=X):
     return trace_model(as_layers(layers), lambda batch: batch, inputs)
-
-
-def linear(rngs):
-    return nnx.Linear(4, 4, rngs=rngs)
-
-
-@pytest.mark.parametrize(
-    ("layers", "group_of"),
-    [
-        ([nn.Dense(4), nn.Dense(3)], (0, 1)),
-        ([nn.relu, nn.Dense(4), nn.Dense(4), nn.relu], (0, 1, 1, 2)),
-        ([nn.tanh, nn.relu, nn.Dense(4), nn.relu, nn.Dense(4), nn.relu], (0, 1, 2, 1, 2, 3)),
-        ([nn.Dense(8), nn.Dense(8), nn.Dense(8), nn.relu], (0, 1, 1, 2)),  # the first takes another shape
-        ([nn.tanh, *[nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)], nn.relu], (0, 1, 1, 1, 2)),
-        ([nn.tanh, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), linear, nn.relu], (0, 1, 2, 3)),  # ready, and a factory
-    ],
-)
-def test_groups(layers, group_of):
-    """The ends are alone in their groups."""
-    model = trace(layers)
-    assert model.group_of == group_of
-    assert model.num_layers == len(layers)
-    assert [i for group in model.groups for i in group.indices] == sorted(range(len(layers)), key=group_of.__getitem__)
 
 
 class Told(nn.Module):

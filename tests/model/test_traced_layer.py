@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 
 import jpipe
 from cases import assert_close
+from jpipe.jax.tracing import equations_in
 from jpipe.layers.adapt import as_layers
 from jpipe.memory.batches import default_inputs
 from jpipe.model.layer_function import LayerArguments, LayerFunction
@@ -70,11 +70,9 @@ def test_on_cpus_gradients_of_weights_are_summed_over_one_dimension(mesh, dimens
 
 def products_in(jaxpr):
     """The dimensions that products of weights are summed over, those inside of calls too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general" and (found := equation.params["dimension_numbers"][0])[0][0] == 0:
-            yield found
-        for inner in jaxprs_in_params(equation.params):
-            yield from products_in(inner)
+    products = [e for e in equations_in(jaxpr.eqns) if e.primitive.name == "dot_general"]
+    summed = [product.params["dimension_numbers"][0] for product in products]
+    return [dimensions for dimensions in summed if dimensions[0][0] == 0]
 
 
 def test_rows_are_added_to_by_comparison_in_a_backward_in_two_parts_too():

@@ -3,6 +3,7 @@
 CPUs have no second memory: there the loops are the same, and nothing moves. Programs for TPUs and GPUs are compiled.
 """
 
+import itertools
 import math
 import re
 
@@ -65,7 +66,7 @@ OPTIMIZERS = {
 }
 
 
-SLOW = ("hyperparameters", "adafactor")
+SLOW = ("hyperparameters", "finite", "adafactor")
 
 
 @pytest.mark.parametrize("name", [n if n not in SLOW else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
@@ -80,42 +81,31 @@ def test_sums_of_what_follows_from_the_state():
     assert_close(trained(tx, True, steps=4), trained(tx, False, steps=4))
 
 
+def split(size, *axes):
+    return nn.Dense(size, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), axes))
+
+
+WIDE = [*(nn.Dense(40) for _ in range(5)), nn.Dense(5)]
 MESHES = {
-    "data": ((2, 2), ("stage", "data"), {}),
-    "sharded": ((2, 2), ("stage", "data"), {"shard_over": "data"}),
-    "spread": ((2, 2), ("stage", "data"), {"ends": "spread", "shard_over": "data"}),
+    "data": ("data", {"layers": WIDE}),
+    "sharded": ("data", {"layers": WIDE, "shard_over": "data"}),
+    "spread": ("data", {"layers": WIDE, "shard_over": "data", "ends": "spread"}),
+    "tensor": ("model", {"layers": [nn.Dense(8), split(16, None, "model"), split(8, "model", None), nn.Dense(5)]}),
 }
+ON_MESHES = {
+    "lion": optax.chain(optax.clip_by_global_norm(0.1), optax.lion(1e-2)),
+    "adam": optax.adam(1e-2),
+    "lamb": jpipe.per_layer(optax.lamb(1e-2)),
+}
+BY_DEFAULT = [("spread", "lion", True), ("spread", "lamb", True), ("tensor", "adam", False)]
+REST = [pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(MESHES, ("lion", "lamb"), [False])]
 
 
-def wide():
-    return [nn.Dense(40), *(nn.Dense(40) for _ in range(4)), nn.Dense(5)]
-
-
-@pytest.mark.parametrize(
-    ("name", "explicit"),
-    [("spread", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in MESHES)],
-)
-def test_on_meshes(make_mesh, name, explicit):
-    shape, names, options = MESHES[name]
-    options |= {"k": shape[0], "mesh": make_mesh(shape, names, explicit=explicit), "layers": wide(), "steps": 2}
-    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.lion(1e-2))
-    assert_equal(trained(tx, True, **options), trained(tx, False, **options))
-    if name in ("sharded", "spread"):
-        tx = jpipe.per_layer(optax.lamb(1e-2))
-        assert_equal(trained(tx, True, **options), trained(tx, False, **options))
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [optax.adam(1e-2), pytest.param(jpipe.per_layer(optax.lamb(1e-2)), marks=pytest.mark.slow)],
-    ids=["adam", "lamb"],
-)
-def test_tensor_axes(make_mesh, tx):
-    split = lambda axes: nn.with_partitioning(nn.initializers.lecun_normal(), axes)
-    dense = lambda size, axes: nn.Dense(size, kernel_init=split(axes))
-    layers = [nn.Dense(8), dense(16, (None, "model")), dense(8, ("model", None)), nn.Dense(5)]
-    options = {"mesh": make_mesh((2, 2), ("stage", "model")), "layers": layers}
-    assert_equal(trained(tx, True, **options), trained(tx, False, **options))
+@pytest.mark.parametrize(("name", "tx", "explicit"), BY_DEFAULT + REST)
+def test_on_meshes(make_mesh, name, tx, explicit):
+    axis, options = MESHES[name]
+    options = {"mesh": make_mesh((2, 2), ("stage", axis), explicit=explicit), "steps": 2} | options
+    assert_equal(*(trained(ON_MESHES[tx], on_hosts, **options) for on_hosts in (True, False)))
 
 
 def test_checkpoints_go_to_pipelines_without(tmp_path):

@@ -143,22 +143,12 @@ class Drops(nn.Module):
         return nn.BatchNorm(not train)(nn.Dense(4)(nn.Dropout(0.5)(x, deterministic=not train)))
 
 
-@pytest.fixture(scope="module")
-def small():
-    """(a pipeline with dropout, what makes its first state), of an optimiser that skips one update in a row."""
+def test_steps_and_keys_go_on_past_a_skipped_step():
+    """What follows a skipped first step is what a second step is: with its own random numbers."""
     sizes = {"num_stages": 2, "num_microbatches": 2, "balance": "even"}
     pipe = jpipe.Pipeline([Drops(), Drops()], lambda y, batch: jnp.mean(jnp.square(y - batch["targets"])), **sizes)
-    tx = optax.apply_if_finite(optax.adam(1e-2), 1)
-    return pipe, lambda: pipe.create_state(jax.random.key(0), narrow("none"), tx)
-
-
-def narrow(fault: str) -> dict[str, np.ndarray]:
-    return {name: array.astype(np.float32) for name, array in batch_of(fault, 0).items()}
-
-
-def test_steps_and_keys_go_on_past_a_skipped_step(small):
-    """What follows a skipped first step is what a second step is: with its own random numbers."""
-    pipe, make_state = small
+    tx, narrow = optax.apply_if_finite(optax.adam(1e-2), 1), lambda fault: jax.tree.map(np.float32, batch_of(fault, 0))
+    make_state = lambda: pipe.create_state(jax.random.key(0), narrow("none"), tx)
     state, _ = pipe.train_step(make_state(), narrow("target"))
     first, expected = make_state(), make_state()
     assert_equal((state.variables, jax.random.key_data(state.key)), (first.variables, jax.random.key_data(first.key)))

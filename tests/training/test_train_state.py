@@ -130,25 +130,18 @@ def test_what_cannot_be_placed(loop, make_state, kind, message):
 # --- train step -------------------------------------------------------------------------------------------------------
 
 
-BATCH = np.ones((4, 8), np.float32)
-
-
-def averaging():
-    layers = [nn.Dense(8, use_bias=False) for _ in range(2)]
-    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="even")
-
-
 def test_one_compiled_step_for_each_optimizer():
-    pipe = averaging()
+    layers, batch = [nn.Dense(8, use_bias=False) for _ in range(2)], np.ones((4, 8), np.float32)
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="even")
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    state = pipe.create_state(jax.random.key(0), BATCH, tx)
-    state, _ = pipe.train_step(state, BATCH)
+    state = pipe.create_state(jax.random.key(0), batch, tx)
+    state, _ = pipe.train_step(state, batch)
     with compilations() as count:
         for _ in range(3):
-            state, _ = pipe.train_step(state, BATCH)
+            state, _ = pipe.train_step(state, batch)
             assert state.tx is tx
     assert count() == 0
     with compilations() as count:
         other = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.2, momentum=0.9))
-        state, _ = pipe.train_step(state.replace(tx=other), BATCH)
+        state, _ = pipe.train_step(state.replace(tx=other), batch)
     assert count() == 1
