@@ -455,14 +455,6 @@ class Pipeline(Tabular):
         with first_call("the training step", (state, batch)) as done, room:
             return done(run(step, state, batch))
 
-    def clear_cache(self) -> None:
-        """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
-        self._train_step_for.cache_clear()
-        self._known.clear()
-        for program in [value for name, value in vars(self).items() if name.startswith("_jit_")]:
-            program.clear_cache()
-        self.planner.clear_cache()
-
     def _plan_with(self, batch: Batch) -> Plan:
         """The plan, of all processes; it is made for this batch, if it is the first one, and not None."""
         if batch is not None:

@@ -26,7 +26,7 @@ from jpipe.cutting.places import Traced
 from jpipe.cutting.straight import Part
 from jpipe.cutting.whole import CutModel
 from jpipe.jax.inside import line_of, needed_part
-from jpipe.jax.tracing import compiled, equations_in, no_mesh, replay, trace, uses
+from jpipe.jax.tracing import compiled, equations_in, no_mesh, replay, trace
 from jpipe.layers.base import AnyLayer, Context, describe, positional
 from jpipe.layers.calls import CACHE, decoding
 from jpipe.layers.connections import with_inputs
@@ -37,8 +37,8 @@ from jpipe.model.layer_function import LayerFunction, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import telling, trace_model
 from jpipe.partitioner.axes import AXIS, shapes_only
-from jpipe.partitioner.examples import CouplesError, Examples, Why
-from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard, names_in, part_shape, part_structs, replicated
+from jpipe.partitioner.examples import CouplesError, Examples
+from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard, names_in, part_structs, replicated
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step, make_step
 from jpipe.processes.progress import warn_user
@@ -100,16 +100,12 @@ def sees_more(function: LayerFunction, length: int) -> str:
     lying, late = [*[REPLICATED] * weights, *map(at, sequences)], [False] * weights + [True] * len(sequences)
     tokens = Examples(jaxpr, length, lying, late, strict=False)
     try:
-        if couplings := [one for one in tokens.couplings if one.why != Why.OWN_NUMBERS]:  # which are found below
-            raise CouplesError(couplings[0])
-        of_one = tokens.function(list(zip(tokens.flat.results, map(at, jaxpr.out_avals), strict=True)))
+        if tokens.couplings:
+            raise CouplesError(tokens.couplings[0])
+        by_place = tokens.reads_places(list(zip(tokens.flat.results, map(at, jaxpr.out_avals), strict=True)))
     except CouplesError as error:
         return f"looks at other tokens ({line_of(error.args[0].flat.equation) or 'of no line'})"
-    part = lambda leaf, at: jax.ShapeDtypeStruct(part_shape(leaf.shape, (at,), (tokens.axis,)), leaf.dtype)
-    of_known = lambda n, shard: jnp.int32(0) if n is None else part(tokens.flat.avals[n], shard or REPLICATED)
-    run, _ = trace(of_one, list(map(part, jaxpr.in_avals, lying)), list(itertools.starmap(of_known, tokens.known)))
-    places = [one.shard for one, is_read in zip(reversed(tokens.known), reversed(uses(run)), strict=False) if is_read]
-    return "looks at the places of tokens" if any(places) else ""
+    return "looks at the places of tokens" if by_place else ""
 
 
 PickLogits = Callable[[PyTree], jax.Array]

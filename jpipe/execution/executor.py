@@ -67,8 +67,6 @@ Arrivals = dict[int, dict[int, Buffers]]
 
 SENT = {+1: "activation", -1: "cotangent"}
 """What is sent along each flow."""
-scan_ticks = jax.named_scope("ticks")(jax.lax.scan)
-"""The scan over ticks; its work has this name in profiles."""
 
 
 # --- the two programs -------------------------------------------------------------------------------------------------
@@ -90,8 +88,9 @@ def run_inference(stage: Stage) -> list[jax.Array]:
     forward = ForwardWork(activation=step.activations.empty(), kept={}, state={}, results=results)
     backward = BackwardWork(cotangent={}, gradients={}, shared_gradients={}, overwritten={})
     carry = _first_carry(step, forward, backward)
-    for tick, entries in _runs(stage):
-        carry = scan_ticks(tick, carry, entries)[0]
+    for tick, entries in _scans(stage):
+        with jax.named_scope("ticks"):
+            carry = jax.lax.scan(tick, carry, entries)[0]
     results = carry.forward.results
     # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
@@ -120,8 +119,9 @@ def run_training(stage: Stage) -> tuple[list[jax.Array], dict[str, Buffers], Buf
     shared_gradients = {v: list(map(zeros, leaves, types[v].leaves)) for v, leaves in shared.items()}
     forward = ForwardWork(activation, step.kept.empty(), state, results=list(map(_accumulator, step.outputs)))
     carry = _first_carry(step, forward, BackwardWork(cotangent, gradients, shared_gradients, overwritten))
-    for tick, entries in _runs(stage):
-        carry = scan_ticks(tick, carry, entries)[0]
+    for tick, entries in _scans(stage):
+        with jax.named_scope("ticks"):
+            carry = jax.lax.scan(tick, carry, entries)[0]
     if stage.only is not None:
         # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
         # compiler, which would drop the code after the ticks, though its time is to be measured.
@@ -182,10 +182,10 @@ def _first_carry(step: Step, forward: ForwardWork, backward: BackwardWork) -> Ti
     return TickCarry(forward, backward, waiting, from_first, from_last, back=back, host=host)
 
 
-def _runs(stage: Stage) -> Iterator[tuple[Callable[..., tuple[TickCarry, None]], tuple[jax.Array, list[Turns]]]]:
-    """Yields for each run of ticks what a scan takes: the function of a tick, and the entries of all of them.
+def _scans(stage: Stage) -> Iterator[tuple[Callable[..., tuple[TickCarry, None]], PyTree]]:
+    """Yields what is scanned, run by run: the function of a tick, and for all of them what `_run_tick` calls entries.
 
-    With `stage.only` there are as many ticks as it has, and stages idle where it is 0.
+    With `stage.only` there is one run, of as many ticks as it has, in which stages idle where it is 0.
     """
     step, only, slots = stage.step, stage.only, stage.step.table.slots
     table, runs = jnp.asarray(list(map(jax.tree.leaves, slots))), step.table.runs  # [slots, columns, T, K]

@@ -1,4 +1,4 @@
-"""The programs that `Pipeline` jits (initialisation, training, evaluation, outputs), with weights as they lie at work.
+"""The programs that `Pipeline` jits: initialisation, training, evaluation, outputs; brings weights to work.
 
 Each wraps what one device does into one function of global arrays, on all stages, and labels the results with their
 layouts. `Pipeline` jits them; all are traceable, so that they run inside a user's own `jax.jit` too.
@@ -37,22 +37,29 @@ from jpipe.processes.progress import compiles
 from jpipe.types import Batch, Leaf, PyTree
 
 
-def weight_uses(step: Step) -> dict[str, set[np.dtype | None]]:
-    """Finds to which dtypes a step's layers cast the parameters in each buffer; None of those that they use otherwise.
+def weight_uses(step: Step) -> dict[str, set[tuple[bool, np.dtype | None]]]:
+    """Finds how a step's layers use its parameters.
 
     A narrow copy of those that are only cast to a narrower type is made once a step. A TPU's compiler does so by
     itself, as it moves casts out of loops. That for GPUs leaves a cast in the loop over layers, which takes up to half
     as long as the layer's products. So there `_stage` makes the copies, ahead of the ticks.
+
+    Returns:
+      For each buffer, (whether its leaves are turned for the layer, the dtype to which these are cast; None of those
+      that are used otherwise).
     """
-    uses = dict[str, set[np.dtype | None]]()
+    storage, uses = step.storages["params"], dict[str, set[tuple[bool, np.dtype | None]]]()
     for g, group in enumerate(step.model.groups):
         if (v := group.variable_set) is None:
             continue
-        buffers = step.storages["params"].record_types[v].buffers
+        record = storage.record_types[v]
+        leaves = zip(record.buffers, record.leaves, strict=True)
+        buffers = [(name, storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
         for closed, params, num_results in _programs(step, g, len(buffers)):
             for i, dtype in _readers(closed, num_results):
                 if i in params:
-                    uses.setdefault(buffers[params[i]], set()).add(dtype)
+                    name, is_turned = buffers[params[i]]
+                    uses.setdefault(name, set()).add((is_turned, dtype))
     return uses
 
 
@@ -78,7 +85,7 @@ def narrow_dtypes(step: Step) -> dict[str, np.dtype]:
         return {}
     buffers, narrow = step.storages["params"].buffers, dict[str, np.dtype]()
     for name, uses in weight_uses(step).items():
-        dtype, *others = uses
+        dtype, *others = {dtype for _, dtype in uses}
         if dtype is not None and not others and dtype.itemsize < buffers[name].dtype.itemsize:
             narrow[name] = dtype
     return narrow
@@ -202,8 +209,7 @@ def run_step(
       TypeError: somebody differentiates it.
     """
     compiles(step.described())
-    mesh, splits = step.plan.request.mesh, step.plan.request.splits
-    count = step.schedule.num_microbatches
+    mesh, splits, count = step.plan.request.mesh, step.plan.request.splits, step.schedule.num_microbatches
     of_examples = lambda a: PartitionSpec(None, *to_spec(splits.of_examples(a.shape[0] // count), splits.axes, a.ndim))
     rows = jax.tree.map(of_examples, jax.eval_shape(fill, arguments[1]))
     in_specs = _specs(step.plan), rows, PartitionSpec(), PartitionSpec()
@@ -223,7 +229,10 @@ def run_step(
 def _stage(
     steps: Sequence[Step], variables: dict[str, Buffers], batch: Batch, key: Key | None, only: jax.Array | None
 ) -> Stage:
-    """Makes the stage of this device in the first of `steps`, with its weights as they lie at work, on it."""
+    """Makes this device's `Stage` of the first of `steps`: casts parameters, gathers weights, sends shared ones.
+
+    The others run with the same weights, so that a parameter is cast only to a dtype to which all of them cast it.
+    """
     step, mesh, at_work = steps[0], steps[0].plan.request.mesh, steps[0].plan.at_work
     variables, device = drop_stage_axis(variables), device_index(mesh)
     narrow = dict(set.intersection(*({*narrow_dtypes(one).items()} for one in steps)))

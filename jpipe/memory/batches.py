@@ -90,8 +90,8 @@ class MicroBatch:
         """b, the examples of a micro-batch."""
         return self.leaves[0].shape[0]
 
-    def times(self, factor: int) -> MicroBatch:
-        """A micro-batch of so many times as many examples."""
+    def enlarged(self, factor: int) -> MicroBatch:
+        """The micro-batch with `factor` times as many examples."""
         leaves = (leaf.update(shape=(factor * leaf.shape[0], *leaf.shape[1:])) for leaf in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
@@ -260,18 +260,17 @@ _HALVES = "examples"
 
 def in_halves(mesh: Mesh) -> Splits:
     """Splits over two devices, each of which has half of the examples and all weights, for layers of this mesh."""
-    sizes = (1,) * len(mesh.axis_names) + (2,)
-    return Splits(AbstractMesh(sizes, (*mesh.axis_names, _HALVES)), (_HALVES,))
+    return Splits(AbstractMesh((*[1] * len(mesh.axis_names), 2), (*mesh.axis_names, _HALVES)), (_HALVES,))
 
 
 def lying_by_shapes(
-    outputs: Shapes, doubled: LayerGroup | None, lying: Sequence[AxisSharding], size: int
+    outputs: Shapes, doubled: LayerGroup, lying: Sequence[AxisSharding], size: int
 ) -> list[AxisSharding]:
     """How a micro-batch lies in the outputs of all, where a layer couples examples, so that shapes have to confirm it.
 
     Args:
       outputs: those of a micro-batch of b examples, as shapes.
-      doubled: the last layer for a micro-batch of 2b, `in_halves`; None if the model takes no other size than b.
+      doubled: the last layer for a micro-batch of 2b, `in_halves`.
       lying: as the layers' operations say.
       size: b.
 
@@ -279,8 +278,6 @@ def lying_by_shapes(
       ValueError: several axes of a leaf grow with the batch, or one that isn't twice as long for twice as many
         examples: the model makes pairs of examples, or the like.
     """
-    if doubled is None:
-        return list(lying)
     found, twice = list(lying), jax.tree.leaves(doubled.gives)
     for i, (name, leaf) in enumerate(named_leaves("outputs", outputs)):
         growing = [d for d, (n, new) in enumerate(zip(leaf.shape, twice[i].shape, strict=True)) if n != new]

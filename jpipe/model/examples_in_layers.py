@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from jpipe.model.groups import LayerGroup, Model
-from jpipe.partitioner.examples import Coupling, Examples, Why
+from jpipe.partitioner.examples import CouplesError, Coupling, Examples, Why
 from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard
 
 
@@ -43,20 +45,29 @@ class ExamplesInLayers:
                 lines.append(f"{which} at several examples of a micro-batch: {what}")
         return lines
 
-    def is_sum(self, twice: ExamplesInLayers, whole: ExamplesInLayers, leaf: int) -> bool | None:
-        """Whether a leaf of the outputs is a sum over examples (True) or their mean (False); None if it is neither.
+    def is_sum(self, whole: ExamplesInLayers, count: int, leaf: int) -> bool | None:
+        """Whether a leaf without an axis of examples is their sum (True) or their mean (False); None if it is neither.
 
-        It isn't split, and is neither if layers take examples by their places, unmarked, also of the `whole`
-        mini-batch: a slice may have all examples of a micro-batch. Of twice as many examples, `twice`, a sum's parts
-        are multiplied by the same numbers, a mean's by half of them; what examples are multiplied by themselves is the
-        same.
+        It is neither if layers take examples by their places; of a micro-batch a slice may have all of them, so that is
+        looked at in the mini-batch too. Its scales are those of a micro-batch, or of a mean `count` times smaller. What
+        examples are multiplied by themselves is the same.
+
+        Args:
+          whole: of all `count` micro-batches together.
+          count: M.
+          leaf: the index of the leaf.
         """
-        reasons = {one.why for layer in (*self.layers, *whole.layers) for one in layer.couplings if not self.couplings}
-        unlike = [layer.numbers for layer in self.layers] != [layer.numbers for layer in twice.layers]
-        if unlike or reasons & {Why.IN_ORDER, Why.OWN_NUMBERS}:
+        unlike = [layer.numbers for layer in self.layers] != [layer.numbers for layer in whole.layers]
+        both = () if self.couplings else (*self.layers, *whole.layers)  # else it is warned of, and a mean
+        if unlike or any(one.why is Why.IN_ORDER for layer in both for one in layer.couplings):
             return None
-        once, doubled = self.scales()[leaf], twice.scales()[leaf]
-        return {once: True, frozenset(x / 2 for x in once): False}.get(doubled)
+        for layer in both:
+            with suppress(CouplesError):  # not known of one that may couple examples
+                if layer.reads_places(list(zip(layer.flat.results, layer.results, strict=True))):
+                    return None
+        once, of_all = sorted(self.scales()[leaf]), sorted(whole.scales()[leaf])
+        same = lambda factor: len(once) == len(of_all) and np.allclose(np.multiply(of_all, factor), once, 1e-6, 0)
+        return True if same(1) else False if same(count) else None
 
     def scales(self) -> list[frozenset[float]]:
         """For each leaf of the outputs, what parts of sums are multiplied by on the ways to it, through all layers."""

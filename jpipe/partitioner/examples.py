@@ -33,7 +33,7 @@ from jax import lax
 from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten
 from jpipe.jax.inside import carry_out, line_of, needed_part, standing_alone
 from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
-from jpipe.jax.tracing import interpret
+from jpipe.jax.tracing import interpret, trace, uses
 from jpipe.jax.trees import is_float
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.per_device import HANDLERS
@@ -53,7 +53,6 @@ class Why(StrEnum):
     SUM = "takes a sum over examples, and is no linear function of it, as the square of a mean isn't"
     PAIRS = "makes pairs of examples"
     IN_ORDER = "looks at all examples together, or takes them in order or by their place in the batch"
-    OWN_NUMBERS = "has a constant of another number for each example"
     DRAWS = "draws for all examples together"
     TOGETHER = "is of all examples together"
 
@@ -89,15 +88,15 @@ class Known(NamedTuple):
     """A value that micro-batches need and that follows from the batch alone, of the whole mini-batch.
 
     Attributes:
-      value: its number; None for the micro-batch's index.
+      value: its number; -1 for the micro-batch's index.
       shard: the part that each micro-batch has of it; None if each has the whole.
     """
 
-    value: int | None
+    value: int
     shard: Shard | None
 
 
-INDEX = Known(None, Shard(0))
+INDEX = Known(-1, Shard(0))
 
 ADDING = {"add", "add_any", "concatenate", "pad", "select_n", "stack", "sub"}
 ADDING |= {"broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze"}
@@ -232,8 +231,12 @@ class Examples:
         """A value that no argument has to do with, and that isn't drawn by a key; else None."""
         if number in self.flat.constants or number in self._late | self._early:
             return self.flat.constants.get(number)
-        part = self.flat.part((), (number,))
-        return None if any(e.primitive.name.startswith("random_") for e in part.eqns) else interpret(part)[0]
+        return None if self._is_drawn(number) else interpret(self.flat.part((), (number,)))[0]
+
+    def _is_drawn(self, number: int) -> bool:
+        """Whether a value follows from random bits, or is a key."""
+        needed = (self.flat.equations[i].equation for i in self.flat.needed_for([number]))
+        return any(equation.primitive.name.startswith("random_") for equation in needed)
 
     # --- from the first equation to the last: how a micro-batch has each value ---
 
@@ -243,17 +246,16 @@ class Examples:
         way = self._own_places(i, now) or self._way(i, now)
         operands = [*zip(flat.reads, now, way.operands, strict=True)]
         is_late = not self._late.isdisjoint(flat.reads)
-        by_place = is_late and not self._strict and any(self._is_by_place(flat, n, *new) for n, _, new in operands)
-        sends, moved = way.sends or by_place, [n for n, old, new in operands if old not in (*new, REPLICATED)]
-        if flat.makes and is_late and (sends or not self._late.isdisjoint(moved)):
+        moved = [n for n, old, new in operands if old not in (*new, REPLICATED)]
+        if flat.makes and is_late and (way.sends or not self._late.isdisjoint(moved)):
             sums = [self._sums.get(n) for n in moved]  # by equations that made them; None for what isn't a sum
-            is_sum = not sends and all(s is not None and s <= self._of_statistics for s in sums)
+            is_sum = not way.sends and all(s is not None and s <= self._of_statistics for s in sums)
             is_statistic = is_sum or (bool(self._of_statistics) and i not in self._of_others)
-            coupling = Coupling(flat, Why.OWN_NUMBERS if by_place else _why(flat.equation, now), is_statistic)
+            coupling = Coupling(flat, _why(flat.equation, now), is_statistic)
             if self._strict and i in self._needed:
                 raise CouplesError(coupling)
             self.couplings += [coupling] * (self._strict or i in self._needed)
-        if not is_late and (sends or moved or not all(isinstance(at, Shard) for (at,) in way.results)):
+        if not is_late and (way.sends or moved or not all(isinstance(at, Shard) for (at,) in way.results)):
             way = self._way(i, [REPLICATED] * len(now))  # of the whole mini-batch
         if is_late:
             self._late.update(flat.makes)
@@ -265,13 +267,6 @@ class Examples:
                 summed = [self._sums[n] for n, old in zip(flat.reads, now, strict=True) if old == PARTIAL]
                 self._sums[number] = frozenset[int]().union(*summed) or frozenset({i})
         return way
-
-    def _is_by_place(self, flat: FlatEquation, number: int, at: AxisSharding) -> bool:
-        """Whether an operand is a constant that has another number for each example, such as a mask by their places."""
-        if not isinstance(at, Shard) or not flat.makes or not is_float(self.flat.avals[flat.makes[0]]):
-            return False
-        constant = self._constant(number)
-        return constant is not None and bool(np.any(constant != np.take(constant, [0], at.dim)))
 
     def _way(self, i: int, lying: Sequence[AxisSharding]) -> Way:
         return self._chooser.way(self.flat, i, tuple((at,) for at in lying))
@@ -356,8 +351,23 @@ class Examples:
 
     def ahead(self) -> ClosedJaxpr:
         """Computes the values of `known` but for the index, whole, from the leaves of the mini-batch."""
-        values = [number for number, _ in self.known if number is not None]
+        values = [number for number, _ in self.known if number >= 0]
         return self.flat.part([number for number in self.flat.arguments if number in self._early], values)
+
+    def reads_places(self, wanted: Sequence[Form]) -> bool:
+        """Whether a micro-batch that computes some values reads its examples' places, as for a mask by places.
+
+        Raises:
+          CouplesError: as of `function`.
+        """
+        run, avals = self.function(wanted), self.flat.avals
+        part = lambda n, at: jax.ShapeDtypeStruct(part_shape(avals[n].shape, (at,), (self.axis,)), avals[n].dtype)
+        arguments = [part(n, self.at[n]) for n in self.flat.arguments]
+        known = [jnp.int32(0) if n < 0 else part(n, shard or REPLICATED) for n, shard in self.known]
+        is_read = uses(trace(run, arguments, known)[0])[len(arguments) :]
+        read = [one for one, reads in zip(self.known, is_read, strict=True) if reads and not self._is_drawn(one.value)]
+        arrays = [(self.flat.constants.get(n), at) for n, at in read if at is not None]
+        return any(x is None or np.any(x != np.take(x, [0], at.dim)) for x, at in arrays)  # else it is the same for all
 
     def _recipe(self, number: int, form: AxisSharding) -> _Recipe:
         """How a micro-batch computes a value in some form."""

@@ -224,11 +224,11 @@ def _total(traced: TracedLayer) -> float:
 
 def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]) -> None:
     """Warns once of each kind of layer much of which every device computes whole, if the model is slower by that."""
-    of_group = lambda traced: _total(traced) * len(traced.function.group.indices)
-    for traced, layer in zip(trained, layers, strict=True):
-        share = sum((operations := unsplit_in(traced, layer)).values())
-        is_much = share > MUCH and _total(traced) > NEGLIGIBLE
-        if is_much and share * of_group(traced) > FELT * sum(map(of_group, trained)):
+    totals = [_total(traced) * len(traced.function.group.indices) for traced in trained]
+    for traced, layer, total in zip(trained, layers, totals, strict=True):
+        operations = unsplit_in(traced, layer)
+        share = sum(operations.values())
+        if share > MUCH and _total(traced) > NEGLIGIBLE and share * total > FELT * sum(totals):
             operation, line = max(operations, key=operations.__getitem__)
             warn_once(
                 f"{traced.function.group.in_words}: {operation} ({line or 'of no line'}) has to see whole "

@@ -107,9 +107,9 @@ class Planner:
         self.plan: Plan | None = None
         self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.clear_cache()
+        self._forget()
 
-    def clear_cache(self) -> None:
+    def _forget(self) -> None:
         """Forgets what was traced and laid out, but for the plan; other planners keep what they have in common."""
         self.known: dict = {}
         self._step = cache(self._make_step)
@@ -224,16 +224,16 @@ class Planner:
         Micro-batches have a number of the model's own as parts of a sum or of a mean.
 
         Raises:
-          ValueError: it is neither, or the model can't be traced for twice as many examples, which would tell.
+          ValueError: it is neither, or the model can't be traced for all examples, which would tell.
         """
         found, lying = self.examples(micro), list(self._lying(micro))
+        whole = follow_examples(self._needed(micro, micro.count)) if PARTIAL in found.outputs else found
         for leaf, (at, follows) in enumerate(zip(lying, found.follows, strict=True)):
             if isinstance(at, Shard) or not follows:
                 continue
-            is_sum = False if found.couplings else None  # by operations that are marked
+            is_sum = False if found.couplings else None  # a mean, where layers are marked that couple examples
             if found.outputs[leaf] == PARTIAL:
-                twice, whole = self._times(micro, 2), self._times(micro, micro.count)
-                is_sum = twice and whole and found.is_sum(follow_examples(twice), follow_examples(whole), leaf)
+                is_sum = found.is_sum(whole, micro.count, leaf)
             if is_sum is None:
                 name, _ = named_leaves("outputs", self.model(micro).groups[-1].gives)[leaf]
                 raise ValueError(f"{name} has no examples, and is neither their sum nor mean; return its terms")
@@ -243,17 +243,16 @@ class Planner:
     def _lying(self, micro: MicroBatch) -> list[AxisSharding]:
         """How examples lie in each leaf of the outputs, by the layers' operations, or by shapes where these couple."""
         found, last = self.examples(micro), self.model(micro).groups[-1]
-        if found.is_certain:
+        if found.is_certain or (twice := self._enlarged(micro, 2)) is None:
             return found.outputs
-        twice = self._times(micro, 2)
-        return lying_by_shapes(last.gives, twice and twice.groups[-1], found.outputs, micro.size)
+        return lying_by_shapes(last.gives, twice.groups[-1], found.outputs, micro.size)
 
     @once("request.splits", "cut")
     def joining(self, micro: MicroBatch) -> tuple[AxisSharding, ...]:
         """How a micro-batch lies in each leaf of the outputs of all, as `apply` joins them."""
         found = self.examples(micro)
-        if not found.is_certain and self._times(micro, 2) is None:
-            raise ValueError(f"the model can't be traced for {2 * micro.size} examples; let it take any batch size")
+        if not found.is_certain:
+            self._needed(micro, 2)
         lying, gives = list(self._lying(micro)), self.model(micro).groups[-1].gives
         for i, (at, leaf) in enumerate(zip(lying, jax.tree.leaves(gives), strict=True)):
             # A number of them all, and what is surely a sum, a mean, or the same for all, has no examples to be joined.
@@ -264,19 +263,26 @@ class Planner:
         return joining(gives, lying, micro.size)
 
     @once("request.splits", "cut")
-    def _times(self, micro: MicroBatch, factor: int) -> Model | None:
-        """The model for so many times as many examples, `in_halves` if that can be; None if it can't take them."""
+    def _enlarged(self, micro: MicroBatch, factor: int) -> Model | None:
+        """The model for `factor` times as many examples, `in_halves` if that can be; None if it can't take them."""
         halves = in_halves(self.request.mesh)
         # Layers that need this mesh (`shard_map`) are traced over it, and then where halves lie isn't known. A model
         # that takes micro-batches of one size alone can't be traced at all.
         for splits in (halves, self.request.splits):
             with suppress(Exception):
-                model = self._traced(micro.times(factor), splits)
+                model = self._traced(micro.enlarged(factor), splits)
                 last = model.groups[-1]
                 same = jax.tree.structure(last.gives) == jax.tree.structure(self.model(micro).groups[-1].gives)
                 lies = last.gives_at if splits is halves else [()] * len(last.gives_at)
                 return replace(model, groups=(*model.groups[:-1], replace(last, gives_at=lies))) if same else None
         return None
+
+    def _needed(self, micro: MicroBatch, factor: int) -> Model:
+        """The model as of `_enlarged`; a ValueError if it can't take so many examples."""
+        model, size = self._enlarged(micro, factor), factor * micro.size
+        if model is None:
+            raise ValueError(f"the model can't be traced for {size} examples; let it take any batch size")
+        return model
 
     @once("request.splits", "cut")
     def loss(self, micro: MicroBatch, *, with_key: bool = True) -> TracedLoss | None:
@@ -363,7 +369,7 @@ class Planner:
                 self.training_step(micro)  # which refuses ends that can't be shared, before anything is compiled
         except BaseException:
             self.plan = self.cut = None
-            self.clear_cache()  # what was traced before the error may be traced under other rules next time
+            self._forget()  # what was traced before the error may be traced under other rules next time
             raise
         return self.plan
 
@@ -409,7 +415,7 @@ class Planner:
 
         So a model with state is traced for twice as many examples; one that takes no others isn't refused.
         """
-        asked, twice, faults = self.request, micro.times(2).shapes, list[str]()
+        asked, twice, faults = self.request, micro.enlarged(2).shapes, list[str]()
         if micro.count == 1 or not any({*group.variables} - {"params", FROZEN} for group in model.groups):
             return
         named = lambda m: {f"layer {i} ({layer.name})": m.group_at(i).variables for i, layer in enumerate(asked.layers)}

@@ -84,12 +84,8 @@ class Forecast(Predicted, Tabular):
 
     def _table(self) -> Table:
         cost = self.cost.table()
-        notes = [
-            "it fits" if self.fits else "it does not fit",
-            *filter(None, [self.message]),
-            *self.advice,
-            *cost.notes,
-        ]
+        fits = "it fits" if self.fits else "it does not fit"
+        notes = [fits, *filter(None, [self.message]), *self.advice, *cost.notes]
         return replace(cost, title=self.title, rows=[*cost.rows, ("FLOPs", f"{self.flops:.3g}", "-")], notes=notes)
 
 

@@ -309,7 +309,7 @@ def _narrow_copies(step: Step) -> tuple[int, set[str]]:
     if step.plan.request.splits.on_gpu:
         narrow = narrow_dtypes(step)
         return sum(params[name].size * dtype.itemsize for name, dtype in narrow.items()), params.keys() - narrow.keys()
-    casts = [(name, dtype) for name, dtypes in weight_uses(step).items() for dtype in dtypes]
+    casts = [(name, dtype) for name, uses in weight_uses(step).items() for _, dtype in uses]
     whole = {name for name, dtype in casts if dtype is None}
     return sum(params[name].size * dtype.itemsize for name, dtype in casts if dtype is not None), whole
 

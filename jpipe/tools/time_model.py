@@ -247,7 +247,8 @@ class _Kernels:
         self.of_products, self.turned = set[Var](), set[Var]()
         self.swept = set[tuple[frozenset[Var], int]]()
         convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" and chip.fuses]
-        self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
+        images = [image for e in convolutions for image in _images(e)]
+        self.padding = {shape: _growth(shape[n], _SUBLANES) * _growth(shape[c], LANES) for shape, n, c in images}
         readers = [(v, e.primitive.name) for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)]
         self.by_product = {v for v, name in readers if name not in _FUSED and name not in REDUCTIONS}
         # In order: sums are the same each time.
@@ -367,11 +368,6 @@ def _images(equation: JaxprEqn) -> list[tuple[tuple[int, ...], int, int]]:
     weights = pixels.index(min(pixels))
     at = 0 if weights == 1 else 1  # where a spec that isn't of weights names the examples
     return [(shapes[i], specs[i][at], specs[i][1 - at]) for i in range(3) if i != weights]
-
-
-def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
-    """How many times larger a convolution's images are with channels and examples padded, by their shape."""
-    return {shape: _growth(shape[n], _SUBLANES) * _growth(shape[c], LANES) for shape, n, c in _images(equation)}
 
 
 def _convolution_flops(equation: JaxprEqn) -> float:

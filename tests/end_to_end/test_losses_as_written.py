@@ -293,13 +293,16 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("over", [None, pytest.param("batch", marks=pytest.mark.slow)])
-def test_numbers_that_a_model_gives_itself(over):
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("over", "M", "size"), [(None, 4, 8), SLOW("batch", 4, 8), SLOW(None, 3, 9)])
+def test_numbers_that_a_model_gives_itself(over, M, size):
     """A sum over its examples came out as the mean over micro-batches."""
     terms = scaled({name: lambda o, b, name=name: jnp.sum(o[1][name]) for name in NUMBERS})
     loss = lambda o, b: EXACT["masked mean"](o[0], b) + 0.1 * sum(terms(o, b).values())
     all_of_them = WithNumber(lambda y: {name: number(y) for name, number in NUMBERS.items()})
-    compare(loss, {"num_microbatches": 4, "loss_over": over}, model=all_of_them)
+    compare(loss, {"num_microbatches": M, "loss_over": over}, model=all_of_them, batch=data(size))
 
 
 def test_a_number_of_the_model_is_not_of_the_mini_batch_unless_it_is_linear():
@@ -341,6 +344,9 @@ REFUSED = [
     lambda y: jnp.sum(jnp.roll(y, 1, 0) * y),
     lambda y: jnp.sum(y * y[:1]),
     lambda y: jnp.mean(jnp.take(y, np.arange(4), axis=0)),
+    lambda y: y[:4].sum(),  # of a micro-batch all
+    lambda y: y.sum() / max(len(y), 4),
+    lambda y: 2 * y.sum() if len(y) == B else y.sum(),
 ]
 
 
@@ -350,6 +356,18 @@ def test_numbers_that_are_neither_a_sum_nor_a_mean_are_refused(model):
     pipe = pipeline(lambda o, b: EXACT["mean"](o[0], b) + o[1].sum(), model=model, num_microbatches=4)
     with pytest.raises(ValueError, match=r"outputs\[1\] has no examples, and is neither their sum nor mean"):
         pipe.init(jax.random.key(0), data())
+
+
+def test_numbers_of_models_that_drop_or_take_few_examples():
+    """What is dropped isn't told by examples' places; all examples are looked at together, of any model with numbers."""
+    loss, dropped = (
+        lambda o, b: EXACT["mean"](o[0], b) + o[1],
+        lambda y: jnp.mean(nn.Dropout(0.5, deterministic=False)(y)),
+    )
+    jax.eval_shape(pipeline(loss, model=WithNumber(dropped), num_microbatches=4).init, jax.random.key(0), data())
+    few = WithNumber(lambda y: jnp.mean(y) if len(y) <= 4 else y.sum(9))
+    with pytest.raises(ValueError, match="can't be traced for 8 examples; let it take any batch size"):
+        pipeline(loss, model=few, num_microbatches=4).init(jax.random.key(0), data())
 
 
 def fixed(shape, seed=0):

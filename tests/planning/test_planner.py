@@ -12,6 +12,7 @@ import pytest
 import jpipe
 import small_pipeline
 from cases import compilations
+from jpipe.partitioner import examples
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
@@ -23,6 +24,24 @@ def make(*layers, **options):
 
 def halved(batch):
     return jax.tree.map(lambda a: a[:4], batch)
+
+
+class Causal(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        mask = nn.make_causal_mask(tokens)
+        for _ in range(2):
+            x = nn.MultiHeadDotProductAttention(2)(nn.Embed(8, 4)(tokens), mask=mask)
+        return x
+
+
+def test_masks_are_not_computed(monkeypatch):
+    """A regression: to look for masks by examples' places, a causal mask was made for all examples and heads."""
+    monkeypatch.setattr(examples, "interpret", lambda _: pytest.fail("constants are computed"))
+    batch = {"inputs": jax.ShapeDtypeStruct((64, 2048), jnp.int32)}
+    loss = lambda y, _: jnp.mean(y)
+    pipe = jpipe.Pipeline(Causal(), loss, num_stages=2, num_microbatches=4)
+    assert pipe.planner.examples(pipe.planner.for_training(batch)).is_certain
 
 
 def test_values_are_made_once():
