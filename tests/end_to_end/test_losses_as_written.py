@@ -359,12 +359,10 @@ def test_numbers_that_are_neither_a_sum_nor_a_mean_are_refused(model):
 
 
 def test_numbers_of_models_that_drop_or_take_few_examples():
-    """What is dropped isn't told by examples' places; all examples are looked at together, of any model with numbers."""
-    loss, dropped = (
-        lambda o, b: EXACT["mean"](o[0], b) + o[1],
-        lambda y: jnp.mean(nn.Dropout(0.5, deterministic=False)(y)),
-    )
-    jax.eval_shape(pipeline(loss, model=WithNumber(dropped), num_microbatches=4).init, jax.random.key(0), data())
+    """What is dropped isn't told by examples' places; a model with a number is looked at with all examples."""
+    loss = lambda o, b: EXACT["mean"](o[0], b) + o[1]
+    dropped = WithNumber(lambda y: jnp.mean(nn.Dropout(0.5, deterministic=False)(y)))
+    jax.eval_shape(pipeline(loss, model=dropped, num_microbatches=4).init, jax.random.key(0), data())
     few = WithNumber(lambda y: jnp.mean(y) if len(y) <= 4 else y.sum(9))
     with pytest.raises(ValueError, match="can't be traced for 8 examples; let it take any batch size"):
         pipeline(loss, model=few, num_microbatches=4).init(jax.random.key(0), data())

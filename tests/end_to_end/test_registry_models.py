@@ -1,17 +1,13 @@
 """Models that people have, and those of the examples as one module each, train in a pipeline as in plain JAX."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from package_models import MODELS
 
 import jpipe
 import plain_whole
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from package_models import MODELS
 
 OPTIONS = {
     "1f1b": {"num_stages": 4},
