@@ -166,7 +166,7 @@ def test_initial_values_follow_from_the_key_and_the_layers_place():
 @pytest.mark.parametrize(
     ("inputs", "wrap"),
     [
-        (None, lambda x, t: (x, t)),
+        pytest.param(None, lambda x, t: (x, t), marks=pytest.mark.slow),
         (lambda batch: batch["image"], lambda x, t: {"image": x, "label": t}),
         (None, lambda x, t: x),
     ],

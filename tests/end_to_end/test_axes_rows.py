@@ -76,6 +76,7 @@ def test_stages_send_beside_work_where_layers_send_too(topology, name, options):
     check_transfers(read(compile_with_text(lowered)[1]), 4 if options.get("schedule") == "v" else 2)
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_stages_of_gpus_send_beside_work_if_a_flag_lets_two_collectives_be_on_their_way():
     lowered = lower_row("dense", parse_topology("h100:8").devices())

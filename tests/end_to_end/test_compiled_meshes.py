@@ -12,7 +12,6 @@ from timed import FAST, Worker
 QUICK = [
     ("unbatched leaf in a flat buffer", "data"),
     ("BatchNorm", "data"),
-    ("split", "model"),
     ("tied", "fsdp and tp"),
 ]
 

@@ -59,7 +59,7 @@ def spread(tree):
     [
         (("fsdp", "tp"), "use", False),
         (("fsdp", "tp"), "step", True),
-        (("data", "fsdp"), "use", False),
+        pytest.param(("data", "fsdp"), "use", False, marks=pytest.mark.slow),
         pytest.param(("data", "fsdp"), "step", False, marks=pytest.mark.slow),
     ],
 )

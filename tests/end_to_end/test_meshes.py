@@ -112,7 +112,7 @@ def check(kind, mesh, *, set_mesh=False, **options):
         pytest.param("alternating", {"stage": 4, "data": 2}, False, False, "full", marks=SLOW),
         pytest.param("plain", {"stage": 2, "fsdp": 4}, True, False, "none", marks=SLOW),
         ("plain", {"data": 2, "stage": 2}, False, False, "layer"),  # which need not be the first
-        ("plain", {"stage": 3}, True, False, "layer"),  # as jax.make_mesh has it by default
+        pytest.param("plain", {"stage": 3}, True, False, "layer", marks=SLOW),  # as jax.make_mesh has it by default
     ],
 )
 def test_data_axes(make_mesh, kind, axes, explicit, set_mesh, remat):
@@ -287,11 +287,11 @@ AUTO, EXPLICIT = False, True
 SAME = {
     # The compiler resharded the flat buffer by permutes over all devices, in loops that not all of them ran: it hung.
     "a scalar among boundaries": (boundaries_of_many_shapes(), (2, 2), ("stage", "data"), AUTO, random(8, 64)),
-    "of two chunks": (boundaries_of_many_shapes(), (2, 2), ("stage", "data"), EXPLICIT, random(8, 64)),
+    "slow: of two chunks": (boundaries_of_many_shapes(), (2, 2), ("stage", "data"), EXPLICIT, random(8, 64)),
     # A look-up in such a table aborted the process, in XLA's partitioner.
     "a table over two axes": (looked_up("tp", "fsdp"), (2, 2, 2), THREE, AUTO, IDS),
     # Sums over a stage axis of one device failed in the compiler where other axes were its own.
-    "one stage": ([split_dense(8, None, "model"), nn.Dense(4)], (1, 2), ("stage", "model"), AUTO, ones(4, 8)),
+    "slow: one stage": ([split_dense(8, None, "model"), nn.Dense(4)], (1, 2), ("stage", "model"), AUTO, ones(4, 8)),
     # Nothing told the compiler that more than one device takes part.
     "no parameters": ([jnp.sin, jnp.tanh], (2,), ("stage",), EXPLICIT, ones(4, 8)),
     # Programs kept types of the mesh under which they were traced.

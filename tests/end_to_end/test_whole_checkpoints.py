@@ -123,7 +123,7 @@ def test_marks_may_come_later_but_no_other_parameters_be_frozen(tmp_path):
     equal(thawed.model_variables(variables), pipe.model_variables(state.variables))
 
 
-@pytest.mark.parametrize("is_list", [False, True], ids=["whole", "list"])
+@pytest.mark.parametrize("is_list", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "list"])
 def test_dtypes_come_back(tmp_path, is_list):
     """Of a model of float64 whose weights were cast: trained, or, of a list, kept beside those that are trained."""
     batch, tx = np.random.default_rng(0).normal(size=(4, 4)), optax.adam(1e-2)

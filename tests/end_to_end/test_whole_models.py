@@ -19,7 +19,7 @@ import whole_models
 from cases import assert_close
 
 KEY, FLOAT = jax.random.key(plain_whole.SEED), jnp.float64
-CASES = whole_models.cases()
+CASES, SLOW = whole_models.cases(), pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ BY_DEFAULT = {("tied", "spread")}
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param(name, options, marks=[] if (name, options) in BY_DEFAULT else pytest.mark.slow)
+        pytest.param(name, options, marks=[] if (name, options) in BY_DEFAULT else SLOW)
         for name in CASES
         for options in OPTIONS
     ],
@@ -65,7 +65,7 @@ def test_equals_the_plain_model(name, options):
     plain_whole.check(CASES[name], **OPTIONS[options])
 
 
-@pytest.mark.parametrize("axis", [pytest.param("data", marks=pytest.mark.slow), "model"])
+@pytest.mark.parametrize("axis", [pytest.param("data", marks=SLOW), "model"])
 def test_on_a_mesh(axis, make_mesh):
     """After a pipeline on another: a regression, as slices of a scan's random keys remembered the first one's mesh."""
     case = CASES["dropout"]
@@ -79,7 +79,7 @@ def test_frozen_parameters():
     plain_whole.check(CASES["loop"], frozen=lambda path: path.startswith(("h_0", "table")))  # all of some layers
 
 
-@pytest.mark.parametrize("name", ["tied", "scan", "ready nnx"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("scan", marks=SLOW), "ready nnx"])
 def test_initial_values_are_those_of_the_model(name):
     case = CASES.get(name) or NNX._replace(model=transformer(nnx.Rngs(0)))
     pipe = pipeline(case.model, case.loss)
@@ -361,7 +361,12 @@ def single_squares(key, x):
 
 @pytest.mark.parametrize(
     "model",
-    [SINGLE, lambda rngs: SingleNnx(rngs), SingleNnx(nnx.Rngs(0)), jpipe.Layer(single_squares, through_squares)],
+    [
+        SINGLE,
+        pytest.param(lambda rngs: SingleNnx(rngs), marks=SLOW),
+        SingleNnx(nnx.Rngs(0)),
+        pytest.param(jpipe.Layer(single_squares, through_squares), marks=SLOW),
+    ],
     ids=["linen", "nnx factory", "nnx", "two functions"],
 )
 def test_weights_of_float64_for_a_model_of_float32(model):
@@ -519,7 +524,9 @@ def at_noise(model, params, x, key, train):
     return module(x, train=train)
 
 
-@pytest.mark.parametrize("model", [Sampler(), Sampler(asks=True), NnxSampler], ids=["linen", "inputs", "nnx"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(Sampler(), marks=SLOW), Sampler(asks=True), NnxSampler], ids=["linen", "inputs", "nnx"]
+)
 def test_random_numbers_in_evaluation(model):
     """They were refused, and so couldn't be trained."""
     model = model if isinstance(model, nn.Module) else lambda rngs: NnxSampler(rngs)
@@ -661,15 +668,15 @@ WITH_SCALE = jpipe.Layer(scaled, with_scale), lambda outputs, batch: (outputs[0]
     [
         pytest.param(SLICED, square, id="a slice that is read whole and in slices"),
         pytest.param(Chain("norm"), square, id="what is done first differs in evaluation"),
-        pytest.param(Chain("noise"), square, id="noise in training"),
+        pytest.param(Chain("noise"), square, id="noise in training", marks=SLOW),
         pytest.param(Chain("key"), square, id="a key among the constants"),
-        pytest.param(*WITH_SCALE, id="outputs of parameters alone"),
+        pytest.param(*WITH_SCALE, id="outputs of parameters alone", marks=SLOW),
         pytest.param(jpipe.Layer(squares_of, lambda p, x: through_squares(p, x[:, :3])), square, id="two functions"),
-        pytest.param(InParts(), square, id="a layer of which another place uses half"),
+        pytest.param(InParts(), square, id="a layer of which another place uses half", marks=SLOW),
         pytest.param(Mixed(marked=True), square, id="weights of two places, with a mark"),
         # The last block's gradients were zero, silently, where it added a sum that follows from its weights alone:
         # evaluation was cut one operation earlier than training, so two pieces had them, each its own copy.
-        *(pytest.param(Auxiliary(use, 2 + 2 * (use == "a")), squares, id=use) for use in USES),
+        *(pytest.param(Auxiliary(u, 2 + 2 * (u == "a")), squares, id=u, marks=[SLOW] * (u == "a")) for u in USES),
         pytest.param(Adapted(marked=True), squares, id="a shared layer that only training has"),
     ],
 )
@@ -721,7 +728,9 @@ class Blocks(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("kind", "projects"), [("recurrence", True), ("look-up", False), ("scan", True)])
+@pytest.mark.parametrize(
+    ("kind", "projects"), [("recurrence", True), pytest.param("look-up", False, marks=SLOW), ("scan", True)]
+)
 def test_blocks_without_products(kind, projects):
     """They gave no places: "can be cut into 1 pieces"."""
     case = whole_models.Case(Blocks(kind, projects), random(4, 6, 4), square)

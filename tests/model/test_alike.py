@@ -231,7 +231,7 @@ def gradients_of(pipe, grads):
     [
         ("linen", 2, {"schedule": "1f1b"}),
         ("nnx", 1, {"schedule": "zero_bubble", "remat": "none"}),
-        ("plain", 1, {"schedule": "interleaved", "num_chunks": 2}),
+        pytest.param("plain", 1, {"schedule": "interleaved", "num_chunks": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_and_evaluation_equal_the_sequential_model(kind, data, options, make_mesh):

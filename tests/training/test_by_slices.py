@@ -66,7 +66,7 @@ OPTIMIZERS = {
 }
 
 
-SLOW = ("hyperparameters", "finite", "adafactor")
+SLOW = ("hyperparameters", "finite", "adafactor", "finite layers beside moments")
 
 
 @pytest.mark.parametrize("name", [n if n not in SLOW else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
@@ -97,8 +97,9 @@ ON_MESHES = {
     "adam": optax.adam(1e-2),
     "lamb": jpipe.per_layer(optax.lamb(1e-2)),
 }
-BY_DEFAULT = [("spread", "lion", True), ("spread", "lamb", True), ("tensor", "adam", False)]
-REST = [pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(MESHES, ("lion", "lamb"), [False])]
+BY_DEFAULT = [("spread", "lamb", True), ("tensor", "adam", False)]
+OTHERS = [("spread", "lion", True), *itertools.product(MESHES, ("lion", "lamb"), [False])]
+REST = [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]
 
 
 @pytest.mark.parametrize(("name", "tx", "explicit"), BY_DEFAULT + REST)
