@@ -18,6 +18,7 @@ import pytest
 
 import file_index
 import jpipe
+from jpipe.model import traced_layer
 
 PACKAGE = Path(__file__).parents[2] / "jpipe"
 _ALLOWED = {
@@ -169,6 +170,29 @@ def test_a_batch_reaches_its_layers_in_few_calls(remat):
         files = [frame.partition(":")[0] for frame in way]
         again = [file for i, file in enumerate(files) if i and files[i - 1] != file and file in files[:i]]
         assert {Path(file).name for file in again} <= {"traced_layer.py"}, "tracing alone calls back"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_few_calls_lead_to_a_layers_equations(monkeypatch, schedule):
+    """While tracing, from `value_and_grad` to a layer's forward and backward: ten functions, but for those that make loops and maps."""
+    ways, replayed = list[list[str]](), traced_layer.replayed
+
+    def witness(*arguments):
+        frames = [(Path(f.filename), f.name) for f in traceback.extract_stack()[:-1]]
+        own = [(path.name, name) for path, name in frames if path.is_relative_to(PACKAGE) and name != "<lambda>"]
+        own = [name for file, name in own if file not in ("in_place.py", "axes.py")]
+        names = own[len(own) - own[::-1].index("value_and_grad") - 1 :]
+        ways.append([name for name in names if name != "_vjp_leaves"])
+        return replayed(*arguments)
+
+    monkeypatch.setattr(traced_layer, "replayed", witness)
+    layers, batch = [nn.Dense(8) for _ in range(8)], np.ones((4, 8), np.float32)
+    pipe = jpipe.Pipeline(
+        layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, schedule=schedule, remat="none"
+    )
+    jax.eval_shape(pipe.value_and_grad, jax.eval_shape(pipe.init, jax.random.key(0), batch), batch)
+    assert {way[-1] for way in ways} >= {"__call__", "backward" if schedule == "1f1b" else "backward_weights"}
+    assert max(map(len, ways)) <= 10, ways
 
 
 def test_the_glossary_points_at_definitions():
