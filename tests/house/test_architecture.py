@@ -174,7 +174,7 @@ def test_a_batch_reaches_its_layers_in_few_calls(remat):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_few_calls_lead_to_a_layers_equations(monkeypatch, schedule):
-    """While tracing, from `value_and_grad` to a layer's forward and backward: ten functions, but for those that make loops and maps."""
+    """While tracing, from `value_and_grad` to a layer's equations: ten functions, but for what makes loops and maps."""
     ways, replayed = list[list[str]](), traced_layer.replayed
 
     def witness(*arguments):
