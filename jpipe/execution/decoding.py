@@ -38,7 +38,7 @@ from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import telling, trace_model
 from jpipe.partitioner.axes import AXIS, shapes_only
 from jpipe.partitioner.examples import CouplesError, Examples
-from jpipe.partitioner.shardings import REPLICATED, AxisSharding, Shard, names_in, part_structs, replicated
+from jpipe.partitioner.shardings import REPLICATED, Shard, names_in, part_structs, replicated
 from jpipe.planning.plan import Plan
 from jpipe.planning.step import Step, make_step
 from jpipe.processes.progress import warn_user
@@ -86,11 +86,8 @@ def sees_more(function: LayerFunction, length: int) -> str:
       function: the layer in evaluation mode, on whole sequences.
       length: T, the tokens of a sequence: dimension 1 of what the layer takes, or the first that is so long.
     """
-
-    def at(leaf: Leaf) -> AxisSharding:
-        """Split along its tokens: dimension 1, or another one where a whole model is cut within attention."""
-        return next((Shard(i) for i in range(1, leaf.ndim) if leaf.shape[i] == length), REPLICATED)
-
+    # Split along its tokens: dimension 1, or another one where a whole model is cut within attention.
+    at = lambda leaf: next((Shard(i) for i in range(1, leaf.ndim) if leaf.shape[i] == length), REPLICATED)
     arguments, takes = function.arguments, jax.tree.leaves(function.group.takes)
     jaxpr, _ = trace(function.forward, arguments, takes)
     if length == 1 or any(equation.primitive.name == "shard_map" for equation in equations_in(jaxpr.jaxpr.eqns)):

@@ -81,10 +81,8 @@ def run_inference(stage: Stage) -> list[jax.Array]:
     step = stage.step
     if step.outputs_step is not None:
         return _with_loss_at_once(stage)[0]
-    if step.loss is not None:
-        results = list(map(_accumulator, step.outputs))
-    else:
-        results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
+    of_all = lambda leaf: jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype)
+    results = list(map(of_all if step.loss is None else _accumulator, step.outputs))
     forward = ForwardWork(activation=step.activations.empty(), kept={}, state={}, results=results)
     backward = BackwardWork(cotangent={}, gradients={}, shared_gradients={}, overwritten={})
     carry = _first_carry(step, forward, backward)

@@ -58,7 +58,7 @@ class ExamplesInLayers:
           leaf: the index of the leaf.
         """
         unlike = [layer.numbers for layer in self.layers] != [layer.numbers for layer in whole.layers]
-        both = () if self.couplings else (*self.layers, *whole.layers)  # else it is warned of, and a mean
+        both = [one for one in (*self.layers, *whole.layers) if not any(c.is_sure for c in one.couplings)]  # not marked
         if unlike or any(one.why is Why.IN_ORDER for layer in both for one in layer.couplings):
             return None
         for layer in both:

@@ -413,9 +413,7 @@ def _weights(
     of_batch = [i >= num_outputs for i in range(len(closed.in_avals))]
     weights, _ = needed_part(closed, [True] * len(names), keep=of_batch)
     alone, used = needed_part(weights, [True] * len(names))
-    if any(used):
-        return weights, None
-    return weights, [float(weight) for weight in interpret(alone)]
+    return weights, None if any(used) else [float(weight) for weight in interpret(alone)]
 
 
 def _are_scalars(value: PyTree) -> bool:

@@ -167,9 +167,7 @@ def make_merging(function: LayerFunction, num_microbatches: int, splits: Splits)
 
 def _rule_of(leaf: Leaf, rule: str | None) -> str:
     """Returns the rule of a leaf: only numbers can be added up, and only floating-point ones averaged."""
-    if leaf.dtype == jnp.bool_:
-        return "last"
-    if rule in ("last", "sum"):
+    if rule in ("last", "sum") and leaf.dtype != jnp.bool_:
         return rule
     return "mean" if is_float(leaf) else "last"
 

@@ -89,9 +89,7 @@ def collective_of(axes: Sequence[Axis], hop: Hop) -> str | None:
     if isinstance(old, Shard) and wanted != PARTIAL:
         exchanges = one_run(old) and one_run(wanted) and isinstance(wanted, Shard) and old.dim != wanted.dim
         return "all_to_all" if exchanges else "all_gather"
-    if old == PARTIAL:
-        return "reduce_scatter" if one_run(wanted) else "all_reduce"
-    return None
+    return ("reduce_scatter" if one_run(wanted) else "all_reduce") if old == PARTIAL else None
 
 
 def bytes_sent(axes: Sequence[Axis], shape: tuple[int, ...], itemsize: int, hop: Hop) -> float:

@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 
 from jpipe.jax.flat_jaxpr import FlatEquation, aval_of, flatten
 from jpipe.jax.inside import carry_out, line_of, needed_part, standing_alone
-from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn
-from jpipe.jax.tracing import interpret, trace, uses
+from jpipe.jax.primitives import ClosedJaxpr, JaxprEqn, Literal
+from jpipe.jax.tracing import equations_in, interpret, trace, uses
 from jpipe.jax.trees import is_float
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.per_device import HANDLERS
@@ -101,6 +102,8 @@ INDEX = Known(-1, Shard(0))
 ADDING = {"add", "add_any", "concatenate", "pad", "select_n", "stack", "sub"}
 ADDING |= {"broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze"}
 """Operations that add up their operands, put them side by side, or move them: of zeros they make zeros."""
+SMALL = 2**16
+"""Constants of more elements aren't looked at: masks of many places, say."""
 FACTORS = {"mul": 1, "dot_general": 1, "div": -1}
 """Operations that multiply by constants, or by their inverses."""
 
@@ -174,9 +177,9 @@ class Examples:
         self._needed = {*self.flat.needed_for(self.flat.results)}  # others are for prints alone
         of = lambda chosen: {*self.flat.needed_for(n for i, n in enumerate(self.flat.results) if chosen(i))}
         self._of_statistics, self._of_others = of(statistics.__contains__), of(lambda i: i not in statistics)
+        self._own_rows = set[int]()  # what counts examples to look each up in its own row
         self.takes: Sequence[int] = ()
-        self.couplings: list[Coupling] = []
-        self.known: list[Known] = []
+        self.couplings, self.known = list[Coupling](), list[Known]()
         self._ways = [self._follow(i, flat) for i, flat in enumerate(self.flat.equations)]
 
     @property
@@ -191,9 +194,13 @@ class Examples:
 
     @property
     def numbers(self) -> list[float]:
-        """The constants that equations read, but for those that make parts of sums."""
-        reads = [flat.reads for flat in self.flat.equations if PARTIAL not in [self.at[n] for n in flat.makes]]
-        constants = (x for n in chain(*reads) if (x := self.flat.constants.get(n)) is not None and is_float(x))
+        """The constants that late equations read, but for those that make parts of sums, and all in bodies of loops."""
+        late, avals = [one for one in self.flat.equations if not self._late.isdisjoint(one.reads)], self.flat.avals
+        reads = chain(*(one.reads for one in late if PARTIAL not in [self.at[n] for n in one.makes]))
+        floats = [n for n in reads if is_float(avals[n]) and avals[n].size <= SMALL]
+        inner = equations_in(e for one in late for jaxpr in jaxprs_in_params(one.equation.params) for e in jaxpr.eqns)
+        constants = [x for n in floats if (x := self._constant(n)) is not None]
+        constants += [v.val for e in inner for v in e.invars if isinstance(v, Literal) and is_float(aval_of(v))]
         return [float(x) for array in constants for x in np.unique(array)]
 
     def scales(self, given: Sequence[frozenset[float]]) -> list[frozenset[float]]:
@@ -219,7 +226,8 @@ class Examples:
             constants = [np.unique(x) for n in flat.reads if is_part and (x := self._constant(n)) is not None]
             factors = [math.prod(float(x) or 1.0 for x in each) ** FACTORS.get(name, 1) for each in product(*constants)]
             chosen = [n for n in flat.reads if name in ADDING or self.at[n] == PARTIAL]
-            parts = frozenset[float]().union(*map(of, chosen))
+            told = any(self.at[n] == PARTIAL or n not in self._late for n in flat.makes)
+            parts = frozenset[float]().union(*map(of, chosen if told else ()))
             for n in flat.makes:
                 if self.at[n] == PARTIAL:
                     at[n] = frozenset(float(x * factor) for x in parts or {1.0} for factor in factors)
@@ -303,8 +311,10 @@ class Examples:
         if (found := self._constant(number)) is None:
             return False
         rows = np.moveaxis(found[..., column], along, -1)
-        size = flat.avals[table].shape[dim]
-        return rows.shape[-1] == size and bool(np.all(rows == np.arange(size)))
+        is_own = rows.shape[-1] == flat.avals[table].shape[dim] and bool(np.all(rows == np.arange(rows.shape[-1])))
+        makes = [one for i in flat.needed_for([number]) for one in flat.equations[i].makes]
+        self._own_rows.update(makes if is_own else ())
+        return is_own
 
     # --- from what is wanted to what it needs: what a micro-batch computes ---
 
@@ -366,8 +376,10 @@ class Examples:
         known = [jnp.int32(0) if n < 0 else part(n, shard or REPLICATED) for n, shard in self.known]
         is_read = uses(trace(run, arguments, known)[0])[len(arguments) :]
         read = [one for one, reads in zip(self.known, is_read, strict=True) if reads and not self._is_drawn(one.value)]
-        arrays = [(self.flat.constants.get(n), at) for n, at in read if at is not None]
-        return any(x is None or np.any(x != np.take(x, [0], at.dim)) for x, at in arrays)  # else it is the same for all
+        read = [(n, at) for n, at in read if at is not None and n not in self._own_rows]
+        arrays = [(None if n < 0 else self._constant(n), at) for n, at in read]
+        differs = (x is None or np.any(x != np.take(x, [0], at.dim)) for x, at in arrays)  # else it is the same for all
+        return self.axis.size > 1 and any(differs)
 
     def _recipe(self, number: int, form: AxisSharding) -> _Recipe:
         """How a micro-batch computes a value in some form."""

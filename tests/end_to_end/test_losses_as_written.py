@@ -347,6 +347,8 @@ REFUSED = [
     lambda y: y[:4].sum(),  # of a micro-batch all
     lambda y: y.sum() / max(len(y), 4),
     lambda y: 2 * y.sum() if len(y) == B else y.sum(),
+    lambda y: jnp.sum(jnp.ones(len(y)) / jnp.ones(len(y)).sum() * y[:, 0, 0]),
+    lambda y: jax.lax.scan(lambda total, of_t: (total + of_t.mean(), None), 0.0, y.swapaxes(0, 1))[0],
 ]
 
 
@@ -358,14 +360,39 @@ def test_numbers_that_are_neither_a_sum_nor_a_mean_are_refused(model):
         pipe.init(jax.random.key(0), data())
 
 
-def test_numbers_of_models_that_drop_or_take_few_examples():
-    """What is dropped isn't told by examples' places; a model with a number is looked at with all examples."""
+def test_numbers_that_are_no_examples_places():
+    """What is dropped isn't told by these, nor is a look-up in own rows; all examples are looked at together, too."""
     loss = lambda o, b: EXACT["mean"](o[0], b) + o[1]
     dropped = WithNumber(lambda y: jnp.mean(nn.Dropout(0.5, deterministic=False)(y)))
     jax.eval_shape(pipeline(loss, model=dropped, num_microbatches=4).init, jax.random.key(0), data())
+    jax.eval_shape(pipeline(loss, model=WithNumber(jnp.mean), num_microbatches=B).init, jax.random.key(0), data())
+    last = WithNumber(lambda y: jnp.mean(y[jnp.arange(len(y)), jnp.argmax(y[..., 0], -1)]))
+    jax.eval_shape(pipeline(loss, model=last, num_microbatches=4).init, jax.random.key(0), data())
     few = WithNumber(lambda y: jnp.mean(y) if len(y) <= 4 else y.sum(9))
     with pytest.raises(ValueError, match="can't be traced for 8 examples; let it take any batch size"):
         pipeline(loss, model=few, num_microbatches=4).init(jax.random.key(0), data())
+
+
+class Coupled(WithNumber):
+    """Couples examples in an earlier layer, which is marked."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = Model()(x)
+        y = y + jnp.mean(y) ** 2
+        for _ in range(2):
+            y = jnp.tanh(nn.Dense(y.shape[-1], param_dtype=y.dtype)(y))
+        return y, self.number(y)
+
+
+def test_numbers_beside_layers_that_are_marked():
+    """Where one layer coupled examples, places weren't looked for in the others."""
+    loss = lambda o, b: EXACT["mean"](o[0], b) + o[1]
+    make = lambda number: pipeline(loss, model=Coupled(number), num_microbatches=4)
+    with pytest.warns(UserWarning, match="looks at several"):
+        make(jnp.mean).init(jax.random.key(0), data())
+    with pytest.raises(ValueError, match=r"outputs\[1\] has no examples, and is neither their sum nor mean"):
+        make(lambda y: jnp.sum(y * (jnp.arange(len(y)) == 0)[:, None, None])).init(jax.random.key(0), data())
 
 
 def fixed(shape, seed=0):
