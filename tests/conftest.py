@@ -54,6 +54,12 @@ def room():
     compiled_once.make_room()
 
 
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
 @pytest.fixture(scope="session")
 def make_mesh() -> MakeMesh:
     """`make_mesh((2, 2), ("stage", "data"), explicit=False)`: a mesh of the first devices, Auto axes by default."""
