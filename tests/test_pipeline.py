@@ -31,12 +31,6 @@ from small_pipeline import make as small
 KEY = 7
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 # --- training steps ---------------------------------------------------------------------------------------------------
 
 
